@@ -1,0 +1,105 @@
+"""Writing a checkpoint folder, in shards, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ligermodels.convert.files import INDEX, written_whole
+from ligermodels.errors import CheckpointError, InputError
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+Lazy = tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]
+"""Name, shape, dtype, and the function that fetches the tensor."""
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    tensors: Iterable[Lazy],
+    *,
+    max_shard_size: int | str = "5GB",
+    files: Mapping[str, bytes | str | Path] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write `model.safetensors`, or shards of at most `max_shard_size` and their index, named as transformers does.
+
+    Args:
+        folder: created with its parents if need be.
+        tensors: fetched one shard at a time, so the host holds no more copies than that.
+        max_shard_size: bytes, or text such as "5GB" (10^9) or "5GiB" (2^30); a larger tensor has a shard to itself.
+        files: name -> content, or the path of a file to copy.
+        overwrite: replace a checkpoint in `folder`; files there that are no part of one stay.
+
+    Raises:
+        CheckpointError: `folder` is a file, is not empty, or cannot be written (a full disk); nothing is left behind.
+        InputError: `max_shard_size` is not a size.
+    """
+    limit, found, files = parse_size(max_shard_size), list(tensors), files or {}
+    by_name = {name: (shape, dtype, read) for name, shape, dtype, read in found}
+    if not found or len(by_name) < len(found):
+        raise CheckpointError(f"{folder}: {'two tensors have the same name' if found else 'there are no tensors'}")
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: math.prod(tensor[0]) * tensor[1].itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        files = {**files, INDEX: json.dumps(index, indent=2, sort_keys=True) + "\n"}
+    needed = split.metadata["total_size"] + sum(map(_size, files.values()))
+    with written_whole(Path(folder), needed, overwrite=overwrite) as temporary:
+        for name, content in files.items():
+            _write(temporary / name, content)
+        for file, names in split.filename_to_tensors.items():
+            _write_shard(temporary / file, {name: by_name[name][2] for name in names})
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes in `size`: a number, or text with a unit; InputError when it is neither, or not above zero."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(size).strip().upper())
+    count = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    if isinstance(size, bool) or count < 1:
+        raise InputError(f"max_shard_size: {size!r} is not a size; give bytes, or text such as '5GB' or '500MB'")
+    return size if isinstance(size, int) else count
+
+
+def _write_shard(path: Path, reads: Mapping[str, Callable[[], Tensor]]) -> None:
+    tensors: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, read in reads.items():
+        tensor = read().detach().cpu().contiguous()
+        # The library refuses tensors that share memory, as a projection does that is written under several names.
+        tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor
+        places.add(tensor.data_ptr())
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    # The library may make the file private to its owner; the folder has the permissions that the user's umask leaves.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def _write(path: Path, content: bytes | str | Path) -> None:
+    if isinstance(content, Path):
+        shutil.copyfile(content, path)
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _size(content: bytes | str | Path) -> int:
+    if isinstance(content, Path):
+        return content.stat().st_size if content.is_file() else 0
+    return len(content)

@@ -1,0 +1,271 @@
+"""The weight map: which part of which native tensor each tensor of a Hugging Face checkpoint is.
+
+A map is written in one direction only, as *views* of native tensors. Loading copies every checkpoint tensor into its
+view; export reads the same views. The inverse therefore needs no code, and is exact to the byte, because the views of
+a tensor cover each of its elements once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import CheckpointError
+
+FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+"""Dtypes that are cast to each other on loading. Narrower ones need scales that a cast knows nothing of."""
+
+LISTED = 20
+"""Faults of one kind that an error lists before it only counts."""
+
+
+class Spec(Protocol):
+    """What planning needs to know of a stored tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+class Reader(Protocol):
+    """Where tensors are loaded from: `safetensors_reader.Checkpoint`, or anything like it."""
+
+    @property
+    def headers(self) -> Mapping[str, Spec]: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+class LazyTensor(NamedTuple):
+    """A tensor of a checkpoint to be, of this `shape` and `dtype`, which `read` fetches."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A `view` of a native tensor that holds checkpoint tensor `source`.
+
+    The first dimension of `source` is the product of the first `merged` ones of the view.
+    """
+
+    source: str
+    view: Callable[[Tensor], Tensor]
+    merged: int = 1
+
+    def shape(self, view: Tensor) -> tuple[int, ...]:
+        """The checkpoint tensor's shape, given its view."""
+        shape = tuple(view.shape)
+        return shape if self.merged < 2 else (math.prod(shape[: self.merged]), *shape[self.merged :])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The native tensor `target`, whose elements `parts` cover once each."""
+
+    target: str
+    parts: tuple[Part, ...]
+
+    def views(self, tensor: Tensor) -> list[tuple[Part, Tensor]]:
+        """Each part with its view of `tensor`; RuntimeError or IndexError when they do not cover it."""
+        views = [(part, part.view(tensor)) for part in self.parts]
+        if sum(view.numel() for _, view in views) != tensor.numel():
+            raise RuntimeError("its parts do not cover it")
+        return views
+
+
+# -- entries: views are partials of plain functions, so that a map can be copied and pickled ---------------------------
+
+
+def rename(target: str, source: str) -> Entry:
+    """`target` is `source` under another name."""
+    return Entry(target, (Part(source, _whole),))
+
+
+def concat(target: str, sources: Sequence[str], sizes: Sequence[int], dim: int = 0) -> Entry:
+    """`target` is `sources`, of these `sizes` along `dim`, one after another."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = zip(sources, starts, sizes, strict=True)
+    return Entry(target, tuple(Part(s, partial(_slice, dim=dim, start=start, size=n)) for s, start, n in parts))
+
+
+def grouped_qkv(target: str, q: str, k: str, v: str, num_kv_heads: int, group_size: int, head_dim: int) -> Entry:
+    """`target` (num_kv_heads * (group_size + 2) * head_dim, ...) is, for each kv head, its query heads, its k, its v.
+
+    Works for weights and for biases. Query heads are in the checkpoint's order.
+    """
+    grouped = partial(_grouped, shape=(num_kv_heads, group_size + 2, head_dim))
+    return Entry(
+        target,
+        (
+            Part(q, partial(grouped, heads=slice(group_size)), merged=3),
+            Part(k, partial(grouped, heads=group_size), merged=2),
+            Part(v, partial(grouped, heads=group_size + 1), merged=2),
+        ),
+    )
+
+
+def stack(target: str, sources: Sequence[str]) -> Entry:
+    """`target[i]` is `sources[i]`, as with the experts of a layer."""
+    return Entry(target, tuple(Part(source, partial(_item, index=i)) for i, source in enumerate(sources)))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
+    return tensor.narrow(dim, start, size)
+
+
+def _grouped(tensor: Tensor, shape: tuple[int, int, int], heads: int | slice) -> Tensor:
+    return tensor.unflatten(0, shape)[:, heads]
+
+
+def _item(tensor: Tensor, index: int) -> Tensor:
+    return tensor[index]
+
+
+# -- the map -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """All entries of a model.
+
+    Args:
+        entries: one for each native tensor; an export lists its tensors in their order.
+        ignored: regular expressions; checkpoint tensors in whose names one is found are skipped without a word.
+        aliases: checkpoint tensor -> the one it repeats (`lm_head.weight` of a tied model). Loading accepts either or
+            both, when both are equal; export leaves the alias out.
+    """
+
+    entries: Sequence[Entry]
+    ignored: Sequence[str] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def plan(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> None:
+        """Check that a checkpoint with these `headers` loads into `state`, whose tensors may be on the meta device.
+
+        Raises one CheckpointError that lists every fault: missing, unexpected and misshapen tensors, dtypes that
+        cannot be cast, and entries or native tensors without their counterpart.
+        """
+        views, faults = self._split(state)
+        sources = {part.source: self._stored(part.source, headers) for entry in self.entries for part in entry.parts}
+        faults["missing from the checkpoint"] = [source for source, name in sources.items() if name not in headers]
+        known = {*sources, *self.aliases}
+        faults["not expected in the checkpoint"] = [
+            name for name in headers if name not in known and not any(re.search(each, name) for each in self.ignored)
+        ]
+        for target, part, view in views:
+            wanted = part.shape(view)
+            repeats = [alias for alias, original in self.aliases.items() if original == part.source]
+            for name in (name for name in (part.source, *repeats) if name in headers):
+                found, dtype = tuple(headers[name].shape), headers[name].dtype
+                if found != wanted:
+                    faults["of the wrong shape"].append(f"{name} {list(found)} instead of {list(wanted)}")
+                if dtype != view.dtype and not {dtype, view.dtype} <= FLOATS:
+                    faults["of a dtype that cannot be cast (quantised checkpoints are not supported)"].append(
+                        f"{name} {_short(dtype)} to {_short(view.dtype)} of {target}"
+                    )
+        _raise("the checkpoint does not fit the model", faults)
+
+    def load(
+        self, reader: Reader, state: Mapping[str, Tensor], progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Fill `state` tensor by tensor: read, cast, placed on its device. The host holds one or two tensors at a time.
+
+        Args:
+            reader: the checkpoint.
+            state: native name -> tensor with storage, of any float dtype, on any device.
+            progress: called with bytes done and bytes in all.
+
+        Raises CheckpointError as `plan`, before anything is read; or when an alias differs from what it repeats.
+        """
+        headers = reader.headers
+        self.plan(headers, state)
+        if unplaced := [name for name, tensor in state.items() if tensor.is_meta]:
+            raise CheckpointError(f"{unplaced[0]}: is on the meta device; give the model storage (to_empty) first")
+        for alias, original in self.aliases.items():
+            if {alias, original} <= headers.keys() and not _equal(reader.read(alias), reader.read(original)):
+                raise CheckpointError(
+                    f"{alias}: differs from {original}, but the config ties the two; set tie_word_embeddings to false, "
+                    f"or remove {alias}"
+                )
+        views, _ = self._split(state)
+        parts = [(self._stored(part.source, headers), view) for _, part, view in views]
+        done, total = 0, sum(_bytes(headers[name]) for name, _ in parts)
+        for name, view in parts:
+            view.copy_(reader.read(name).reshape(view.shape))
+            done += _bytes(headers[name])
+            if progress is not None:
+                progress(done, total)
+
+    def export(self, state: Mapping[str, Tensor]) -> list[LazyTensor]:
+        """The checkpoint tensors of `state`; each is a view of it, or a copy made on `read` where its order differs.
+
+        Raises one CheckpointError that lists entries or native tensors without their counterpart.
+        """
+        views, faults = self._split(state)
+        _raise("the model does not fit its weight map", faults)
+        return [
+            LazyTensor(part.source, part.shape(view), view.dtype, partial(torch.reshape, view, part.shape(view)))
+            for _, part, view in views
+        ]
+
+    def _stored(self, source: str, names: Mapping[str, Spec]) -> str:
+        """The name that `source` has among `names`: its own, or that of an alias when only that one was saved."""
+        alias = (a for a, original in self.aliases.items() if original == source and a in names)
+        return source if source in names else next(alias, source)
+
+    def _split(self, state: Mapping[str, Tensor]) -> tuple[list[tuple[str, Part, Tensor]], defaultdict[str, list[str]]]:
+        """Name, part and view for each part of each native tensor; and, kind by kind, the faults of the map itself."""
+        views: list[tuple[str, Part, Tensor]] = []
+        faults: defaultdict[str, list[str]] = defaultdict(list)
+        for entry in (entry for entry in self.entries if entry.target in state):
+            tensor = state[entry.target].detach()
+            try:
+                views += [(entry.target, part, view) for part, view in entry.views(tensor)]
+            except (RuntimeError, IndexError) as error:
+                fault = f"{entry.target} {list(tensor.shape)} ({str(error).splitlines()[0]})"
+                faults["of the model not split as the weight map says"].append(fault)
+        targets = Counter(entry.target for entry in self.entries)
+        sources = Counter(part.source for entry in self.entries for part in entry.parts)
+        faults["of the model without an entry in the weight map"] = [name for name in state if name not in targets]
+        faults["in the weight map but not of the model"] = [name for name in targets if name not in state]
+        faults["in the weight map twice"] = [name for each in (targets, sources) for name in each if each[name] > 1]
+        return views, faults
+
+
+def _raise(what: str, faults: Mapping[str, Sequence[str]]) -> None:
+    """CheckpointError with every fault, if there is any."""
+    lines = []
+    for kind, names in faults.items():
+        more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        if names:
+            lines.append(f"  {len(names)} {kind}: {', '.join(names[:LISTED])}{more}")
+    if lines:
+        raise CheckpointError("\n".join([f"{what}:", *lines]))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _bytes(spec: Spec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

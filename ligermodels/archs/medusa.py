@@ -1,0 +1,289 @@
+"""Medusa: extra heads that predict further tokens from the same hidden state (Cai et al., 2024)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.convert.config_json import read_json
+from ligermodels.convert.medusa_profiles import HeadsShape, profile_named
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.safetensors_writer import save_checkpoint
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.generation import SpeculativeOutput, Tree, default_tree, medusa_generate
+from ligermodels.layers import IGNORE_INDEX, LMHead, shift_labels
+from ligermodels.model import CausalLM
+
+TOP_K = (1, 5)
+"""Ranks at which accuracy is reported."""
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(linear(x)). Weight and bias start at zero, so that a new block is the identity."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Module):
+    """ResBlocks, then a projection to the vocabulary: the head's own, or the base model's when `lm_head` is None."""
+
+    def __init__(self, hidden_size: int, num_layers: int, lm_head: LMHead | None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(ResBlock(hidden_size) for _ in range(num_layers)))
+        self.lm_head = lm_head
+
+    def forward(self, hidden: Tensor, shared: LMHead, targets: Tensor | None = None, **loss_options: Any) -> Any:
+        """As `LMHead.forward`, on the transformed hidden states (..., H)."""
+        head = shared if self.lm_head is None else self.lm_head
+        return head(self.layers(hidden), targets, **loss_options)
+
+
+@dataclass
+class MedusaOutput:
+    """`loss`: scalar; `head_losses` (K,) undecayed; `ranks` (K, B, T) long, how many tokens a head finds likelier than
+    the right one, -1 where there is no target; `accuracy` {1: (K,), 5: (K,)}, the share of targets among each head's 1
+    or 5 likeliest tokens; `counts` (K,) targets each head had; `logits` (K, B, T, V), without labels."""
+
+    loss: Tensor | None = None
+    head_losses: Tensor | None = None
+    ranks: Tensor | None = None
+    accuracy: dict[int, Tensor] | None = None
+    counts: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class MedusaModel(nn.Module):
+    """A base model with K Medusa heads. Head i (from 0) at position t predicts token t + 2 + i."""
+
+    def __init__(
+        self,
+        base: CausalLM,
+        num_heads: int = 5,
+        num_layers: int = 1,
+        lm_head: Literal["own", "shared"] = "own",
+        decay: float = 0.8,
+    ) -> None:
+        """New heads: identity ResBlocks and, with own lm_heads, copies of the base's. See `from_base`."""
+        super().__init__()
+        if num_heads < 1 or num_layers < 1:
+            raise InputError(f"num_heads and num_layers must be at least 1, got {num_heads} and {num_layers}")
+        if lm_head not in ("own", "shared"):
+            raise InputError(f"lm_head must be 'own' or 'shared', got {lm_head!r}")
+        self.base, self.lm_head, self.decay = base, lm_head, decay
+        self.shape = HeadsShape(num_heads, num_layers, base.config.hidden_size, base.config.vocab_size)
+        with base.device:
+            self.heads = nn.ModuleList(self._new_head() for _ in range(num_heads)).to(base.dtype)
+
+    def _new_head(self) -> MedusaHead:
+        lm_head = None
+        if self.lm_head == "own":
+            config = replace(self.base.config.head, tied=False)
+            lm_head = LMHead(self.shape.hidden_size, self.shape.vocab_size, config)
+            lm_head.load_state_dict(self.base.head.state_dict())
+        return MedusaHead(self.shape.hidden_size, self.shape.num_layers, lm_head)
+
+    @classmethod
+    def from_base(
+        cls,
+        base: CausalLM,
+        num_heads: int = 5,
+        num_layers: int = 1,
+        lm_head: Literal["own", "shared"] = "own",
+        decay: float = 0.8,
+    ) -> MedusaModel:
+        """Fresh heads on `base`, whose parameters are frozen (stage 1).
+
+        Args:
+            base: the model to speed up; trained on through `base.requires_grad_()` if that is wanted.
+            num_heads: K, tokens predicted beyond the next one.
+            num_layers: ResBlocks in each head.
+            lm_head: "own", a trained copy of the base's for each head; or "shared", the base's own, frozen.
+            decay: head i's loss counts decay ** i.
+
+        Raises InputError on a bad argument.
+        """
+        base.requires_grad_(False)
+        return cls(base, num_heads, num_layers, lm_head, decay)
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that stage 1 trains."""
+        return self.heads.parameters()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        **loss_options: Any,
+    ) -> MedusaOutput:
+        """Loss sum_i decay ** i * CE_i over the heads; or, without labels, every head's logits.
+
+        Arguments and errors are those of `CausalLM.forward`; targets never cross a document's end. Logits are not
+        materialised where there are labels. `num_items_in_batch` may be (K,), one for each head: see `num_targets`.
+        """
+        shape = self.base.check_inputs(input_ids, inputs_embeds, labels)
+        bounds = self.base.document_bounds(shape, position_ids, cu_seqlens)
+        hidden = self.base.hidden_states(
+            input_ids, position_ids=position_ids, cu_seqlens=bounds, inputs_embeds=inputs_embeds
+        )
+        if labels is None:
+            return MedusaOutput(logits=torch.stack([head(hidden, self.base.head) for head in self.heads]))
+        if num_items_in_batch is not None:
+            loss_options["reduction"] = "sum"
+        losses, ranks = [], []
+        for i, head in enumerate(self.heads):
+            targets = self.base.shift_labels(labels, 2 + i, bounds)
+            loss, rank = head(hidden, self.base.head, targets, return_rank=True, **loss_options)
+            losses.append(loss)
+            ranks.append(rank)
+        head_losses, rank = torch.stack(losses), torch.stack(ranks)
+        if num_items_in_batch is not None:
+            head_losses = head_losses / num_items_in_batch
+        counts = (rank >= 0).sum((1, 2))
+        correct = {k: ((rank >= 0) & (rank < k)).sum((1, 2)) for k in TOP_K}
+        return MedusaOutput(
+            loss=torch.stack([self.decay**i * loss for i, loss in enumerate(head_losses)]).sum(),
+            head_losses=head_losses.detach(),
+            ranks=rank,
+            accuracy={k: right / counts.clamp(min=1) for k, right in correct.items()},
+            counts=counts,
+        )
+
+    def num_targets(
+        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Labels that each head counts, long (K,): summed over batches, they are their `num_items_in_batch`."""
+        bounds = self.base.document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
+        shifted = [shift_labels(labels, 2 + i, bounds) for i in range(len(self.heads))]
+        return torch.stack([(targets != IGNORE_INDEX).sum() for targets in shifted])
+
+    def propose(self, hidden: Tensor) -> Tensor:
+        """Each head's logits (B, K, V) for hidden states (B, H)."""
+        return torch.stack([head(hidden, self.base.head) for head in self.heads], dim=1)
+
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        max_new_tokens: int = ...,
+        *,
+        tree: Tree | None = ...,
+        return_stats: Literal[False] = ...,
+        **options: Any,
+    ) -> Tensor: ...
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        max_new_tokens: int = ...,
+        *,
+        tree: Tree | None = ...,
+        return_stats: Literal[True],
+        **options: Any,
+    ) -> SpeculativeOutput: ...
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        max_new_tokens: int = 64,
+        *,
+        tree: Tree | None = None,
+        return_stats: bool = False,
+        **options: Any,
+    ) -> Tensor | SpeculativeOutput:
+        """Greedy tree decoding: the very tokens of `base.generate`, several a step.
+
+        Args:
+            tree: candidates checked at each step; by default 63 grown from published head accuracies.
+            return_stats: give a `SpeculativeOutput`, with steps and tokens a step, instead of the token ids alone.
+            options: as `generation.medusa_generate`.
+        """
+        out = medusa_generate(
+            self.base,
+            self.propose,
+            input_ids,
+            tree=default_tree(self.shape.num_heads) if tree is None else tree,
+            max_new_tokens=max_new_tokens,
+            **{**self.base.generation_defaults(), **options},
+        )
+        return out if return_stats else out.sequences
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def export(self, folder: str | os.PathLike[str], profile: str = "vllm", *, overwrite: bool = False) -> None:
+        """Write the heads in the format of another program: one of `convert.medusa_profiles.PROFILES`.
+
+        Heads on a shared lm_head go into a format of separate ones by repeating it. Raises InputError for an unknown
+        profile or one that cannot hold these heads, CheckpointError when the folder cannot be written.
+        """
+        chosen = profile_named(profile)
+        if chosen.shared_lm_head and self.lm_head == "own":
+            raise InputError(f"profile {profile!r} has one lm_head for all heads, but each of these has its own")
+        if self.base.head.bias is not None:
+            raise InputError(f"profile {profile!r} has no place for the lm_head's bias")
+        save_checkpoint(
+            folder,
+            chosen.weight_map(self.shape).export(self._state(1 if chosen.shared_lm_head else self.shape.num_heads)),
+            max_shard_size=2**63 - 1,  # Loaders of heads look for one file.
+            files={"config.json": json.dumps(chosen.config(self.shape), indent=2) + "\n"},
+            overwrite=overwrite,
+        )
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the heads alone, in the `vllm` or `vllm-shared` format, for `from_pretrained`."""
+        self.export(folder, "vllm" if self.lm_head == "own" else "vllm-shared", overwrite=overwrite)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base: CausalLM,
+        folder: str | os.PathLike[str],
+        *,
+        decay: float = 0.8,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> MedusaModel:
+        """Heads saved in `folder`, on the (now frozen) `base`; their number and depth are taken from the tensors.
+
+        Raises CheckpointError when files or tensors are missing, damaged or made for another base.
+        """
+        path = Path(folder)
+        shared = bool(read_json(path / "config.json").get("original_lm_head", False))
+        profile = profile_named("vllm-shared" if shared else "vllm")
+        with Checkpoint(path) as checkpoint:
+            num_heads, num_layers = profile.count(checkpoint.headers)
+            model = cls.from_base(base, num_heads, num_layers, "shared" if shared else "own", decay)
+            state = model._state(1 if shared else num_heads)
+            if shared:
+                # The file's copy of the base's lm_head must not overwrite it, but has to be the same.
+                state["heads.0.lm_head.weight"] = torch.empty_like(base.head.weight)
+            weights = profile.weight_map(model.shape)
+            weights.plan(checkpoint.headers, state)
+            weights.load(checkpoint, state, progress=progress)
+        if shared and not torch.equal(state["heads.0.lm_head.weight"], base.head.weight):
+            raise CheckpointError(f"{path}: its lm_head is not the base model's: the heads were made for another")
+        return model
+
+    def _state(self, lm_heads: int) -> dict[str, Tensor]:
+        state = {f"heads.{name}": parameter.data for name, parameter in self.heads.named_parameters()}
+        for i in range(lm_heads):
+            state.setdefault(f"heads.{i}.lm_head.weight", self.base.head.weight.data)
+        return state

@@ -1,0 +1,92 @@
+"""The command line: `ligermodels COMMAND`. Commands import torch and the models only when they run."""
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ligermodels import __version__
+from ligermodels.cli import checkpoint, demo, describe, generation, medusa
+from ligermodels.console import say
+from ligermodels.errors import LigerModelsError
+
+
+class Commands(TyperGroup):
+    """Runs a command; what users can cause ends in one line on standard error and an exit code, not in a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Exit codes: 0 fine, 1 an error or a failed check, 2 wrong usage, 130 interrupted."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # The reader has gone; Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            if ctx.params["debug"]:
+                raise
+            say("error: interrupted")
+            raise typer.Exit(130) from None
+        except Exception as error:
+            if ctx.params["debug"] or not _is_expected(error):
+                raise
+            say(f"error: {_one_line(error)}")
+            raise typer.Exit(1) from None
+
+
+def _one_line(error: Exception) -> str:
+    first, *others = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    return f"{first} {'; '.join(others)}".strip()
+
+
+def _is_expected(error: Exception) -> bool:
+    # By name: torch is not imported for every command.
+    return isinstance(error, LigerModelsError | OSError) or type(error).__name__ == "OutOfMemoryError"
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Native transformer models: Hugging Face checkpoints in, trained models and Medusa heads out.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ligermodels {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="LIGERMODELS_DEBUG", help="Show tracebacks of errors.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    # Both are read before this runs: see Commands.invoke and _version.
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+for command in (describe.info, checkpoint.verify, generation.generate, checkpoint.export, demo.demo):
+    app.command()(command)
+app.add_typer(medusa.app, name="medusa", help="Train, measure and export Medusa heads.")
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # Text that the terminal's encoding lacks is no reason to fail.
+    app(prog_name="ligermodels")

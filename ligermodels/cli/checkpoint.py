@@ -1,0 +1,107 @@
+"""`ligermodels verify` and `export`: is a checkpoint understood, and writing it again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ligermodels.cli.options import (
+    AsJson,
+    Attention,
+    Checkpoint,
+    Device,
+    Dtype,
+    DtypeOption,
+    Overwrite,
+    device_named,
+    folder_of,
+    load,
+)
+from ligermodels.console import print_json, progress, say, show_table
+from ligermodels.errors import InputError
+
+
+def verify(
+    path: Checkpoint,
+    reference: Annotated[Path | None, typer.Option(help="Let transformers open this folder instead.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to run.")] = 64,
+    text: Annotated[Path | None, typer.Option(help="Run the beginning of this file, not random tokens.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest error allowed.  [default: 1e-4 in float32, 5e-2 in bfloat16]")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in.")] = Dtype.float32,
+    device: Device = None,
+    attention: Attention = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare a checkpoint with transformers, module by module.
+
+    Exit code 1 when they part, and where. The error of a module is max |ours - theirs| / max |theirs| over its output.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from ligermodels.tokenizer import Tokenizer
+    from ligermodels.verify import verify as compare
+
+    place = device_named(device)
+    folder = folder_of(path)
+    ids = None if text is None else Tokenizer(folder).encode(_read(text))[:tokens]
+    with progress(f"loading {path}", in_bytes=True) as update:
+        report = compare(
+            folder,
+            reference=reference,
+            input_ids=ids,
+            tokens=tokens,
+            dtype=dtype.torch,
+            device=place,
+            attention=attention,
+            tolerance=tolerance,
+            progress=update,
+        )
+    parting = report.parting
+    if as_json:
+        content = {
+            "passed": report.passed,
+            "first_difference": parting and parting.name,
+            "tolerance": report.tolerance,
+            "tokens": report.tokens,
+            "errors": {each.name: each.error for each in report.places},
+        }
+        print_json(content)
+    else:
+        rows = [
+            (each.name, each.theirs, f"{each.error:.1e}", "" if each.error <= report.tolerance else "differs")
+            for each in report.places
+        ]
+        show_table(["module", "in transformers", "max relative error", ""], rows, numbers=[2])
+        if parting:
+            typer.echo(f"They part at {parting.name}: error {parting.error:.1e}, tolerance {report.tolerance:.0e}.")
+        else:
+            typer.echo(f"They agree on {report.tokens} tokens, within {report.tolerance:.0e} everywhere.")
+    if parting:
+        raise typer.Exit(1)
+
+
+def export(
+    path: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    dtype: DtypeOption = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")] = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a checkpoint again, cast or in other shards.
+
+    Its tokenizer travels along; any Hugging Face loader opens the result.
+    """
+    model = load(path, dtype, "cpu")
+    model.save_pretrained(out, max_shard_size=max_shard_size, overwrite=overwrite)
+    say(f"wrote {out}")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: not UTF-8 text: {error}") from None

@@ -1,0 +1,16 @@
+"""`ligermodels demo`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(out: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("demo-output")) -> None:
+    """Do it all, small, on this machine.
+
+    Train a model on Python's own sources, then Medusa heads; generate with both; export them.
+    """
+    from ligermodels.demo import run_demo
+
+    run_demo(out)

@@ -1,0 +1,111 @@
+"""`ligermodels info`: what a checkpoint is, from its config and the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from ligermodels.cli.options import AsJson, Checkpoint
+from ligermodels.console import print_json, readable_bytes, show_table
+
+ADAMW_COPIES = 4
+"""What AdamW training keeps of each parameter, in its dtype: weight, gradient and two moments."""
+
+
+LABELS = {
+    "weights_bytes": "memory: weights",
+    "kv_cache_bytes_per_token": "memory: KV cache a token",
+    "full_context_bytes": "memory: weights and KV cache of a full context",
+    "adamw_bytes": "memory: AdamW training, without activations",
+}
+"""Names of facts that need more than their key."""
+
+
+def info(
+    path: Checkpoint,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Of a hub id: fetch the weights and look at them too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a checkpoint is.
+
+    Its parts, its sizes and the memory it takes; no weights are loaded.
+    """
+    found = describe(path, weights)
+    if as_json:
+        print_json(found)
+        return
+    show_table(
+        ["", ""], [(LABELS.get(name, name.replace("_", " ")), _readable(name, value)) for name, value in found.items()]
+    )
+
+
+def describe(path: str, weights: bool = False) -> dict[str, Any]:
+    """The facts that `info` shows; those of files are left out where there are none here.
+
+    Raises ConfigError, CheckpointError and HubError as `from_pretrained` does.
+    """
+    from ligermodels.archs import family_of
+    from ligermodels.convert import hub
+    from ligermodels.convert.config_json import dtype_of, read_json, rope_parameters
+    from ligermodels.convert.safetensors_reader import Checkpoint as Files
+    from ligermodels.pretrained import from_config
+
+    folder = hub.resolve(path, weights=weights)
+    hf_config = read_json(folder / "config.json")
+    model = from_config(hf_config, device="meta")
+    config = model.config
+    rope = rope_parameters(hf_config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    width = dtype_of(hf_config).itemsize
+    attention = [block.attention for block in config.blocks]
+    cache = sum(2 * each.num_kv_heads * each.head_dim for each in attention) * width
+    found: dict[str, Any] = {
+        "checkpoint": str(path),
+        "model_type": hf_config["model_type"],
+        "layers": len(config.blocks),
+        "hidden_size": config.hidden_size,
+        "mlp_size": _common(block.mlp.size for block in config.blocks),
+        "heads": _common(each.num_heads for each in attention),
+        "kv_heads": _common(each.num_kv_heads for each in attention),
+        "head_dim": _common(each.head_dim for each in attention),
+        "vocab_size": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "rope_type": rope["rope_type"],
+        "rope_theta": rope["rope_theta"],
+        "tied_embeddings": config.head.tied,
+        "dtype": str(dtype_of(hf_config)).removeprefix("torch."),
+        "parameters": parameters,
+        "embedding_parameters": model.embed.weight.numel(),
+        "weights_bytes": parameters * width,
+        "kv_cache_bytes_per_token": cache,
+        "full_context_bytes": parameters * width + cache * (config.max_position_embeddings or 0),
+        "adamw_bytes": parameters * width * ADAMW_COPIES,
+    }
+    if any(folder.glob("*.safetensors*")):
+        with Files(folder) as files:
+            family_of(hf_config).weight_map(config).plan(files.headers, dict(model.named_parameters()))
+            found["tensors"] = len(files.headers)
+            found["stored_dtypes"] = sorted(
+                {str(header.dtype).removeprefix("torch.") for header in files.headers.values()}
+            )
+    return found
+
+
+def _common(values: Iterable[int]) -> int | list[int]:
+    """The value that all layers have, else each layer's."""
+    each = list(values)
+    return each[0] if len(set(each)) == 1 else each
+
+
+def _readable(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if "bytes" in name:
+        return readable_bytes(value)
+    if name.endswith("parameters"):
+        return f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,126 @@
+"""`ligermodels generate`: text from prompts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ligermodels.cli.options import (
+    AsJson,
+    Attention,
+    Checkpoint,
+    Device,
+    DtypeOption,
+    device_named,
+    folder_of,
+    load,
+    load_heads,
+)
+from ligermodels.console import print_json, say
+from ligermodels.errors import InputError
+
+
+def generate(
+    path: Checkpoint,
+    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated.  [default: standard input]")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="With --sample: 1 leaves the distribution as it is.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="With --sample: only the K likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --sample: only the likeliest that add up to P.")] = None,
+    seed: Annotated[int | None, typer.Option(help="With --sample: repeat the same draws.")] = None,
+    medusa: Annotated[Path | None, typer.Option(help="Folder of Medusa heads: the same tokens in fewer steps.")] = None,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    attention: Attention = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts.
+
+    The text goes to standard output, the speed to standard error.
+    """
+    shaping = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    shaping = {name: value for name, value in shaping.items() if value is not None}
+    if not sample and (shaping or seed is not None):
+        raise typer.BadParameter("--temperature, --top-k, --top-p and --seed need --sample")
+    if sample and medusa:
+        raise typer.BadParameter("Medusa decoding is greedy; leave --sample out", param_hint="--medusa")
+    prompts = prompt or [_standard_input()]
+    for number, text in enumerate(prompts, start=1):
+        if not text:
+            raise InputError(f"prompt {number} is empty: give it some text")
+
+    import torch
+
+    from ligermodels.generation.generate import as_eos_ids
+    from ligermodels.tokenizer import TextStream, Tokenizer
+
+    place = device_named(device)
+    folder = folder_of(path)
+    tokenizer = Tokenizer(folder)
+    ids = [tokenizer.encode(text) for text in prompts]
+    model = load(folder, dtype, place, attention)
+    heads = load_heads(model, medusa) if medusa else None
+
+    defaults = model.generation_defaults()
+    eos = as_eos_ids(defaults.get("eos_token_ids"))
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    if not eos and defaults.get("pad_token_id") is None:
+        options["pad_token_id"] = 0  # The model never sees it, and where there is no EOS no row is filled up with it.
+    if sample:
+        generator = torch.Generator(place)
+        generator.manual_seed(generator.seed() if seed is None else seed)
+        options |= {"do_sample": True, "generator": generator, **shaping}
+
+    stream = TextStream(tokenizer, ids[0]) if len(ids) == 1 and not as_json else None
+    start = time.perf_counter()
+    report: dict[str, Any] = {}
+    if heads:
+        out = heads.generate(ids, return_stats=True, **options)
+        sequences, report = out.sequences, {"steps": out.steps, "tokens_per_step": out.tokens_per_step}
+    elif stream:
+        sequences = model.generate(ids, on_token=lambda token: _write(stream.push(int(token[0]))), **options)
+    else:
+        sequences = model.generate(ids, **options)
+    new = [_until(row, eos) for row in sequences[:, max(map(len, ids)) :].tolist()]
+    seconds = time.perf_counter() - start
+
+    completions = [
+        {"prompt": text, "completion": tokenizer.continuation(before, after), "new_tokens": len(after)}
+        for text, before, after in zip(prompts, ids, new, strict=True)
+    ]
+    count = sum(map(len, new))
+    report |= {"new_tokens": count, "seconds": seconds, "tokens_per_second": count / seconds}
+    if as_json:
+        print_json({"completions": completions, **report})
+        return
+    for one in completions:
+        if len(completions) > 1:
+            typer.echo(f"--- {one['prompt']}")
+        typer.echo(stream.flush() if stream and not heads else one["completion"])
+    say(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s")
+    if heads:
+        say(f"Medusa: {report['steps']} steps, {report['tokens_per_step']:.2f} tokens a step")
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        raise typer.BadParameter("give one, or text on standard input", param_hint="--prompt")
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _until(tokens: list[int], eos: list[int]) -> list[int]:
+    """A row's tokens up to its first EOS, which it keeps; what follows is padding."""
+    end = next((place for place, token in enumerate(tokens, start=1) if token in eos), len(tokens))
+    return tokens[:end]

@@ -1,0 +1,83 @@
+"""What commands show: tables and progress bars on a terminal, plain lines without control characters elsewhere."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Update(Protocol):
+    """Called with the amount done, the amount in all, and perhaps a few words on how it goes."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Standard output, or the stream of messages. Off a terminal lines are as long as they need to be."""
+    found = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not found.is_terminal:
+        found.width = 1000
+    return found
+
+
+def say(message: str) -> None:
+    """A line on standard error, where it does not mix with a command's results."""
+    console(stderr=True).print(message, soft_wrap=True)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> None:
+    """Print `rows` on standard output, under the names of their `columns`; those of index in `numbers` to the right."""
+    screen = console()
+    table = Table(box=SIMPLE_HEAD if screen.is_terminal else None, pad_edge=False, show_header=any(columns))
+    right = set(numbers)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    with screen.capture() as shown:
+        screen.print(table)
+    for line in shown.get().splitlines():
+        screen.out(line.rstrip(), highlight=False)
+
+
+def print_json(content: Any) -> None:
+    """Print `content` on standard output as JSON, which has no nan and no infinity: they become null."""
+    print(json.dumps(_finite(content), ensure_ascii=False, indent=2))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress(what: str, *, in_bytes: bool = False) -> Iterator[Update]:
+    """A bar on standard error, moved by calling what is yielded. Off a terminal a line for each note, and no more."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda done, total, note="": say(f"{what}: {done} of {total}, {note}") if note else None
+        return
+    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    note = TextColumn("{task.fields[note]}", markup=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), amount, TimeRemainingColumn(), note)
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task(what, total=None, note="")
+        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+
+
+def readable_bytes(count: float) -> str:
+    """A number of bytes in binary units: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

@@ -1,0 +1,29 @@
+"""Exceptions of ligermodels: each names the field, tensor or file at fault and says what to do."""
+
+
+class LigerModelsError(Exception):
+    """Base class of every error that ligermodels raises on bad input."""
+
+
+class ConfigError(LigerModelsError, ValueError):
+    """A model configuration has a missing, contradictory or unsupported field."""
+
+
+class CheckpointError(LigerModelsError, ValueError):
+    """A checkpoint's files or tensors are missing, damaged or do not fit the model."""
+
+
+class HubError(LigerModelsError, OSError):
+    """A repository could not be found, reached or read on the Hugging Face hub."""
+
+
+class InputError(LigerModelsError, ValueError):
+    """A tensor or argument given to a model, an op or a generation call is not usable."""
+
+
+class BackendError(LigerModelsError, RuntimeError):
+    """A requested backend is not installed, or cannot do what was asked of it."""
+
+
+class TrainingError(LigerModelsError, RuntimeError):
+    """Training cannot go on: the loss or the gradient is not finite."""

@@ -1,0 +1,239 @@
+"""Plain autoregressive generation, greedy or sampled, over any model that follows the `Decoder` protocol."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.generation.cache import KVCache
+from ligermodels.generation.sampling import check_sampling, greedy, sample
+
+TokenIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+
+class DecoderSize(Protocol):
+    """The part of a model's config that generation reads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class Evaluable(Protocol):
+    """What `evaluating` needs; every nn.Module is one."""
+
+    def eval(self) -> Any: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+class Decoder(Evaluable, Protocol):
+    """What generation needs of a model; CausalLM is one."""
+
+    @property
+    def config(self) -> DecoderSize: ...
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """Hidden states (..., H) -> logits (..., V)."""
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Token ids (B, T) -> hidden states (B, T, H) after the final norm.
+
+        The new tokens take slots [cache.length, cache.length + T) of the cache, which is advanced by T. mask is bool
+        (B, T, cache.length + T), True where a query may attend to a slot; None is causal by slot.
+        """
+
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache on the model's device."""
+
+
+class Prompts(NamedTuple):
+    """Prompts of a batch, padded on the left: `ids` long (B, T), `mask` bool (B, T), True on real tokens."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+@torch.no_grad()  # not inference_mode: the ids that come out must be fit to train on
+def generate(
+    model: Decoder,
+    input_ids: TokenIds,
+    *,
+    max_new_tokens: int,
+    attention_mask: Tensor | None = None,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    eos_token_ids: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    on_token: Callable[[Tensor], bool | None] | None = None,
+) -> Tensor:
+    """Continue each prompt until it meets an EOS token or has max_new_tokens new tokens.
+
+    Args:
+        input_ids: long (B, T) or (T,), one list of ids, or a list of such lists, whose lengths may differ.
+        max_new_tokens: at least 1.
+        attention_mask: (B, T), 1 on real tokens and 0 on padding, which may stand on either side and is never seen by
+            the model. Only with a tensor of ids; lists need none.
+        do_sample: draw from the distribution that temperature, top_k, top_p and min_p shape (see `sampling.warp`)
+            instead of taking the most probable token. Without it those options are not used.
+        eos_token_ids: token or tokens that end a row; the row keeps the one it met. None: no row ends early.
+        pad_token_id: fills lists of different lengths on the left and finished rows on the right. Default: the first
+            EOS token.
+        generator: source of randomness, on the model's device.
+        on_token: called after each step with the tokens (B,) just added (pad for finished rows); generation stops when
+            it returns True.
+
+    Returns:
+        Long (B, T + n) on the model's device: the prompts, padded on the left, then the n <= max_new_tokens new tokens
+        of the row that ran longest. The model's training flags are left as they were.
+
+    Raises:
+        InputError: an empty prompt, a token id outside the vocabulary, a mask that does not fit the ids, an option out
+            of its range, or lists of different lengths with neither pad_token_id nor eos_token_ids.
+    """
+    eos_ids = as_eos_ids(eos_token_ids)
+    pad_id = pad_token_id if pad_token_id is not None else (eos_ids[0] if eos_ids else None)
+    prompts = prepare_prompts(input_ids, attention_mask, pad_id, model.config.vocab_size)
+    check_max_new_tokens(max_new_tokens)
+    if do_sample:
+        check_sampling(temperature, top_k, top_p, min_p)
+
+    def choose(logits: Tensor) -> Tensor:
+        if not do_sample:
+            return greedy(logits)
+        return sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
+
+    batch, length = prompts.ids.shape
+    padded = not bool(prompts.mask.all())
+    with evaluating(model):
+        cache = model.new_cache(batch, length + max_new_tokens - 1)
+        ids, real = prompts.ids.to(cache.device), prompts.mask.to(cache.device)
+        positions = (real.cumsum(dim=1) - 1).clamp(min=0)
+        mask = None
+        if padded:
+            causal = torch.ones(length, length, dtype=torch.bool, device=cache.device).tril()
+            mask = causal & real[:, None, :]
+            # padding sees itself, so that no query is without a key: its softmax would be NaN
+            mask.diagonal(dim1=1, dim2=2).fill_(True)
+            visible = torch.cat([real, real.new_ones(batch, max_new_tokens)], dim=1)[:, None, :]
+        # padding may hold any id, even one that the embedding does not have
+        hidden = model.hidden_states(ids.masked_fill(~real, 0), position_ids=positions, mask=mask, cache=cache)[:, -1]
+        position = positions[:, -1:]
+        eos = torch.tensor(eos_ids, dtype=torch.long, device=cache.device)
+        done = torch.zeros(batch, dtype=torch.bool, device=cache.device)
+        columns = [ids]
+        for remaining in reversed(range(max_new_tokens)):
+            token = choose(model.head(hidden))
+            shown = token if pad_id is None else token.masked_fill(done, pad_id)
+            columns.append(shown[:, None])
+            stop = on_token is not None and on_token(shown)
+            done |= torch.isin(token, eos)
+            if not remaining or stop or (eos_ids and bool(done.all())):
+                break
+            position = position + 1
+            mask = visible[:, :, : cache.length + 1] if padded else None
+            hidden = model.hidden_states(token[:, None], position_ids=position, mask=mask, cache=cache)[:, -1]
+    return torch.cat(columns, dim=1)
+
+
+def prepare_prompts(
+    input_ids: TokenIds, attention_mask: Tensor | None, pad_token_id: int | None, vocab_size: int
+) -> Prompts:
+    """Check the prompts of a `generate` call and pad them on the left (arguments and errors as there)."""
+    if isinstance(input_ids, Tensor):
+        prompts = _from_tensor(input_ids, attention_mask)
+    elif attention_mask is None:
+        prompts = _from_lists(input_ids, pad_token_id)
+    else:
+        raise InputError("attention_mask goes with a tensor of input_ids; lists of ids need none")
+    wrong = (((prompts.ids < 0) | (prompts.ids >= vocab_size)) & prompts.mask).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        # counted among the row's real tokens: that is where the caller finds it, however it was padded
+        place = int(prompts.mask[row, :column].sum())
+        raise InputError(
+            f"input_ids: token id {int(prompts.ids[row, column])} (prompt {row}, token {place}) is outside the "
+            f"vocabulary of {vocab_size}"
+        )
+    return prompts
+
+
+def _from_tensor(ids: Tensor, attention_mask: Tensor | None) -> Prompts:
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise InputError(f"input_ids must be integers, got {ids.dtype}")
+    if ids.ndim not in (1, 2):
+        raise InputError(f"input_ids must have shape (B, T) or (T,), got {tuple(ids.shape)}")
+    if ids.numel() == 0:
+        raise InputError(f"input_ids are empty (shape {tuple(ids.shape)}): a prompt needs at least one token")
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
+    if mask.shape != ids.shape:
+        raise InputError(f"attention_mask has shape {tuple(mask.shape)}, input_ids have {tuple(ids.shape)}")
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError("attention_mask may hold only 1 (a token) and 0 (padding)")
+    ids, mask = ids.long().reshape(-1, ids.shape[-1]), mask.bool().reshape(-1, ids.shape[-1])
+    empty = (~mask.any(dim=1)).nonzero()
+    if len(empty):
+        raise InputError(f"prompt {int(empty[0])} is empty: its attention_mask has no 1")
+    # real tokens to the right end, in their order; left-padded rows stay as they are
+    order = mask.int().argsort(dim=1, stable=True)
+    return Prompts(ids.gather(1, order), mask.gather(1, order))
+
+
+def _from_lists(input_ids: Sequence[int] | Sequence[Sequence[int]], pad_token_id: int | None) -> Prompts:
+    rows: Sequence[Any] = input_ids
+    if rows and all(isinstance(row, int) for row in rows):
+        rows = [rows]
+    if not rows:
+        raise InputError("input_ids are empty: give at least one prompt")
+    lengths = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Sequence) or not all(isinstance(token, int) for token in row):
+            raise InputError(f"input_ids must be a tensor, a list of ids or a list of such lists: see prompt {number}")
+        if not row:
+            raise InputError(f"prompt {number} is empty: a prompt needs at least one token")
+        lengths.append(len(row))
+    longest = max(lengths)
+    if pad_token_id is None and min(lengths) < longest:
+        raise InputError("prompts of different lengths need padding: give pad_token_id (or eos_token_ids)")
+    ids = torch.tensor([[pad_token_id or 0] * (longest - len(row)) + list(row) for row in rows])
+    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+    return Prompts(ids, mask)
+
+
+def as_eos_ids(eos_token_ids: int | Sequence[int] | None) -> list[int]:
+    """EOS tokens as a list; empty for None."""
+    if eos_token_ids is None:
+        return []
+    return [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
+
+
+def check_max_new_tokens(max_new_tokens: int) -> None:
+    """Raise InputError unless max_new_tokens is at least 1."""
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+
+
+@contextmanager
+def evaluating(model: Evaluable) -> Iterator[None]:
+    """Put a model in eval mode; afterwards each module gets its own training flag back."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

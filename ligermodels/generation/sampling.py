@@ -1,0 +1,79 @@
+"""The next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most probable token: logits (..., V) -> long (...)."""
+    return logits.argmax(dim=-1)
+
+
+def warp(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Tensor:
+    """Logits (..., V) -> fp32 logits of the distribution to draw from, with -inf where a token is ruled out.
+
+    The filters run in this order, each on the result of the one before, as in transformers. At least one token stays.
+
+    Args:
+        temperature: logits are divided by it; > 0.
+        top_k: only the k largest logits stay (and any equal to the k-th); None or 0: all.
+        top_p: in [0, 1]; the smallest set of the most probable tokens whose probability reaches top_p stays.
+        min_p: in [0, 1]; tokens less probable than min_p times the most probable one go.
+
+    Raises:
+        InputError: a value is out of its range.
+    """
+    check_sampling(temperature, top_k, top_p, min_p)
+    logits = logits.float() / temperature
+    if top_k:
+        smallest = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    if top_p is not None and top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        # a token goes when it and all less probable ones together hold no more than 1 - top_p
+        drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        drop[..., -1] = False
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
+    if min_p:
+        probabilities = logits.softmax(dim=-1)
+        logits = logits.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), -math.inf)
+    return logits
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw one token a row: logits (B, V) -> long (B,). The options are those of `warp`.
+
+    `generator` must live on the device of the logits.
+    """
+    warped = warp(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return torch.multinomial(warped.softmax(dim=-1), 1, generator=generator).squeeze(-1)
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:
+    """Raise InputError when a sampling option is out of its range."""
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise InputError(f"temperature must be above 0, got {temperature}; for greedy decoding leave do_sample off")
+    if top_k is not None and top_k < 0:
+        raise InputError(f"top_k must be 1 or more (None or 0 to keep every token), got {top_k}")
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if value is not None and not 0 <= value <= 1:
+            raise InputError(f"{name} must lie in [0, 1], got {value}")

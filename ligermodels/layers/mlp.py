@@ -1,0 +1,36 @@
+"""Gated feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ligermodels import ops
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": ops.swiglu}
+"""Gate activation -> op on packed [gate; up] (..., 2 I) giving (..., I)."""
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """`size` intermediate channels, the gate's `activation` (a key of ACTIVATIONS), and whether there are biases."""
+
+    size: int
+    activation: str = "silu"
+    bias: bool = False
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), with gate and up as one projection (Shazeer, 2020)."""
+
+    def __init__(self, hidden_size: int, config: MLPConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden_size, 2 * config.size, bias=config.bias)
+        self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        return self.down(self.activation(self.gate_up(x)))

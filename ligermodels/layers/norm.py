@@ -1,0 +1,41 @@
+"""Root mean square layer normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels import ops
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """`eps` under the root; the scale is `offset + weight`; `cast` says when the result leaves fp32.
+
+    cast "before": normalise in fp32, cast, then scale (Llama). cast "after": scale in fp32, then cast (Gemma).
+    """
+
+    eps: float
+    offset: float = 0.0
+    cast: Literal["before", "after"] = "before"
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, config: NormConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Scale one."""
+        nn.init.constant_(self.weight, 1.0 - self.config.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., size) -> (..., size), same dtype."""
+        return ops.rms_norm(x, self.weight, self.config.eps, offset=self.config.offset, cast=self.config.cast)

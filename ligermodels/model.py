@@ -1,0 +1,278 @@
+"""CausalLM: embedding, decoder blocks, final norm and head, composed from configs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.convert.origin import Origin
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.generation import KVCache, generate
+from ligermodels.layers import (
+    IGNORE_INDEX,
+    Block,
+    BlockConfig,
+    Context,
+    HeadConfig,
+    LMHead,
+    NormConfig,
+    RMSNorm,
+    RotaryEmbedding,
+    shift_labels,
+)
+from ligermodels.layers.packing import bounds_of, check_bounds, check_token_ids, packed_positions, require
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A whole decoder as data. `blocks` has one entry a layer; `initializer_range` is the standard deviation of new
+    weights; `max_position_embeddings` the longest context the checkpoint was made for."""
+
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[BlockConfig, ...]
+    norm: NormConfig
+    head: HeadConfig = field(default_factory=HeadConfig)
+    initializer_range: float = 0.02
+    max_position_embeddings: int | None = None
+
+
+@dataclass
+class CausalLMOutput:
+    """`loss`: fp32 scalar, or (B, T) with reduction "none", or None without labels. `logits`: (B, T, V) or None."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model.
+
+    `config` is the composed config. `origin` says which Hugging Face checkpoint layout the model goes back out as
+    (`save_pretrained`); a model composed by hand has none until one is set.
+    """
+
+    def __init__(self, config: DecoderConfig, origin: Origin | None = None) -> None:
+        super().__init__()
+        self.config, self.origin = config, origin
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config.hidden_size, block, i) for i, block in enumerate(config.blocks))
+        self.norm = RMSNorm(config.hidden_size, config.norm)
+        self.head = LMHead(config.hidden_size, config.vocab_size, config.head)
+        ropes = dict.fromkeys(block.attention.rope for block in config.blocks)
+        self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+        self._tie()
+        self.reset_parameters()
+
+    def _tie(self) -> None:
+        if self.config.head.tied:
+            self.head.weight = self.embed.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Moving between devices makes new Parameters, each module its own: tie them again.
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+    def reset_parameters(self) -> None:
+        """Fresh weights: normal(0, initializer_range), biases 0, norms 1."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | LMHead):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+                bias = getattr(module, "bias", None)
+                if bias is not None:
+                    nn.init.zeros_(bias)
+            elif isinstance(module, RMSNorm):
+                module.reset_parameters()
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """The Hugging Face config this model came from, as found."""
+        return self._require_origin().hf_config
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the embedding."""
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the embedding."""
+        return self.embed.weight.dtype
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def hidden_states(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states (B, T, H) after the final norm. Inputs are taken as valid: `forward` and `generate` check them.
+
+        Args:
+            input_ids: (B, T) long; or `inputs_embeds` (B, T, H) in its place.
+            position_ids: (B, T) long; by default they count from the cache's length, or within each document.
+            mask: bool (B, T, S), True where a query may look; by default causal.
+            cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
+            cache: keys and values of earlier tokens; those of the new ones are appended.
+        """
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        batch, length = x.shape[:2]
+        if cu_seqlens is not None:
+            x = x.reshape(1, batch * length, -1)
+            position_ids = None if position_ids is None else position_ids.reshape(1, -1)
+        if position_ids is None:
+            if cu_seqlens is None:
+                start = 0 if cache is None else cache.length
+                position_ids = torch.arange(start, start + length, device=x.device)[None]
+            else:
+                position_ids = packed_positions(cu_seqlens, batch * length)
+        tables = {rope.config: rope(position_ids, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
+        context = Context(tables, mask, cu_seqlens, cache)
+        for block in self.blocks:
+            x = block(x, context)
+        if cache is not None:
+            cache.advance(length)
+        return self.norm(x).view(batch, length, -1)
+
+    def document_bounds(
+        self, shape: tuple[int, int], position_ids: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor | None:
+        """Bounds of the packed documents that `cu_seqlens`, or positions that restart, describe; None without any.
+
+        Raises InputError when they do not fit inputs of `shape` (B, T).
+        """
+        if position_ids is not None and tuple(position_ids.shape) != shape:
+            raise InputError(f"position_ids: must have the inputs' shape {shape}, got {tuple(position_ids.shape)}")
+        if cu_seqlens is not None:
+            check_bounds(cu_seqlens, shape)
+            return cu_seqlens
+        return None if position_ids is None else bounds_of(position_ids)
+
+    def check_inputs(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, labels: Tensor | None
+    ) -> tuple[int, int]:
+        """(B, T) of the inputs; InputError when they are not usable."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("give either input_ids or inputs_embeds, and not both")
+        if input_ids is not None:
+            check_token_ids(input_ids, self.config.vocab_size)
+            shape = (input_ids.shape[0], input_ids.shape[1])
+        elif inputs_embeds is not None and inputs_embeds.shape[2:] == (self.config.hidden_size,):
+            shape = (inputs_embeds.shape[0], inputs_embeds.shape[1])
+        else:
+            raise InputError(f"inputs_embeds: must be (batch, tokens, {self.config.hidden_size})")
+        if labels is not None and tuple(labels.shape) != shape:
+            raise InputError(f"labels: must have the inputs' shape {shape}, got {tuple(labels.shape)}")
+        return shape
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        return_logits: bool | None = None,
+        *,
+        token_weights: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **loss_options: Any,
+    ) -> CausalLMOutput:
+        """Logits without labels; with labels the loss, for which logits are never materialised.
+
+        Args:
+            input_ids: (B, T) long.
+            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
+            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Documents neither attend to nor
+                predict one another.
+            inputs_embeds: (B, T, H) in place of `input_ids`.
+            return_logits: by default exactly when there are no labels.
+            token_weights: (B, T), a weight for each label's term in the loss.
+            num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
+            loss_options: label_smoothing, z_loss, reduction, memory_budget: see `ops.linear_cross_entropy`.
+
+        Raises:
+            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit.
+        """
+        shape = self.check_inputs(input_ids, inputs_embeds, labels)
+        bounds = self.document_bounds(shape, position_ids, cu_seqlens)
+        hidden = self.hidden_states(
+            input_ids, position_ids=position_ids, cu_seqlens=bounds, inputs_embeds=inputs_embeds
+        )
+        output = CausalLMOutput()
+        if labels is not None:
+            if token_weights is not None:
+                loss_options["token_weights"] = shift_labels(token_weights, 1)
+            if num_items_in_batch is not None:
+                loss_options["reduction"] = "sum"
+            output.loss = self.head(hidden, self.shift_labels(labels, 1, bounds), **loss_options)
+            if num_items_in_batch is not None:
+                output.loss = output.loss / num_items_in_batch
+        if return_logits or (return_logits is None and labels is None):
+            output.logits = self.head(hidden)
+        return output
+
+    def shift_labels(self, labels: Tensor, ahead: int, bounds: Tensor | None) -> Tensor:
+        """Targets `ahead` tokens on, checked against the vocabulary: see `layers.shift_labels`."""
+        vocab = self.config.vocab_size
+        require(
+            (labels == -100) | ((labels >= 0) & (labels < vocab)),
+            f"labels: must lie in [0, {vocab}), or be -100 to be ignored",
+        )
+        return shift_labels(labels, ahead, bounds)
+
+    def num_targets(
+        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Labels that `forward` counts, a long scalar: summed over batches, it is their `num_items_in_batch`."""
+        bounds = self.document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
+        return (shift_labels(labels, 1, bounds) != IGNORE_INDEX).sum()
+
+    # -- generation and export -----------------------------------------------------------------------------------------
+
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache for `batch_size` rows of up to `max_length` tokens."""
+        heads = [(block.attention.num_kv_heads, block.attention.head_dim) for block in self.config.blocks]
+        return KVCache(heads, batch_size, max_length, dtype=self.dtype, device=self.device)
+
+    def generation_defaults(self) -> dict[str, Any]:
+        """`eos_token_ids` and `pad_token_id` of the checkpoint: of its generation_config.json, else of its config."""
+        if self.origin is None:
+            return {}
+        found = {**self.origin.hf_config, **(self.origin.generation_config or {})}
+        return {"eos_token_ids": found.get("eos_token_id"), "pad_token_id": found.get("pad_token_id")}
+
+    def generate(self, input_ids: Tensor | Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> Tensor:
+        """Continue each prompt, greedily unless `do_sample=True`. Options and errors: see `generation.generate`."""
+        return generate(self, input_ids, max_new_tokens=max_new_tokens, **{**self.generation_defaults(), **options})
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
+    ) -> None:
+        """Write a Hugging Face checkpoint: safetensors, config.json, tokenizer and generation files.
+
+        Raises:
+            ConfigError: the model was composed by hand and has no `origin`.
+            CheckpointError: the folder is in use, or the disk is full; nothing is left half-written.
+        """
+        state = dict(self.named_parameters())
+        self._require_origin().save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite)
+
+    def _require_origin(self) -> Origin:
+        if self.origin is None:
+            raise ConfigError(
+                "this model was composed by hand: set model.origin (hf_config and weight map) to export it"
+            )
+        return self.origin

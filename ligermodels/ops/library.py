@@ -1,0 +1,42 @@
+"""Registration of the ops with torch.library, so that torch.compile sees each as one opaque node."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("ligermodels", "FRAGMENT")
+
+
+def opaque_op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: registers a function as `torch.ops.ligermodels.<its name>` and returns that op.
+
+    The schema comes from the function's annotations. `fake` takes the same arguments and returns empty tensors of the
+    shapes, dtypes and strides of the results. The function's first argument is a tensor (or a list of them): it runs on
+    the device of that. The function may not change its inputs, nor return them or views of them, and has no gradient of
+    its own. This is `torch.library.custom_op` without its layers of Python on every call.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__.strip("_")
+
+        def on_device(first: Any, *args: Any) -> Any:
+            device = (first[0] if isinstance(first, list) else first).device
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return function(first, *args)
+            return function(first, *args)
+
+        _library.define(name + torch.library.infer_schema(function, mutates_args=()))
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, on_device, key)
+        torch.library.register_fake(f"ligermodels::{name}", fake, lib=_library)
+        return getattr(torch.ops.ligermodels, name).default
+
+    return register
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (..., N) as (rows, N) whose last dimension is contiguous: a view where the strides allow it, else a copy."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

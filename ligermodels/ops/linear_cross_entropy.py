@@ -1,0 +1,347 @@
+"""The language model head and its cross entropy in one, by chunks of rows, so that the logits never exist whole.
+
+With mean or sum the forward pass computes the gradients as well, while a chunk's logits are at hand (each chunk: one
+GEMM for the logits, the loss whose gradient takes their place, one GEMM for each gradient needed), and the backward
+pass scales them. The backward pass computes the logits again with reduction "none", whose rows' factors only it knows,
+and in float16, whose range the logits' gradients fit only with the loss scale that it brings.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ligermodels.errors import InputError
+from ligermodels.ops.cross_entropy import (
+    LossOptions,
+    Reduction,
+    check_loss,
+    check_targets,
+    cross_entropy_reference,
+    launch_rows,
+    row_coefficients,
+)
+from ligermodels.ops.dispatch import tl, triton, use_kernels
+from ligermodels.ops.library import as_rows, opaque_op
+
+ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
+COLUMN_MULTIPLE = 16  # on CUDA logits are held in rows of a multiple of this, which keeps them aligned for odd V
+RANK_COLUMNS = 4096  # the reference counts ranks over this many classes at a time
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    token_weights: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_rank: bool = False,
+    memory_budget: int = 2**30,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`cross_entropy(hidden @ weight.T + bias, target)` without the logits in memory; exact, gradients included.
+
+    hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
+        all three are cast to its dtype). target, token_weights and the options: as in `cross_entropy`, as is the result.
+    memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
+        it needs). The gradients themselves come on top, and with several chunks and a 16-bit weight the float32 sum
+        that stands in for the weight's gradient until it is rounded, once.
+    A gradient is computed exactly if its own operand requires it; under no_grad only the loss is. Eagerly, the first
+    backward pass hands out the gradients of the forward pass; a repeated one over a retained graph computes them anew.
+    In bfloat16 they are rounded before they are multiplied by the loss's own gradient, and so once more if that is no
+    power of two.
+    Raises InputError as `cross_entropy` does.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
+    check_loss("linear_cross_entropy", hidden, "hidden", target, token_weights, reduction, options)
+    _check_head(hidden, weight, bias, memory_budget)
+    coefficient = row_coefficients(target, ignore_index, reduction, token_weights, hidden.dtype)
+    # Asked here, because inside autograd.Function.forward gradients are off and nothing tells what requires them.
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
+    loss, rank = _LinearCrossEntropy.apply(
+        hidden, weight, bias, target, coefficient, options, memory_budget, reduction != "none", needs
+    )
+    return (loss, rank) if return_rank else loss
+
+
+def linear_cross_entropy_reference(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The specification of `linear_cross_entropy`, in plain torch, with all the logits; the same arguments."""
+    options.pop("memory_budget", None)
+    return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)
+
+
+def _check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory_budget: int) -> None:
+    expected = f"{hidden.dtype} on {hidden.device}, as hidden is"
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
+        raise InputError(
+            f"linear_cross_entropy: weight must be (V, {hidden.shape[-1]}) with V > 0, got {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(f"linear_cross_entropy: bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and (t.dtype != hidden.dtype or t.device != hidden.device):
+            raise InputError(f"linear_cross_entropy: {name} must be {expected}; got {t.dtype} on {t.device}")
+    if memory_budget <= 0:
+        raise InputError(f"linear_cross_entropy: memory_budget must be a positive number of bytes, got {memory_budget}")
+
+
+def _fake(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    coefficient: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    return_rank: bool,
+    memory_budget: int,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        coefficient.new_empty(target.shape),
+        target.new_empty(target.shape if return_rank else (0,)),
+        hidden.new_empty(hidden.shape if need_hidden else (0,)),
+        weight.new_empty(weight.shape if need_weight else (0,)),
+        weight.new_empty(weight.shape[:1] if need_bias else (0,)),
+    )
+
+
+@opaque_op(_fake)
+def _linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    coefficient: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    return_rank: bool,
+    memory_budget: int,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each row's loss and rank, and the gradients of sum(coefficient * loss); what is not needed is empty."""
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
+    V, H = weight.shape
+    check_targets(target, V, ignore_index)
+    losses = torch.empty_like(coefficient, memory_format=torch.contiguous_format)
+    ranks = target.new_empty(target.shape if return_rank else (0,))
+    dx = hidden.new_empty(hidden.shape if need_hidden else (0,))
+    rows, targets, coefficients = as_rows(hidden), target.reshape(-1), coefficient.reshape(-1).contiguous()
+    needed = need_hidden or need_weight or need_bias
+
+    T = rows.shape[0]
+    size = _chunk_rows(T, V, H, hidden, options, memory_budget, need_weight or need_bias)
+    sum_dtype = weight.dtype if size >= T else coefficient.dtype  # a single chunk needs no sum of its own
+    dw = torch.empty((V, H) if need_weight else (0,), dtype=sum_dtype, device=weight.device)
+    db = torch.zeros(V if need_bias else 0, dtype=coefficient.dtype, device=weight.device)
+    columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # CPU GEMMs may read such gaps
+    workspace = hidden.new_empty(size, columns)[:, :V]
+    in_place = _launch if use_kernels(hidden) else _in_place_reference
+    for start in range(0, T, size):
+        chunk = slice(start, start + size)
+        x, logits = rows[chunk], workspace[: min(size, T - start)]
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+        in_place(
+            logits,
+            targets[chunk],
+            losses.view(-1)[chunk],
+            ranks.view(-1)[chunk],
+            coefficients[chunk] if needed else None,
+            options,
+        )
+        if need_hidden:
+            torch.mm(logits, weight, out=dx.view(-1, H)[chunk])
+        if need_weight:
+            _accumulate(dw, logits, x, first=start == 0)
+        if need_bias:
+            db += logits.sum(0, dtype=db.dtype)
+    del workspace
+    if T == 0:
+        dw.zero_()
+    return losses, ranks, dx, dw.to(weight.dtype), db.to(weight.dtype)
+
+
+def _chunk_rows(
+    T: int, V: int, H: int, hidden: torch.Tensor, options: LossOptions, budget: int, accumulates: bool
+) -> int:
+    """How many rows a chunk takes: as many as the budget allows, spread evenly, in whole tiles where there are any."""
+    item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
+    loss = accumulation = 0
+    if not use_kernels(hidden):  # see _in_place_reference
+        loss = V * ((wide if wide > item else 0) + (wide if options.softcap is not None else 0))
+        loss = max(loss, 16 * min(V, RANK_COLUMNS) if options.return_rank else 0)
+    if accumulates and not hidden.is_cuda and wide > item:  # see _accumulate
+        accumulation = (V + H) * wide
+    rows = max(budget // ((V + COLUMN_MULTIPLE) * item + max(loss, accumulation)), 1)
+    if rows >= T:
+        return max(T, 1)
+    if rows >= ROW_MULTIPLE:
+        rows -= rows % ROW_MULTIPLE
+    chunks = -(-T // rows)
+    return min(rows, -(-T // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)
+
+
+def _accumulate(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *, first: bool) -> None:
+    """total (V, H) += gradient.T @ x, or = for the first chunk, summed in total's dtype, which may be the wider."""
+    g, beta = gradient.t(), 0 if first else 1
+    if total.dtype == g.dtype:
+        torch.addmm(total, g, x, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, g, x, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, g.to(total.dtype), x.to(total.dtype), beta=beta, out=total)
+
+
+def _launch(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    losses: torch.Tensor,
+    ranks: torch.Tensor,
+    coefficient: torch.Tensor | None,
+    options: LossOptions,
+) -> None:
+    maxima, log_sums = torch.empty_like(losses), torch.empty_like(losses)
+    launch_rows(logits, target, losses, maxima, log_sums, ranks, coefficient, options)
+
+
+def _in_place_reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    losses: torch.Tensor,
+    ranks: torch.Tensor,
+    coefficient: torch.Tensor | None,
+    options: LossOptions,
+) -> None:
+    """What the kernel does, in torch: fills losses and ranks, and puts the gradient of coefficient * loss in the place
+    of the logits. Beside the logits it holds a float32 copy if they are 16-bit, and as much again for a softcap."""
+    valid = target != options.ignore_index
+    y = torch.where(valid, target, 0).unsqueeze(1)
+    if options.return_rank:
+        at_y = logits.gather(1, y)
+        ranks.zero_()
+        for first in range(0, logits.shape[1], RANK_COLUMNS):
+            given = logits[:, first : first + RANK_COLUMNS]
+            col = torch.arange(first, first + given.shape[1], device=y.device)
+            ranks += ((given > at_y) | ((given == at_y) & (col < y))).sum(1)
+        ranks.masked_fill_(~valid, -1)
+
+    x = logits.to(losses.dtype).mul_(options.logit_scale)
+    capped = None
+    if options.softcap is not None:
+        capped = x.div_(options.softcap).tanh_()
+        x = capped * options.softcap
+    maximum = x.amax(1, keepdim=True)
+    x.sub_(maximum)
+    at_y = x.gather(1, y).squeeze(1)
+    mean = x.mean(1) if options.label_smoothing else 0.0
+    total = x.exp_().sum(1)
+    log_sum = total.log()
+    lse = maximum.squeeze(1) + log_sum
+    loss = (1 - options.label_smoothing) * (log_sum - at_y) + options.z_loss * lse.square()
+    if options.label_smoothing:
+        loss += options.label_smoothing * (log_sum - mean)
+    losses.copy_(loss.masked_fill_(~valid, 0.0))
+    if coefficient is None:
+        return
+
+    c = coefficient * options.logit_scale
+    x.mul_(((1 + 2 * options.z_loss * lse) / total * c).unsqueeze(1))
+    if options.label_smoothing:
+        x.sub_((options.label_smoothing / x.shape[1] * c).unsqueeze(1))
+    x.scatter_add_(1, y, ((options.label_smoothing - 1) * c).unsqueeze(1))
+    if capped is not None:
+        x.mul_(capped.square_().neg_().add_(1))
+    logits.copy_(x.masked_fill_(~valid.unsqueeze(1), 0.0))
+
+
+@triton.jit
+def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
+    """x *= factor; where the factor turns out to be 1, as it mostly is, without touching x."""
+    f = tl.load(factor).to(tl.float32)
+    if f != 1.0:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32) * f
+        tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
+
+
+def _scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """x *= factor in place, x contiguous, without a wait for the device."""
+    if use_kernels(x):
+        block = 8192
+        with torch.cuda.device_of(x):
+            _scale_kernel[(-(-x.numel() // block),)](x, factor, x.numel(), BLOCK=block, num_warps=8)
+    elif x.is_cuda or factor != 1:
+        x.mul_(factor)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The reduced loss (or each row's, times its coefficient), and the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        coefficient: torch.Tensor,
+        options: LossOptions,
+        memory_budget: int,
+        reduced: bool,
+        needs: tuple[bool, bool, bool],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
+        losses, rank, *gradients = _linear_cross_entropy(
+            hidden, weight, bias, target, coefficient, *options, memory_budget, *now
+        )
+        losses = losses * coefficient
+        ctx.options = (*options[:-1], False, memory_budget)
+        ctx.mark_non_differentiable(rank)
+        # A compiled graph keeps the gradients as saved tensors and may not write into them. Eagerly they are handed
+        # out, once, without a second copy: autograd's own saved tensors would stay alive through the backward pass.
+        ctx.functional = any(now) and torch.compiler.is_compiling()
+        if ctx.functional:
+            ctx.save_for_backward(*gradients)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, target, coefficient)
+            ctx.gradients = gradients if any(now) else None
+        return losses.sum() if reduced else losses, rank
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:3]
+        if ctx.functional:
+            gradients = [g * grad if need else g for g, need in zip(ctx.saved_tensors, needs, strict=True)]
+        elif ctx.gradients is not None:
+            gradients, ctx.gradients = ctx.gradients, None
+            for g in gradients:
+                _scale_(g, grad)
+        else:
+            *inputs, coefficient = ctx.saved_tensors
+            _, _, *gradients = _linear_cross_entropy(*inputs, coefficient * grad, *ctx.options, *needs)
+        return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *[None] * 6

@@ -1,0 +1,106 @@
+"""From a Hugging Face checkpoint or config to a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ligermodels.archs import family_of
+from ligermodels.convert import hub
+from ligermodels.convert.config_json import dtype_of, read_json
+from ligermodels.convert.files import COMPANIONS
+from ligermodels.convert.origin import Origin
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.errors import BackendError
+from ligermodels.model import CausalLM, DecoderConfig
+from ligermodels.ops.attention import backends
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    attention: str = "auto",
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Load a checkpoint, tensor by tensor: read, cast, placed on `device`.
+
+    Args:
+        name_or_path: a hub repo id or a local folder.
+        dtype: of the parameters; by default the one that config.json names.
+        device: where the parameters go.
+        revision, token, cache_dir, local_files_only: as in huggingface_hub.
+        attention: name of an attention backend, or "auto".
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        HubError: the repository cannot be found or reached.
+        ConfigError: config.json has a missing, bad or unsupported field (named).
+        CheckpointError: files or tensors are missing, damaged or do not fit (all of them named).
+    """
+    folder = hub.resolve(
+        name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+    hf_config = read_json(folder / "config.json")
+    config, origin = _compose(hf_config, attention, folder)
+    with torch.device("meta"):
+        model = CausalLM(config, origin)
+    with Checkpoint(folder) as checkpoint:
+        origin.weight_map.plan(checkpoint.headers, dict(model.named_parameters()))
+        model.to(dtype_of(hf_config) if dtype is None else dtype).to_empty(device=device)
+        origin.weight_map.load(checkpoint, dict(model.named_parameters()), progress=progress)
+    return model.eval()
+
+
+def from_config(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+) -> CausalLM:
+    """A model with random weights from a Hugging Face config: a dict, a JSON file, or a folder that holds config.json.
+
+    Raises ConfigError, naming the field or file.
+    """
+    if isinstance(config, Mapping):
+        hf_config, folder = dict(config), None
+    else:
+        path = Path(config)
+        folder = path if path.is_dir() else None
+        hf_config = read_json(path / "config.json" if path.is_dir() else path)
+    composed, origin = _compose(hf_config, attention, folder)
+    with torch.device("meta"):
+        model = CausalLM(composed, origin)
+    model.to(dtype_of(hf_config) if dtype is None else dtype).to_empty(device=device)
+    model.reset_parameters()
+    return model
+
+
+def _compose(hf_config: dict[str, Any], attention: str, folder: Path | None) -> tuple[DecoderConfig, Origin]:
+    family = family_of(hf_config)
+    config = family.decoder_config(hf_config)
+    if attention != "auto":
+        if not backends().get(attention, False):
+            ready = ", ".join(name for name, installed in backends().items() if installed)
+            raise BackendError(f"attention backend {attention!r} is not installed or unknown; installed: {ready}")
+        replace = dataclasses.replace
+        blocks = (replace(b, attention=replace(b.attention, backend=attention)) for b in config.blocks)
+        config = replace(config, blocks=tuple(blocks))
+    files = {name: folder / name for name in COMPANIONS if (folder / name).is_file()} if folder else {}
+    files.pop("config.json", None)
+    generation = files.pop("generation_config.json", None)
+    generation_config = None if generation is None else read_json(generation)
+    return config, Origin(hf_config, family.weight_map(config), generation_config, files)

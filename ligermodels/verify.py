@@ -1,0 +1,169 @@
+"""A checkpoint here and in transformers, compared module by module: where do they part?"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import BackendError, CheckpointError, InputError
+from ligermodels.pretrained import from_pretrained
+
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest relative error that rounding explains. Both models make their rotary tables in fp32, whatever their dtype."""
+
+LOGITS = "logits"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module by its name here and in transformers, and the relative error of its output (nan: not comparable)."""
+
+    name: str
+    theirs: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """`places` in the order in which they are computed."""
+
+    places: Sequence[Place]
+    tolerance: float
+    tokens: int
+
+    @property
+    def parting(self) -> Place | None:
+        """The first place whose error is above the tolerance; None when there is none."""
+        return next((place for place in self.places if not place.error <= self.tolerance), None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the models agree everywhere."""
+        return self.parting is None
+
+
+def verify(
+    folder: str | os.PathLike[str],
+    *,
+    reference: str | os.PathLike[str] | None = None,
+    input_ids: Sequence[int] | None = None,
+    tokens: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+    tolerance: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Run the same tokens through a checkpoint's model here and in transformers, and compare every module's output.
+
+    One model is in memory at a time.
+
+    Args:
+        folder: the checkpoint.
+        reference: the checkpoint that transformers opens, if another one.
+        input_ids: the tokens to run; by default `tokens` random ones, always the same.
+        dtype, device, attention: as in `from_pretrained`, for both models (attention: for ours; theirs is "eager").
+        tolerance: largest relative error allowed, max |ours - theirs| / max |theirs|; by default TOLERANCES[dtype].
+        progress: called with bytes loaded and bytes in all.
+
+    Raises:
+        BackendError: transformers is not installed.
+        CheckpointError: transformers cannot open the checkpoint; and what `from_pretrained` raises.
+        InputError: no tokens, or ids outside the vocabulary.
+    """
+    transformers = _transformers()
+    model = from_pretrained(folder, dtype=dtype, device=device, attention=attention, progress=progress)
+    if input_ids is None:
+        ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    else:
+        ids = torch.tensor([list(input_ids)], dtype=torch.long)
+    if ids.numel() == 0:
+        raise InputError("verify needs at least one token")
+    ids = ids.to(device)
+    names = modules_in_common(model.origin.weight_map) if model.origin else {}
+    ours = _outputs(model, names, ids)
+    del model
+
+    path = folder if reference is None else reference
+    try:
+        other = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", local_files_only=True
+        )
+    except Exception as error:  # Whatever keeps transformers from opening it, it is the checkpoint's fault.
+        raise CheckpointError(f"transformers cannot open {path}: {error}") from error
+    other.to(device).eval()
+    theirs = _outputs(other, names.values(), ids)
+    names[LOGITS] = LOGITS
+    places = [
+        Place(name, names[name], relative_error(output, theirs[names[name]]))
+        for name, output in ours.items()
+        if names[name] in theirs
+    ]
+    return Report(places, TOLERANCES[dtype] if tolerance is None else tolerance, ids.numel())
+
+
+def modules_in_common(weights: WeightMap) -> dict[str, str]:
+    """Modules here and their names in transformers, read off a weight map: what holds a weight here holds it there.
+
+    One made of several (q, k and v) tells which modules hold them all, and any weight those around its own module.
+    """
+    found: dict[str, str] = {}
+    for entry in weights.entries:
+        here = entry.target.split(".")[:-1]
+        there = os.path.commonpath([part.source.replace(".", "/") for part in entry.parts]).split("/")
+        if len(entry.parts) == 1:
+            there = there[:-1]  # From the weight to its module.
+        else:
+            here = here[:-1]
+        while here and there:
+            found.setdefault(".".join(here), ".".join(there))
+            here, there = here[:-1], there[:-1]
+    found.pop("head", None)  # Compared as the logits, which tied models have too.
+    return found
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """max |ours - theirs| / max |theirs|; nan for different shapes."""
+    if ours.shape != theirs.shape:
+        return math.nan
+    difference, scale = (ours.double() - theirs.double()).abs().max().item(), theirs.double().abs().max().item()
+    return difference / scale if scale else (math.inf if difference else 0.0)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, Tensor]:
+    """What the modules called `names` give, in the order in which they do; and the logits.
+
+    Projections are left out: what they give, the modules around them return.
+    """
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            found[name] = (output if isinstance(output, Tensor) else output[0]).cpu()
+
+        return hook
+
+    modules = dict(model.named_modules())
+    for name in names:
+        if name in modules and not isinstance(modules[name], nn.Linear):
+            modules[name].register_forward_hook(keep(name))
+    found[LOGITS] = model(ids).logits.cpu()
+    return found
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise BackendError(
+            "verify compares with transformers, which is not installed: pip install 'ligermodels[verify]'"
+        ) from None
+    return transformers

@@ -1,0 +1,69 @@
+"""What every test stands on: few threads, fixed seeds, and the reference ops unless a test is marked `kernels`.
+
+Without a CUDA device the Triton kernels run in Triton's interpreter, which is asked for before the first kernel is
+defined. It is slow, so only tests marked `kernels` meet it: for all others, and for the processes they start, the
+request is withdrawn and the ops are held to the reference. With a CUDA device nothing is forced.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+
+# Before torch is imported, and inherited by the processes that tests start. Under xdist each worker has one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis
+import numpy
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none."""
+    if HAS_CUDA:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reference_ops() -> Iterator[None]:
+    """Where only the interpreter could run the kernels, hold the ops to the reference, here and in child processes."""
+    if HAS_CUDA:
+        yield
+        return
+    from ligermodels.ops import dispatch  # defines every kernel, with the interpreter still asked for
+
+    with pytest.MonkeyPatch.context() as environment, dispatch.force("reference"):
+        environment.delenv("TRITON_INTERPRET")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def interpreted_kernels(request: pytest.FixtureRequest, reference_ops: None) -> Iterator[None]:
+    """Let a test marked `kernels` reach the kernels: the ops choose for themselves again."""
+    if HAS_CUDA or not request.node.get_closest_marker("kernels"):
+        yield
+        return
+    from ligermodels.ops import dispatch
+
+    with pytest.MonkeyPatch.context() as environment, dispatch.force(None):
+        environment.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Each test draws the same random numbers, alone or in any order."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)

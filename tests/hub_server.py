@@ -1,0 +1,133 @@
+"""A loopback stand-in for the Hugging Face hub: as much of its API as downloads by huggingface_hub 1 and 2 use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_accepted"
+
+
+@dataclass
+class Hub:
+    """What the server has: `repos` maps repo id to its files, all of one commit, on branch main.
+
+    Of repos in `gated`, files need TOKEN. GETs of files in `cut` end half-way, and then fail. `served` lists the files
+    whose content was asked for.
+    """
+
+    url: str
+    repos: Mapping[str, Mapping[str, bytes]]
+    gated: set[str] = field(default_factory=set)
+    cut: set[str] = field(default_factory=set)
+    served: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def serving(repos: Mapping[str, Mapping[str, bytes]]) -> Iterator[Hub]:
+    """Serve `repos` on a free port of 127.0.0.1 while the context lasts."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    hub = server.hub = Hub(f"http://127.0.0.1:{server.server_port}", repos)  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._route()
+
+    def do_GET(self) -> None:
+        self._route()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _route(self) -> None:
+        match [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]:
+            case ["api", "models", owner, name, *rest]:
+                self._api(f"{owner}/{name}", rest)
+            case [owner, name, "resolve", revision, *path]:
+                self._file(f"{owner}/{name}", revision, "/".join(path))
+            case _:
+                self._error(404, "")
+
+    def _api(self, repo: str, rest: list[str]) -> None:
+        if repo not in self._hub.repos:
+            return self._error(401, "RepoNotFound")  # What the hub says to those who have no token.
+        if len(rest) > 1 and rest[1] not in ("main", COMMIT):
+            return self._error(404, "RevisionNotFound")
+        files = self._hub.repos[repo]
+        match rest:
+            case [] | ["revision", _]:
+                siblings = [{"rfilename": name} for name in files]
+                self._json({"_id": "0", "id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "tags": []})
+            case ["tree", _]:
+                self._json(
+                    [
+                        {"type": "file", "path": name, "oid": _etag(data), "size": len(data)}
+                        for name, data in files.items()
+                    ]
+                )
+            case _:
+                self._error(404, "")
+
+    def _file(self, repo: str, revision: str, path: str) -> None:
+        hub = self._hub
+        if repo not in hub.repos:
+            return self._error(401, "RepoNotFound")
+        if revision not in ("main", COMMIT):
+            return self._error(404, "RevisionNotFound")
+        if repo in hub.gated and (authorization := self.headers.get("Authorization")) != f"Bearer {TOKEN}":
+            return self._error(403 if authorization else 401, "GatedRepo")
+        if path not in hub.repos[repo]:
+            return self._error(404, "EntryNotFound")
+        data = hub.repos[repo][path]
+        if self.command == "GET":
+            hub.served.append(f"{repo}/{path}")
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        headers = {"ETag": f'"{_etag(data)}"', "Accept-Ranges": "bytes"}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        cut = path in hub.cut and self.command == "GET"
+        sent = data[start : len(data) // 2] if cut else data[start:]
+        self._answer(206 if start else 200, sent, headers, length=len(data) - start)
+        self.close_connection |= cut
+
+    def _error(self, status: int, code: str) -> None:
+        self._answer(status, json.dumps({"error": code}).encode(), {"X-Error-Code": code} if code else {})
+
+    def _json(self, content: object) -> None:
+        self._answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _answer(self, status: int, body: bytes, headers: Mapping[str, str], length: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "X-Repo-Commit": COMMIT}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    @property
+    def _hub(self) -> Hub:
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        return hub
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()

@@ -1,0 +1,123 @@
+"""Every attention backend against the definition in fp64, loops over queries and keys, with gradients."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ligermodels.errors import BackendError, InputError
+from ligermodels.ops.attention import AttentionRequest, attention, backends, choose
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 3},
+    "window-wider-than-row": {"window": 100},
+    "softcap": {"softcap": 1.5, "scale": 0.7},
+    "packed": {"bounds": [0, 5, 6, 6, 13]},
+    "packed-window": {"bounds": [0, 9, 13], "window": 4},
+    "mask": {"masked": True},
+    "decode-one": {"queries": 1},
+    "decode-some": {"queries": 4},
+    "decode-one-window": {"queries": 1, "window": 5},
+    "one-kv-head": {"kv_heads": 1},
+    "all-options": {"window": 6, "softcap": 2.0, "scale": 0.3, "bounds": [0, 8, 13]},
+}
+DEVICES = [
+    pytest.param("cpu", torch.float64, id="cpu-fp64"),
+    pytest.param("cpu", torch.float32, id="cpu-fp32"),
+    pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.float32, id="cuda-fp32", marks=pytest.mark.gpu),
+]
+LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+
+
+def by_definition(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    bounds: list[int] | None = None,
+) -> torch.Tensor:
+    """One query at a time over a list of the keys it may see."""
+    batch, length, heads, dim = q.shape
+    keys, group = k.shape[1], heads // k.shape[2]
+    document = [sum(t >= b for b in bounds[1:]) for t in range(keys)] if bounds else [0] * keys
+    rows = []
+    for b in range(batch):
+        for t in range(length):
+            place = keys - length + t
+            seen = [
+                s
+                for s in range(keys)
+                if (mask[b, t, s] if mask is not None else s <= place and (window is None or place - s < window))
+                and document[s] == document[place]
+            ]
+            for h in range(heads):
+                scores = k[b, seen, h // group] @ q[b, t, h] * (dim**-0.5 if scale is None else scale)
+                scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+                rows.append(scores.softmax(0) @ v[b, seen, h // group])
+    return torch.stack(rows).view(batch, length, heads, dim)
+
+
+@pytest.mark.parametrize("name", list(backends()))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_backend_follows_the_definition(name: str, case: str, device: str, dtype: torch.dtype) -> None:
+    options = dict(CASES[case])
+    bounds, queries, kv_heads = options.pop("bounds", None), options.pop("queries", 13), options.pop("kv_heads", 2)
+    batch = 1 if bounds else 2
+    mask = None
+    if options.pop("masked", False):
+        mask = (torch.rand(batch, queries, 13) < 0.4) | torch.eye(13, dtype=torch.bool)[-queries:]
+    head_dim = 16
+    request = AttentionRequest(
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        query_length=queries,
+        key_length=13,
+        scale=options.get("scale", head_dim**-0.5),
+        window=options.get("window"),
+        softcap=options.get("softcap"),
+        masked=mask is not None,
+        packed=bounds is not None,
+    )
+    if name != "reference":  # It serves everything.
+        try:
+            choose(request, name)
+        except BackendError as refusal:
+            assert name in str(refusal)
+            return
+    tensors = [torch.randn(batch, n, h, head_dim) for n, h in ((queries, 4), (13, kv_heads), (13, kv_heads))]
+    inputs = [x.to(device, dtype).requires_grad_() for x in tensors]
+    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    if bounds:
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+        out = attention(*inputs, cu_seqlens=cu_seqlens, backend=name, **options)
+    else:
+        out = attention(*inputs, mask=None if mask is None else mask.to(device), backend=name, **options)
+    wanted = by_definition(*exact, mask=mask, bounds=bounds, **options)
+    seed = torch.randn(wanted.shape).to(dtype)
+    found = [out, *torch.autograd.grad(out, inputs, seed.to(device))]
+    expected = [wanted, *torch.autograd.grad(wanted, exact, seed.double())]
+    for a, b in zip(found, (x.detach() for x in expected), strict=True):
+        assert (a.detach().cpu().double() - b).norm() <= LIMITS[dtype] * max(float(b.norm()), math.sqrt(b.numel()) / 10)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
+    with pytest.raises(InputError, match="do not fit"):
+        attention(q, k[..., :7], k[..., :7])
+    with pytest.raises(InputError, match="do not fit"):
+        attention(q[:, :, :3], k, k)
+    with pytest.raises(InputError, match="4 queries but only 3 keys"):
+        attention(q, k[:, :3], k[:, :3])
+    with pytest.raises(InputError, match="mask must be bool"):
+        attention(q, k, k, mask=torch.ones(4, 4, dtype=torch.bool))
+    with pytest.raises(InputError, match="cu_seqlens needs one row"):
+        attention(q.expand(2, 4, 4, 8), k.expand(2, 4, 2, 8), k.expand(2, 4, 2, 8), cu_seqlens=torch.tensor([0, 4]))

@@ -1,0 +1,152 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Where
+from loss_cases import OPTIONS, options_for, plain_loss, targets
+from op_harness import LAYOUTS, check
+
+from ligermodels.errors import InputError
+from ligermodels.ops import cross_entropy, cross_entropy_reference
+
+
+def compare(logits: torch.Tensor, y: torch.Tensor, **options: object) -> None:
+    check(lambda x: cross_entropy(x, y, **options), lambda x: plain_loss(x, y, **options), [logits])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("shape", "V"), [((2, 3), 50), ((5,), 8300)], ids=str)
+def test_options(where: Where, name: str, shape: tuple[int, ...], V: int) -> None:
+    logits = 3 * torch.randn(*shape, V, dtype=where.dtype, device=where.device)
+    y = targets(shape, V, where.device)
+    options = options_for(name, y)
+    compare(logits, y.masked_fill(y == -100, options.get("ignore_index", -100)), **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("shape", "V"), [((), 7), ((1,), 1), ((1,), 2049), ((3, 2), 100), ((0,), 5)], ids=str)
+def test_layouts_and_sizes(where: Where, layout: Callable, shape: tuple[int, ...], V: int) -> None:
+    logits = layout(torch.randn(*shape, V, dtype=where.dtype, device=where.device))
+    compare(logits, targets(shape, V, where.device, ignored=0.0), return_rank=True)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_great_logits(where: Where, softcap: float | None) -> None:
+    """Targets on the greatest, on the least and in the middle of logits of +-1e4, and nearly equal great logits."""
+    logits = torch.randn(6, 70, dtype=torch.float32)
+    logits[:3] = torch.where(logits[:3] > 0, 1e4, -1e4)
+    logits[3:] = (1e4 + 8 * logits[3:]).round()
+    y = torch.stack([logits[0].argmax(), logits[1].argmin(), *[torch.tensor(i) for i in (5, 6, 7, 69)]])
+    compare(logits.to(where.device, where.dtype), y.to(where.device), softcap=softcap, return_rank=True)
+
+
+def test_softcap_near_zero(where: Where) -> None:
+    """Where tanh taken from exp would cancel: by 6e-5 here, of logits of about 1."""
+    logits = torch.randn(4, 300, dtype=where.dtype, device=where.device)
+    compare(logits, targets((4,), 300, where.device), softcap=1000.0, reduction="none")
+
+
+def test_masked_classes(where: Where) -> None:
+    """-inf and the least finite logit are classes of probability 0."""
+    logits = torch.randn(3, 40, dtype=where.dtype, device=where.device)
+    logits[:, 3:20], logits[:, 30:] = float("-inf"), torch.finfo(where.dtype).min
+    compare(logits, torch.tensor([0, 25, -100], device=where.device), return_rank=True)
+
+
+def test_not_a_number(where: Where) -> None:
+    """A NaN shows in its own row and nowhere else; in an ignored row it does not show."""
+    logits = torch.randn(3, 40, dtype=where.dtype, device=where.device)
+    logits[0, 7] = logits[1, 7] = float("nan")
+    logits.requires_grad_()
+    losses = cross_entropy(logits, torch.tensor([3, -100, 5], device=where.device), reduction="none")
+    losses.sum().backward()
+    assert losses.isnan().tolist() == [True, False, False]
+    assert logits.grad.isnan().any(1).tolist() == [True, False, False] and not logits.grad[1].any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_ignored(where: Where, reduction: str) -> None:
+    logits = torch.randn(2, 3, 20, dtype=where.dtype, device=where.device, requires_grad=True)
+    y = torch.full((2, 3), -100, device=where.device)
+    loss, rank = cross_entropy(logits, y, reduction=reduction, return_rank=True)
+    loss.sum().backward()
+    assert not loss.any() and not logits.grad.any() and (rank == -1).all()
+
+
+def test_rank_counts_ties_by_index(where: Where) -> None:
+    logits = torch.tensor([[1.0, 2, 2, 2, 3]] * 5, dtype=where.dtype, device=where.device)
+    _, rank = cross_entropy(logits, torch.arange(5, device=where.device), return_rank=True)
+    assert rank.tolist() == [4, 1, 2, 3, 0]
+
+
+def test_repeated_backward(where: Where) -> None:
+    logits = torch.randn(4, 33, dtype=where.dtype, device=where.device, requires_grad=True)
+    loss = cross_entropy(logits, targets((4,), 33, where.device))
+    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    (double,) = torch.autograd.grad(2 * loss, logits)
+    assert torch.equal(first, second) and torch.equal(double, 2 * first)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("T", "V"), [(4096, 128256), (1000, 32001), (17, 262144)])
+def test_large(T: int, V: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    compare(2 * torch.randn(T, V, dtype=dtype, device=device), targets((T,), V, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+def test_more_than_2_to_the_31_logits() -> None:
+    T, V = 16800, 128256
+    logits = torch.randn(T, V, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    y = targets((T,), V, logits.device)
+    losses, rank = cross_entropy(logits, y, reduction="none", return_rank=True)
+    losses.sum().backward()
+    ends = torch.cat([torch.arange(2), torch.arange(T - 2, T)]).to("cuda")
+    few = logits.detach()[ends].requires_grad_()
+    few_losses, few_rank = cross_entropy(few, y[ends], reduction="none", return_rank=True)
+    few_losses.sum().backward()
+    assert torch.equal(losses[ends], few_losses) and torch.equal(rank[ends], few_rank)
+    assert torch.equal(logits.grad[ends], few.grad)
+
+
+def test_reference_gradients() -> None:
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    y = targets((2, 3), 7, logits.device)
+    for name in ("mean", "smoothing", "z-loss", "softcap", "weights"):
+        options = options_for(name, y)
+        assert torch.autograd.gradcheck(lambda x, o=options: cross_entropy_reference(x, y, **o), (logits,))
+
+
+@pytest.mark.parametrize("value", [9, -1, -101, 2**40])
+@pytest.mark.parametrize("face", ["reference", pytest.param("triton", marks=pytest.mark.kernels)])
+def test_target_out_of_range(value: int, face: str) -> None:
+    from ligermodels.ops import dispatch, force
+
+    if face == "triton" and not dispatch.INTERPRETED:
+        pytest.skip("a device-side assertion would end the process's use of the GPU")
+    y = torch.tensor([[0, 1], [-100, value]])
+    with force(face), pytest.raises(InputError, match=rf"target\[1, 1\] is {value}, .*\[0, 9\).*1 such"):
+        cross_entropy(torch.randn(2, 2, 9), y)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"logits": torch.ones(())}, "logits must be floating"),
+        ({"target": torch.zeros(2, dtype=torch.int32)}, "target must be int64 \\(2,\\)"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, "got torch.int64 \\(3,\\)"),
+        ({"token_weights": torch.ones(3)}, "token_weights must be floating \\(2,\\)"),
+        ({"token_weights": torch.ones(2, device="meta")}, "token_weights are on meta"),
+        ({"reduction": "median"}, "reduction must be"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be in"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"logit_scale": -1.0}, "logit_scale must be positive"),
+    ],
+    ids=str,
+)
+def test_bad_input(changed: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        cross_entropy(**{"logits": torch.ones(2, 5), "target": torch.zeros(2, dtype=torch.int64)} | changed)

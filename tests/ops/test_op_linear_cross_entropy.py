@@ -1,0 +1,297 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Where
+from loss_cases import OPTIONS, options_for, plain_loss, targets
+from op_harness import check, contiguous, strided_rows, transposed
+
+from ligermodels.errors import InputError
+from ligermodels.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.ops.linear_cross_entropy import _chunk_rows
+
+TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
+
+
+def compare(
+    hidden: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None,
+    *, memory_budget: int = AMPLE, frozen: bool = False, **options: object,
+) -> None:  # fmt: skip
+    def ours(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        return linear_cross_entropy(h, w, y, b, memory_budget=memory_budget, **options)
+
+    def plain(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        logits = torch.nn.functional.linear(h, w, b)
+        result = plain_loss(logits, y, **options)
+        if options.get("return_rank"):  # of the logits as they are rounded, not of the true ones
+            rounded = torch.nn.functional.linear(*(None if t is None else t.to(hidden.dtype) for t in (h, w, b)))
+            return result[0], plain_loss(rounded, y, **options)[1]
+        return result
+
+    check(ours, plain, [hidden, weight] if bias is None else [hidden, weight, bias], frozen=frozen)
+
+
+def head(where: Where, T: tuple[int, ...], H: int, V: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shapes = ((*T, H), (V, H), (V,))
+    return tuple(torch.randn(s, dtype=where.dtype, device=where.device) for s in shapes)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_options(where: Where, name: str, memory_budget: int) -> None:
+    hidden, weight, bias = head(where, (2, 5), 12, 50)
+    y = targets((2, 5), 50, where.device)
+    options = options_for(name, y)
+    y = y.masked_fill(y == -100, options.get("ignore_index", -100))
+    compare(hidden, weight, y, bias, memory_budget=memory_budget, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_frozen_operands(where: Where, reduction: str, memory_budget: int) -> None:
+    """Each gradient is there, and right, exactly when its own operand needs it."""
+    hidden, weight, bias = head(where, (7,), 5, 33)
+    y = targets((7,), 33, where.device)
+    compare(hidden, weight, y, bias, memory_budget=memory_budget, frozen=True, reduction=reduction)
+
+
+@pytest.mark.parametrize("layouts", [(strided_rows, contiguous), (transposed, strided_rows), (contiguous, transposed)])
+@pytest.mark.parametrize(("T", "H", "V"), [((3,), 1, 1), ((1,), 9, 2), ((2, 3), 7, 129), ((0,), 3, 5)], ids=str)
+def test_layouts_and_sizes(where: Where, layouts: tuple, T: tuple[int, ...], H: int, V: int) -> None:
+    hidden, weight, _ = head(where, T, H, V)
+    compare(layouts[0](hidden), layouts[1](weight), targets(T, V, where.device), memory_budget=2000)
+
+
+def test_great_logits(where: Where) -> None:
+    hidden, weight, _ = head(where, (4,), 6, 40)
+    compare(hidden.sign() * 32, weight.sign() * 64, targets((4,), 40, where.device, ignored=0.0))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_ignored(where: Where, reduction: str) -> None:
+    inputs = [t.requires_grad_() for t in head(where, (5,), 4, 11)]
+    y = torch.full((5,), -100, device=where.device)
+    loss = linear_cross_entropy(inputs[0], inputs[1], y, inputs[2], reduction=reduction, memory_budget=TINY)
+    loss.sum().backward()
+    assert not loss.any() and not any(t.grad.any() for t in inputs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_repeated_backward(where: Where, reduction: str, memory_budget: int) -> None:
+    """Over a retained graph, each backward pass with its own gradient: powers of two, so that they compare by bits."""
+    if where.dtype == torch.float16:
+        pytest.skip("its small values are subnormal, so that scaling by a power of two rounds")
+    inputs = [t.requires_grad_() for t in head(where, (6,), 8, 30)]
+    y = targets((6,), 30, where.device)
+    loss = linear_cross_entropy(inputs[0], inputs[1], y, inputs[2], reduction=reduction, memory_budget=memory_budget)
+    passes = [
+        torch.autograd.grad(loss, inputs, torch.full_like(loss, factor), retain_graph=True) for factor in (1, 4, 1)
+    ]
+    for one, four, again in zip(*passes, strict=True):
+        assert torch.equal(one, again) and torch.equal(4 * one, four)
+    assert len({t.data_ptr() for gradients in passes for t in gradients}) == 9, "gradients share memory"
+
+
+def test_a_changed_weight_is_noticed_by_the_second_backward_only(where: Where) -> None:
+    """The first hands out what the forward pass computed, so that an optimizer may have stepped in between."""
+    if where.dtype == torch.float16:
+        pytest.skip("computes its gradients in the backward pass")
+    hidden, weight, _ = head(where, (6,), 8, 30)
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets((6,), 30, where.device))
+    weight.add_(1)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_grad_computes_no_gradient(where: Where, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither without operands that need one, nor under no_grad."""
+    module = sys.modules["ligermodels.ops.linear_cross_entropy"]  # by import it would be the function of that name
+    monkeypatch.setattr(module, "_accumulate", lambda *_, **__: pytest.fail("computed a gradient of the weight"))
+    hidden, weight, _ = head(where, (6,), 8, 30)
+    y = targets((6,), 30, where.device)
+    linear_cross_entropy(hidden.requires_grad_(), weight, y, reduction=reduction).sum().backward()
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight.requires_grad_(), y, reduction=reduction)
+    assert not loss.requires_grad
+
+
+def test_agrees_with_cross_entropy_on_every_option(where: Where) -> None:
+    hidden, weight, bias = head(where, (6,), 8, 30)
+    y = targets((6,), 30, where.device)
+    options = dict(label_smoothing=0.1, z_loss=0.1, softcap=2.0, logit_scale=0.5, return_rank=True)
+    loss, rank = linear_cross_entropy(hidden, weight, y, bias, **options)
+    for other in (
+        cross_entropy(torch.nn.functional.linear(hidden, weight, bias), y, **options),
+        linear_cross_entropy_reference(hidden, weight, y, bias, **options),
+    ):
+        torch.testing.assert_close(loss, other[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(rank, other[1])
+
+
+def test_any_gradient_of_the_loss(where: Where) -> None:
+    """One that is no power of two: scaled afterwards by the first backward pass, multiplied in by the second."""
+    inputs = [t.requires_grad_() for t in head(where, (6,), 8, 30)]
+    loss = linear_cross_entropy(inputs[0], inputs[1], targets((6,), 30, where.device), inputs[2])
+    factor = torch.tensor(0.3, device=where.device)
+    first, second = (torch.autograd.grad(loss, inputs, factor, retain_graph=True) for _ in range(2))
+    for one, two in zip(first, second, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2 * torch.finfo(where.dtype).eps * two.abs().max().item())
+
+
+def test_float16_gradients_need_the_loss_scale_before_they_are_rounded(where: Where) -> None:
+    """As a loss scaler has it: unscaled, nearly all of the logits' gradients would be too small for float16."""
+    hidden, weight, _ = head(where, (64,), 8, 1000)
+    y = targets((64,), 1000, where.device)
+
+    def scaled(loss: object) -> object:
+        return lambda h, w: loss(h, w) * 2.0**15
+
+    check(
+        scaled(lambda h, w: linear_cross_entropy(h * 1e-2, w, y)),
+        scaled(lambda h, w: plain_loss(torch.nn.functional.linear(h * 1e-2, w), y)),
+        [hidden, weight],
+    )
+
+
+def test_autocast() -> None:
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    y = targets((5,), 30, hidden.device)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, y, memory_budget=TINY)
+    loss.backward()
+    h, w = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
+    expected = linear_cross_entropy(h, w, y, memory_budget=TINY)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert torch.equal(hidden.grad, h.grad.float()) and torch.equal(weight.grad, w.grad.float())
+
+
+def test_gradients_in_float64() -> None:
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (7, 3), (7,))]
+    y = targets((4,), 7, inputs[0].device)
+    for name in ("mean", "none", "smoothing", "z-loss", "softcap", "weights"):
+        options = options_for(name, y)
+        for op in (linear_cross_entropy, linear_cross_entropy_reference):
+            assert torch.autograd.gradcheck(
+                lambda h, w, b, op=op, o=options: op(h, w, y, b, memory_budget=TINY, **o), inputs, fast_mode=True
+            )
+
+
+MEMORY = """
+import sys, torch
+from loss_cases import plain_loss, targets
+from ligermodels.ops import linear_cross_entropy
+
+def peak(reset=False):
+    if reset:
+        open("/proc/self/clear_refs", "w").write("5")
+    text = open("/proc/self/status").read()
+    return int(text.split("VmHWM:")[1].split()[0]) * 1024
+
+dtype, T, H, V, budget = getattr(torch, sys.argv[1]), *map(int, sys.argv[2:6])
+options = eval(sys.argv[6])
+for rows, limit in ((8, 10**6), (T, budget)):  # a small one first, for what torch keeps
+    hidden, weight = (torch.randn(n, H, dtype=dtype, requires_grad=True) for n in (rows, V if rows == T else 512))
+    y = targets((rows,), weight.shape[0], hidden.device)
+    before = peak(reset=True)
+    result = linear_cross_entropy(hidden, weight, y, memory_budget=limit, **options)
+    (result[0] if isinstance(result, tuple) else result).sum().backward()
+    used = peak() - before
+gradients = hidden.nbytes + weight.nbytes + (4 * weight.numel() if dtype != torch.float32 else 0)
+print("used", used - gradients)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, dict(softcap=5.0, return_rank=True, label_smoothing=0.1, reduction="none")])
+def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
+    """The peak of a process of its own, forward and backward, where the logits would be ten times the budget."""
+    T, H, V = 1024, 32, 51200
+    budget = T * V * getattr(torch, dtype).itemsize // 10
+    arguments = [dtype, *map(str, (T, H, V, budget)), repr(options)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    used = int(re.search(r"used (-?\d+)", done.stdout)[1])
+    allowance = 3 * 2**20  # what the matrix library packs, and the allocator's own
+    if dtype != "float32":
+        allowance += 4 * V * H  # the matrix library's copy of the weight, which no CPU multiplies as it is
+    assert budget / 4 < used < budget + allowance, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
+
+
+def test_chunks_fill_the_budget_evenly() -> None:
+    x = torch.empty(0, dtype=torch.float32)
+    from ligermodels.ops.cross_entropy import LossOptions
+
+    for T, budget in ((8192, 2**30), (1000, 2**24), (100, 2**20), (1, 1), (0, 1), (129, 128 * 4 * 1016)):
+        rows = _chunk_rows(T, 1000, 64, x, LossOptions(), budget, True)
+        assert rows == 1 or rows * (1000 + 16) * 4 <= budget
+        chunks = -(-T // rows)
+        assert T == 0 or rows * chunks - T < max(128, rows), "the last chunk is empty"
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("T", "H", "V"), [(2048, 1024, 128256), (1000, 512, 32001), (300, 256, 262144)])
+@pytest.mark.parametrize("memory_budget", [2**27, 2**31])
+def test_large(dtype: torch.dtype, T: int, H: int, V: int, memory_budget: int) -> None:
+    where = Where(torch.device("cuda"), dtype)
+    hidden, weight, _ = head(where, (T,), H, V)
+    compare(hidden, weight / H**0.5, targets((T,), V, where.device), memory_budget=memory_budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("memory_budget", [2**28, 2**30])
+def test_memory_on_the_gpu(memory_budget: int) -> None:
+    T, H, V = 8192, 512, 128256
+    hidden, weight, _ = head(Where(torch.device("cuda"), torch.bfloat16), (T,), H, V)
+    hidden.requires_grad_(), weight.requires_grad_()
+    y = targets((T,), V, hidden.device)
+    linear_cross_entropy(hidden[:128], weight, y[:128]).backward()
+    hidden.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, y, memory_budget=memory_budget).backward()
+    used = torch.cuda.max_memory_allocated() - before
+    gradients = hidden.nbytes + 4 * weight.numel()  # the sum in float32
+    assert used < gradients + memory_budget + 40 * 2**20, "beyond cuBLAS's own 32 MiB and change"
+
+
+@pytest.mark.parametrize("value", [30, -7])
+def test_target_out_of_range(value: int) -> None:
+    with pytest.raises(InputError, match=rf"target\[1\] is {value}"):
+        linear_cross_entropy(torch.randn(2, 4), torch.randn(30, 4), torch.tensor([3, value]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight": torch.ones(5, 3)}, "weight must be \\(V, 4\\)"),
+        ({"weight": torch.ones(5, 4).double()}, "weight must be torch.float32 on cpu, as hidden is; got torch.float64"),
+        ({"bias": torch.ones(4)}, "bias must be \\(5,\\)"),
+        ({"bias": torch.ones(5).half()}, "bias must be torch.float32"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, "target must be int64 \\(2,\\)"),
+        ({"memory_budget": 0}, "memory_budget must be a positive"),
+        ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, "hidden must be floating"),
+    ],
+    ids=str,
+)
+def test_bad_input(changed: dict, message: str) -> None:
+    good = {"hidden": torch.ones(2, 4), "weight": torch.ones(5, 4), "target": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(InputError, match=message):
+        linear_cross_entropy(**good | changed)

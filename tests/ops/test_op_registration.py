@@ -1,0 +1,211 @@
+"""What all ops have in common: which face runs, how torch.compile sees them, and that their schemas tell the truth."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+
+from ligermodels import ops
+from ligermodels.errors import BackendError
+from ligermodels.ops import dispatch
+
+TARGET = (3, -100, 49, 0, 12, 7)
+
+
+class Case(NamedTuple):
+    op: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    nodes: tuple[str, ...]  # the opaque ops that a graph of its forward and backward passes must hold
+
+
+def table(x: torch.Tensor, half: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, half, device=x.device).expand(1, x.shape[1], half)
+
+
+def target(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(TARGET, device=x.device)[: x.shape[0]]
+
+
+CASES = {
+    "rms_norm": Case(
+        lambda x, w: ops.rms_norm(x, w, 1e-6), ((5, 70), (70,)), ("rms_norm_forward", "rms_norm_backward")
+    ),
+    "rope": Case(
+        lambda q, k: ops.rope(q, k, table(q, 4), table(q, 4)), ((2, 5, 4, 10), (2, 5, 2, 10)), ("rope_rotate",) * 2
+    ),
+    "rope_qkv": Case(
+        lambda x: ops.rope_qkv(x, table(x, 4), table(x, 4), 2, 3, 8), ((2, 5, 80),), ("rope_split", "rope_merge")
+    ),
+    "swiglu": Case(ops.swiglu, ((4, 30), (4, 30)), ("swiglu_forward", "swiglu_backward")),
+    "swiglu packed": Case(ops.swiglu, ((4, 60),), ("swiglu_forward", "swiglu_backward")),
+    "cross_entropy": Case(
+        lambda x: ops.cross_entropy(x, target(x), return_rank=True, label_smoothing=0.1),
+        ((4, 50),),
+        ("cross_entropy_forward", "cross_entropy_backward"),
+    ),
+    "linear_cross_entropy": Case(
+        lambda h, w, b: ops.linear_cross_entropy(h, w, target(h), b, softcap=5.0, memory_budget=1),
+        ((4, 8), (50, 8), (50,)),
+        ("linear_cross_entropy",),
+    ),
+    "linear_cross_entropy, each row": Case(
+        lambda h, w: ops.linear_cross_entropy(h, w, target(h), reduction="none"),
+        ((4, 8), (50, 8)),
+        ("linear_cross_entropy",) * 2,
+    ),
+}
+
+
+def results(op: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs, and the gradients of those inputs that require one."""
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    outputs = op(*inputs)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    sum(x.square().sum() for x in outputs if x.requires_grad).backward()
+    return [*outputs, *(x.grad for x in inputs if x.requires_grad)]
+
+
+def make(case: Case, device: torch.device, frozen: int | None = None) -> list[torch.Tensor]:
+    return [torch.randn(s, device=device, requires_grad=i != frozen) for i, s in enumerate(case.shapes)]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_graphs_hold_the_opaque_ops(name: str, kernels_device: torch.device) -> None:
+    """Without a graph break, forward and backward, with equal bits; each op is one node."""
+    case, nodes = CASES[name], []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        nodes.extend(n.target.name() for n in graph.graph.nodes if "ligermodels" in str(n.target))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(case.op, fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+    inputs = make(case, kernels_device)
+    for one, two in zip(results(case.op, inputs), results(compiled, inputs), strict=True):
+        assert torch.equal(one, two)
+    assert nodes == [f"ligermodels::{n}" for n in case.nodes]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", [n for n in CASES if len(CASES[n].shapes) > 1])
+def test_compiled_with_a_frozen_operand(name: str, kernels_device: torch.device) -> None:
+    case = CASES[name]
+    for frozen in range(len(case.shapes)):
+        torch._dynamo.reset()
+        inputs = make(case, kernels_device, frozen)
+        compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager")
+        for one, two in zip(results(case.op, inputs), results(compiled, inputs), strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "rms_norm"])
+@pytest.mark.parametrize("face", ["reference", pytest.param("triton", marks=pytest.mark.kernels)])
+def test_compiled_with_varying_sizes(name: str, face: str) -> None:
+    """One graph for all sizes: no recompilation after the first change."""
+    device = torch.device("cuda" if face == "triton" and not dispatch.INTERPRETED else "cpu")
+    case = CASES[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager", dynamic=True)
+    with ops.force(face):
+        for rows in (4, 3, 6):
+            inputs = make(case, device)
+            inputs[0] = torch.randn(rows, *case.shapes[0][1:], device=device, requires_grad=True)
+            with torch._dynamo.config.patch(error_on_recompile=rows != 4):
+                for one, two in zip(results(case.op, inputs), results(compiled, inputs), strict=True):
+                    assert torch.equal(one, two)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_by_inductor(name: str) -> None:
+    torch._dynamo.reset()
+    inputs = make(CASES[name], torch.device("cuda"))
+    for one, two in zip(
+        results(CASES[name].op, inputs), results(torch.compile(CASES[name].op, fullgraph=True), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", CASES)
+def test_schemas_and_fakes(name: str, kernels_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every opaque op that a case calls: no input changed or returned, and the fake's results like the real ones."""
+    seen = []
+    for module in {m for n, m in sys.modules.items() if n.startswith("ligermodels.ops.")}:
+        for attribute, op in vars(module).items():
+            if isinstance(op, torch._ops.OpOverload):
+
+                def spy(*args: Any, op: torch._ops.OpOverload = op) -> Any:
+                    seen.append((op, args))
+                    return op(*args)
+
+                monkeypatch.setattr(module, attribute, spy)
+    results(CASES[name].op, make(CASES[name], kernels_device))
+    monkeypatch.undo()
+    assert {op.name() for op, _ in seen} == {f"ligermodels::{n}" for n in CASES[name].nodes}
+    for op, args in seen:
+        with torch.no_grad():
+            args = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.kernels
+def test_no_second_derivative(kernels_device: torch.device) -> None:
+    """It is refused, not silently zero."""
+    x = torch.randn(3, 8, device=kernels_device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(ops.rms_norm(x, None, 1e-6).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_force_nests_and_restores() -> None:
+    x = torch.ones(1)
+    with ops.force(None):
+        chosen = ops.use_kernels(x)
+        with ops.force("reference"):
+            assert not ops.use_kernels(x)
+            with pytest.raises(RuntimeError, match="inner"), ops.force(None):
+                raise RuntimeError("inner")
+            assert not ops.use_kernels(x)
+        assert ops.use_kernels(x) == chosen == dispatch.INTERPRETED
+    with pytest.raises(BackendError, match="face must be"), ops.force("cuda"):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.kernels
+def test_float64_goes_to_the_reference(kernels_device: torch.device) -> None:
+    assert ops.use_kernels(torch.ones(1, device=kernels_device), None)
+    assert not ops.use_kernels(torch.ones(1, device=kernels_device), torch.ones(1, dtype=torch.float64))
+
+
+CHILD = """
+import sys
+if sys.argv[1] == "no triton":
+    sys.modules["triton"] = None
+import torch
+from ligermodels import ops
+x = torch.ones(2, 4, requires_grad=True)
+ops.swiglu(ops.rms_norm(x, None, 1e-6)).sum().backward()
+ops.linear_cross_entropy(x, torch.ones(3, 4), torch.tensor([0, 1])).backward()
+assert not ops.use_kernels(x)
+try:
+    with ops.force("triton"):
+        ops.swiglu(x)
+except ops.dispatch.BackendError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("triton", ["no triton", "with triton"])
+def test_on_the_cpu_without_the_interpreter(triton: str) -> None:
+    """The references serve, with or without Triton installed; asking for the kernels is an error that says why."""
+    done = subprocess.run([sys.executable, "-c", CHILD, triton], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "TRITON_INTERPRET=1" in done.stdout

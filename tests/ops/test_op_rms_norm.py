@@ -1,0 +1,100 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Where
+from op_harness import LAYOUTS, check, contiguous, run, strided_rows, wide
+
+from ligermodels.errors import InputError
+from ligermodels.ops import force, rms_norm, rms_norm_reference
+from ligermodels.ops.rms_norm import MAX_KERNEL_WIDTH
+
+EPS = 1e-5
+
+
+def plain(offset: float = 0.0, cast: str = "before") -> Callable[..., torch.Tensor]:
+    """As transformers writes Llama's ("before") and Gemma's ("after")."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        y = wide(x) / (wide(x).pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+        if weight is None:
+            return y.to(x.dtype)
+        if cast == "before":
+            return (offset + weight) * y.to(x.dtype) if offset else weight * y.to(x.dtype)
+        return (y * (offset + wide(weight))).to(x.dtype)
+
+    return norm
+
+
+SHAPES = [(3,), (1, 4100), (3, 5, 64), (7, 100), (70, 96), (2, 3, 0, 8)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_llama(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
+    x = layout(torch.randn(shape, dtype=where.dtype, device=where.device) * 3)
+    weight = torch.randn(shape[-1], dtype=where.dtype, device=where.device)
+    check(lambda x, w: rms_norm(x, w, EPS), plain(), [x, weight], frozen=layout is contiguous)
+
+
+def test_gemma_no_weight_and_a_strided_weight(where: Where) -> None:
+    x = strided_rows(torch.randn(9, 130, dtype=where.dtype, device=where.device))
+    weight = torch.randn(130, dtype=where.dtype, device=where.device) / 4
+    check(lambda x, w: rms_norm(x, w, EPS, offset=1.0, cast="after"), plain(1.0, "after"), [x, weight], frozen=True)
+    check(lambda x: rms_norm(x, None, EPS), plain(), [x])
+    check(lambda x, w: rms_norm(x, w[::2], EPS), lambda x, w: plain()(x, w[::2]), [x, torch.cat([weight, weight])])
+
+
+def test_great_and_small_rows(where: Where) -> None:
+    x = torch.randn(4, 64, dtype=where.dtype, device=where.device)
+    x = x * torch.tensor([[1e-4], [1.0], [100.0], [0.0]], device=where.device).to(where.dtype)
+    check(lambda x: rms_norm(x, None, EPS), plain(), [x])
+
+
+def test_rows_too_wide_for_the_kernel(where: Where) -> None:
+    x = torch.randn(2, MAX_KERNEL_WIDTH + 1, dtype=where.dtype, device=where.device)
+    check(lambda x: rms_norm(x, None, EPS), plain(), [x])
+
+
+@pytest.mark.parametrize("cast", ["before", "after"])
+def test_weight_of_another_dtype(where: Where, cast: str) -> None:
+    """A float32 weight beside 16-bit activations: the result has the activations' dtype, the gradient the weight's."""
+    x = torch.randn(5, 33, dtype=where.dtype, device=where.device)
+    weight = torch.randn(33, device=where.device)
+    (y,), (dx, dw) = run(lambda x, w: rms_norm(x, w, EPS, cast=cast), [x, weight], [0, 1])
+    assert (y.dtype, dx.dtype, dw.dtype) == (where.dtype, where.dtype, torch.float32)
+    with force("reference"):
+        (expected,), _ = run(lambda x, w: rms_norm(x, w, EPS, cast=cast), [x, weight], [0, 1])
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "shape", [(16384, 4096), (4099, 2304), (3, 20000), (9, MAX_KERNEL_WIDTH), (65537, 128)], ids=str
+)
+def test_large(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(shape[1], dtype=torch.bfloat16, device="cuda")
+    check(lambda x, w: rms_norm(x, w, EPS), plain(), [x, weight])
+
+
+def test_reference_gradients() -> None:
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 7), (7,)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm_reference(x, w, EPS, offset=0.5, cast="after"), (x, w))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS), (x, w))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": torch.ones(2, 3), "weight": torch.ones(4)}, "weight must be floating, of shape \\(3,\\)"),
+        ({"x": torch.ones(2, 3, dtype=torch.int64), "weight": None}, "x must be floating"),
+        ({"x": torch.ones(2, 0), "weight": None}, "N > 0"),
+        ({"x": torch.ones(2, 3), "weight": None, "cast": "never"}, "cast must be"),
+        ({"x": torch.ones(2, 3), "weight": torch.ones(3, device="meta")}, "weight is on meta"),
+    ],
+)
+def test_bad_input(arguments: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        rms_norm(**arguments, eps=EPS)

@@ -1,0 +1,71 @@
+"""Whole models on a GPU, on the natively compiled kernels, against transformers on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from llamas import BASE, CONFIGS, make_checkpoint, relative_error
+
+import ligermodels as lm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
+
+
+def tokens(batch: int = 3, length: int = 41) -> torch.Tensor:
+    return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("config", ["llama-3.1", "llama-3.2", "biases-linear-one-kv-head"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_llama(config: str, compiled: bool, tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "model", CONFIGS[config])
+    model = lm.from_pretrained(tmp_path / "model", device="cuda")
+    step = torch.compile(model, fullgraph=True) if compiled else model
+    ids = tokens()
+    wanted = oracle(ids, labels=ids)
+    wanted.loss.backward()
+    output = step(ids.cuda(), labels=ids.cuda())
+    output.loss.backward()
+    assert relative_error(output.loss.cpu(), wanted.loss) < 1e-5
+    gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+    theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    for name, _, _, read in model.origin.weight_map.export(gradients):
+        assert relative_error(read(), theirs[name]) < 2e-5, name
+    with torch.no_grad():
+        assert relative_error(step(ids.cuda()).logits.cpu(), wanted.logits) < 1e-5
+
+
+def test_bf16_is_no_worse_than_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    oracle = make_checkpoint(tmp_path / "model", CONFIGS["llama-3.1"])
+    exact = oracle.double()(tokens()).logits
+    model = lm.from_pretrained(tmp_path / "model", dtype=torch.bfloat16, device="cuda")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).cuda()
+    with torch.no_grad():
+        error = (model(tokens().cuda()).logits.cpu() - exact).norm()
+        assert error <= 1.1 * (theirs(tokens().cuda()).logits.cpu() - exact).norm()
+
+
+def test_packing_generation_and_medusa(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "model", CONFIGS["llama-3.1"])
+    model = lm.from_pretrained(tmp_path / "model", device="cuda")
+    ids = tokens(1, 41).cuda()
+    bounds = torch.tensor([0, 13, 14, 41], dtype=torch.int32, device="cuda")
+    together = model(ids, cu_seqlens=bounds).logits
+    apart = torch.cat([model(part).logits for part in ids.split([13, 1, 27], dim=1)], dim=1)
+    assert relative_error(together, apart) < 1e-5
+
+    prompts = [[5, 9, 11], [77], list(range(30, 50))]
+    plain = model.generate(prompts, max_new_tokens=40, eos_token_ids=None, pad_token_id=0)
+    wanted = oracle.generate(torch.tensor([prompts[2]]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert torch.equal(plain[2].cpu(), wanted[0])
+    medusa = lm.MedusaModel.from_base(model, 3)
+    optimizer = torch.optim.Adam(medusa.head_parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        medusa(plain, labels=plain).loss.backward()
+        optimizer.step()
+    out = medusa.generate(prompts, max_new_tokens=40, eos_token_ids=None, pad_token_id=0, return_stats=True)
+    assert torch.equal(out.sequences, plain)
+    assert out.tokens_per_step > 1.2

@@ -1,0 +1,213 @@
+"""Llama against transformers: frequencies, every module, logits, loss, every gradient, tokens, and exported bytes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from llamas import BASE, CONFIGS, make_checkpoint, relative_error
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import ligermodels as lm
+
+TOLERANCE = 1e-5
+MODULES = {
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp": "mlp",
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("llama")
+    oracle = make_checkpoint(folder, CONFIGS[request.param])
+    return folder, oracle, lm.from_pretrained(folder)
+
+
+def tokens(batch: int = 3, length: int = 41) -> torch.Tensor:
+    return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_inverse_frequencies_are_equal(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
+    _, oracle, model = pair
+    assert torch.equal(model.ropes[0].inv_freq, oracle.model.rotary_emb.inv_freq)
+    # Casting a model must not round its frequencies.
+    cast = lm.CausalLM(model.config).to(torch.bfloat16)
+    assert torch.equal(cast.ropes[0].inv_freq, oracle.model.rotary_emb.inv_freq)
+
+
+def test_every_module_and_the_logits(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
+    _, oracle, model = pair
+    seen: dict[str, dict[str, torch.Tensor]] = {"ours": {}, "theirs": {}}
+
+    def watch(side: str, name: str, module: torch.nn.Module):
+        def keep(_module, _inputs, output):
+            seen[side][name] = output[0] if isinstance(output, tuple) else output
+
+        return module.register_forward_hook(keep)
+
+    hooks = [watch("ours", "embed", model.embed), watch("theirs", "embed", oracle.model.embed_tokens)]
+    hooks += [watch("ours", "norm", model.norm), watch("theirs", "norm", oracle.model.norm)]
+    for i, (block, layer) in enumerate(zip(model.blocks, oracle.model.layers, strict=True)):
+        hooks += [watch("ours", f"{i}", block), watch("theirs", f"{i}", layer)]
+        for ours, theirs in MODULES.items():
+            hooks.append(watch("ours", f"{i}.{ours}", getattr(block, ours)))
+            hooks.append(watch("theirs", f"{i}.{ours}", getattr(layer, theirs)))
+    with torch.no_grad():
+        logits, wanted = model(tokens()).logits, oracle(tokens()).logits
+    for hook in hooks:
+        hook.remove()
+    assert len(seen["theirs"]) == 2 + 5 * BASE["num_hidden_layers"]
+    errors = {name: relative_error(seen["ours"][name], wanted) for name, wanted in seen["theirs"].items()}
+    assert max(errors.values()) < TOLERANCE, errors
+    assert relative_error(logits, wanted) < TOLERANCE
+
+
+def test_loss_and_every_gradient(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
+    _, oracle, model = pair
+    ids, labels = tokens(), tokens()
+    labels[0, :7] = labels[1, 20:30] = -100
+    for module in (oracle, model):
+        module.zero_grad()
+    wanted = oracle(ids, labels=labels).loss
+    wanted.backward()
+    output = model(ids, labels=labels)
+    output.loss.backward()
+    assert output.logits is None
+    assert relative_error(output.loss, wanted) < TOLERANCE
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    ours = {name: read() for name, _, _, read in model.origin.weight_map.export(gradients)}
+    assert set(ours) == set(theirs)
+    errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_greedy_tokens_of_a_padded_batch(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
+    _, oracle, model = pair
+    ids = tokens(3, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = mask[2, :8] = 0
+    ids[mask == 0] = 0
+    eos = CONFIGS["llama-3.2"]["eos_token_id"] if model.config.head.tied else 2
+    wanted = oracle.generate(
+        ids, attention_mask=mask, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0
+    )
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=40), wanted)
+    alone = model.generate([ids[1, 4:].tolist()], max_new_tokens=40)[0, 5:]
+    assert torch.equal(alone, wanted[1, 9 : 9 + len(alone)])
+
+
+def test_export_is_byte_equal_and_opens_in_transformers(
+    pair: tuple[Path, LlamaForCausalLM, lm.CausalLM], tmp_path: Path
+) -> None:
+    folder, oracle, model = pair
+    out = tmp_path / "out"
+    model.save_pretrained(out, max_shard_size="50KB")
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+    ours = {name: t for shard in out.glob("*.safetensors") for name, t in load_file(shard).items()}
+    theirs = load_file(folder / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == t.dtype and torch.equal(ours[name], t) for name, t in theirs.items())
+
+    reopened = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert torch.equal(reopened(tokens()).logits, oracle(tokens()).logits)
+        assert torch.equal(lm.from_pretrained(out)(tokens()).logits, model(tokens()).logits)
+    config = json.loads((out / "config.json").read_text())
+    before = json.loads((folder / "config.json").read_text())
+    changed = {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype"}
+    assert {k: v for k, v in config.items() if k not in changed} == {
+        k: v for k, v in before.items() if k not in changed
+    }
+    # Readers of either schema find the same rope.
+    assert (
+        config["rope_theta"] == config["rope_parameters"]["rope_theta"] == oracle.config.rope_parameters["rope_theta"]
+    )
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    assert {**scaling, "rope_theta": config["rope_theta"]} == config["rope_parameters"]
+
+
+@pytest.mark.parametrize("how", ["cu_seqlens", "position_ids"])
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_packed_documents_equal_separate_ones(tmp_path: Path, how: str, backend: str) -> None:
+    make_checkpoint(tmp_path / "model", CONFIGS["llama-3.1"])
+    model = lm.from_pretrained(tmp_path / "model", attention=backend)
+    lengths = [13, 1, 27]
+    ids = tokens(1, sum(lengths))
+    bounds = torch.tensor([0, 13, 14, 41], dtype=torch.int32)
+    if how == "cu_seqlens":
+        packed = {"cu_seqlens": bounds}
+    else:
+        packed = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    together = model(ids, labels=ids, return_logits=True, **packed)
+    apart = [model(part, labels=part, return_logits=True) for part in ids.split(lengths, dim=1)]
+    assert relative_error(together.logits, torch.cat([o.logits for o in apart], dim=1)) < TOLERANCE
+    # Each document of n tokens has n - 1 targets: none crosses into the next.
+    wanted = sum(o.loss * (n - 1) for o, n in zip(apart, lengths, strict=True)) / (sum(lengths) - len(lengths))
+    assert relative_error(together.loss, wanted) < TOLERANCE
+
+
+def test_several_rows_whose_positions_restart(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", CONFIGS["llama-3"])
+    model = lm.from_pretrained(tmp_path / "model")
+    ids = tokens(2, 20)
+    positions = torch.stack([torch.arange(20), torch.cat([torch.arange(8), torch.arange(12)])])
+    together = model(ids, position_ids=positions).logits
+    assert relative_error(together[:1], model(ids[:1]).logits) < TOLERANCE
+    assert relative_error(together[1:, 8:], model(ids[1:, 8:]).logits) < TOLERANCE
+
+
+def test_bf16_is_no_worse_than_transformers(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "model", CONFIGS["llama-3.1"])
+    exact = oracle.double()(tokens()).logits
+    model = lm.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    with torch.no_grad():
+        error = (model(tokens()).logits - exact).norm()
+        assert error <= 1.1 * (theirs(tokens()).logits - exact).norm()
+
+
+def test_loss_options(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
+    _, _, model = pair
+    ids = tokens()
+    weights = torch.rand(ids.shape)
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1]
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        w = weights[:, 1:].flatten()
+        assert (
+            relative_error(model(ids, labels=ids, token_weights=weights).loss, (each * w).sum() / w.sum()) < TOLERANCE
+        )
+        assert relative_error(model(ids, labels=ids, num_items_in_batch=7).loss, each.sum() / 7) < TOLERANCE
+        per_token = model(ids, labels=ids, reduction="none").loss
+    assert relative_error(per_token[:, :-1].flatten(), each) < TOLERANCE
+    assert not per_token[:, -1].any()
+
+
+def test_from_config_and_inputs_embeds() -> None:
+    model = lm.from_config(CONFIGS["llama-3.2"], dtype=torch.float64)
+    assert model.head.weight is model.embed.weight
+    assert model.to(torch.float32).head.weight is model.embed.weight
+    assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    ids = tokens()
+    assert torch.equal(model(inputs_embeds=model.embed(ids)).logits, model(ids).logits)
+
+
+def test_attention_backend_is_chosen_by_what_it_can_do() -> None:
+    from ligermodels.ops.attention import AttentionRequest, choose
+
+    request = AttentionRequest("cpu", torch.float32, 64, 8, 8, 0.125, None, None, False, False)
+    assert choose(request).name == "sdpa"
+    capped = dataclasses.replace(request, softcap=30.0)
+    assert choose(capped).name == "reference"
+    with pytest.raises(lm.errors.BackendError, match="softcap"):
+        choose(capped, "sdpa")
+    with pytest.raises(lm.errors.BackendError, match=r"flash-attn-2.*CUDA"):
+        choose(request, "flash-attn-2")
+    with pytest.raises(lm.errors.BackendError, match=r"unknown.*sdpa"):
+        choose(request, "nope")

@@ -1,0 +1,205 @@
+"""Medusa heads: loss and gradients against plain torch, shifts, document bounds, files, and lossless tree decoding."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from llamas import BASE, CONFIGS, make_checkpoint, relative_error
+from safetensors.torch import load_file
+
+import ligermodels as lm
+from ligermodels.errors import CheckpointError, InputError
+
+
+@pytest.fixture(scope="module", params=["llama-3.1", "llama-3.2"], ids=["untied", "tied"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> lm.CausalLM:
+    folder = tmp_path_factory.mktemp("base")
+    make_checkpoint(folder, CONFIGS[request.param])
+    return lm.from_pretrained(folder)
+
+
+def tokens(batch: int = 2, length: int = 33) -> torch.Tensor:
+    return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def stir(model: lm.MedusaModel) -> lm.MedusaModel:
+    """Heads away from their start, where all heads agree."""
+    with torch.no_grad():
+        for parameter in model.head_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def plain_loss(model: lm.MedusaModel, ids: torch.Tensor, labels: torch.Tensor, ends: list[int]) -> list[torch.Tensor]:
+    """Each head's loss the plain way: all logits, targets gathered one by one. `ends[t]` is where t's document ends."""
+    with torch.no_grad():
+        hidden = model.base.hidden_states(ids)
+    losses = []
+    for i, head in enumerate(model.heads):
+        x = hidden
+        for block in head.layers:
+            x = x + F.silu(x @ block.linear.weight.T + block.linear.bias)
+        projection = model.base.head.weight if head.lm_head is None else head.lm_head.weight
+        logits = (x @ projection.T).log_softmax(-1)
+        picked = [
+            -logits[b, t, labels[b, t + 2 + i]]
+            for b in range(ids.shape[0])
+            for t in range(ids.shape[1])
+            if t + 2 + i < ends[t] and labels[b, t + 2 + i] != -100
+        ]
+        losses.append(torch.stack(picked).mean())
+    return losses
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize(("heads", "layers"), [(1, 2), (3, 1)])
+def test_frozen_backbone_one_step_moves_every_head_parameter(
+    base: lm.CausalLM, lm_head: str, heads: int, layers: int
+) -> None:
+    model = lm.MedusaModel.from_base(base, heads, layers, lm_head)
+    ids, labels = tokens(), tokens()
+    labels[0, :9] = -100
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = plain_loss(model, ids, labels, [33] * 33)
+    wanted = sum(0.8**i * loss for i, loss in enumerate(losses))
+    gradients = torch.autograd.grad(wanted, list(model.head_parameters()))
+
+    optimizer = torch.optim.SGD(model.head_parameters(), lr=0.1)
+    output = model(ids, labels=labels)
+    output.loss.backward()
+    assert relative_error(output.loss, wanted) < 1e-5
+    assert relative_error(output.head_losses, torch.stack(losses).detach()) < 1e-5
+    for parameter, gradient in zip(model.head_parameters(), gradients, strict=True):
+        assert relative_error(parameter.grad, gradient) < 1e-5
+    optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    expected = {f"heads.{name}" for name, _ in model.heads.named_parameters()}
+    assert moved == expected
+    # Each layer of each head is its own module: FasterDecoding repeats one.
+    assert len(expected) == heads * (2 * layers + (lm_head == "own"))
+    assert all(p.grad is None for p in base.parameters())
+
+
+def test_at_step_zero_each_head_is_the_lm_head_scored_further_ahead(base: lm.CausalLM) -> None:
+    model = lm.MedusaModel.from_base(base, num_heads=4, num_layers=2)
+    ids = tokens()
+    with torch.no_grad():
+        logits = base(ids).logits
+        output = model(ids, labels=ids)
+        for i in range(4):
+            ahead = 2 + i
+            wanted = F.cross_entropy(logits[:, :-ahead].flatten(0, 1), ids[:, ahead:].flatten())
+            assert relative_error(output.head_losses[i], wanted) < 1e-5
+            top = logits[:, :-ahead].topk(5, dim=-1).indices == ids[:, ahead:, None]
+            assert output.accuracy[1][i] == top[..., 0].float().mean()
+            assert output.accuracy[5][i] == top.any(-1).float().mean()
+            assert output.counts[i] == ids[:, ahead:].numel()
+
+
+@pytest.mark.parametrize("how", ["cu_seqlens", "position_ids"])
+def test_targets_do_not_cross_documents(base: lm.CausalLM, how: str) -> None:
+    model = stir(lm.MedusaModel.from_base(base, num_heads=3))
+    lengths = [11, 2, 20]
+    ids = tokens(1, sum(lengths))
+    ends = [end for end, n in zip([11, 13, 33], lengths, strict=True) for _ in range(n)]
+    if how == "cu_seqlens":
+        packed = {"cu_seqlens": torch.tensor([0, 11, 13, 33], dtype=torch.int32)}
+    else:
+        packed = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    output = model(ids, labels=ids, **packed)
+    # Documents do not attend to one another either: hidden states come from each alone.
+    apart = torch.cat([base.hidden_states(part) for part in ids.split(lengths, dim=1)], dim=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "hidden_states", lambda ids: apart)
+        wanted = plain_loss(model, ids, ids, ends)
+    assert relative_error(output.head_losses, torch.stack(wanted).detach()) < 1e-5
+
+
+def test_nothing_to_predict_gives_zero_and_no_nan(base: lm.CausalLM) -> None:
+    model = lm.MedusaModel.from_base(base, num_heads=3)
+    ids = tokens(1, 3)  # Heads 1 and 2 have no target at all.
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    assert output.counts.tolist() == [1, 0, 0]
+    assert output.head_losses[1:].tolist() == [0.0, 0.0]
+    assert all(torch.isfinite(p.grad).all() for p in model.head_parameters())
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_heads_survive_saving(base: lm.CausalLM, lm_head: str, tmp_path: Path) -> None:
+    model = stir(lm.MedusaModel.from_base(base, 3, 2, lm_head))
+    if lm_head == "shared":
+        assert not any(p is base.head.weight for p in model.head_parameters())
+    model.save_pretrained(tmp_path / "heads")
+    again = lm.MedusaModel.from_pretrained(base, tmp_path / "heads")
+    assert again.shape == model.shape and again.lm_head == lm_head
+    for ours, theirs in zip(model.head_parameters(), again.head_parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_vllm_export_has_the_names_and_shapes_its_loader_reads(base: lm.CausalLM, tmp_path: Path) -> None:
+    hidden, vocab = BASE["hidden_size"], BASE["vocab_size"]
+    expected = {f"blocks.{i}.layers.{j}.weight": (hidden, hidden) for i in range(3) for j in range(2)}
+    expected |= {f"blocks.{i}.layers.{j}.bias": (hidden,) for i in range(3) for j in range(2)}
+    expected |= {f"lm_heads.{i}.weight": (vocab, hidden) for i in range(3)}
+    for lm_head in ("own", "shared"):
+        model = stir(lm.MedusaModel.from_base(base, 3, 2, lm_head))
+        model.export(tmp_path / lm_head, profile="vllm")
+        found = load_file(tmp_path / lm_head / "model.safetensors")
+        assert {name: tuple(t.shape) for name, t in found.items()} == expected
+        assert torch.equal(found["blocks.2.layers.1.weight"], model.heads[2].layers[1].linear.weight)
+        wanted = base.head.weight if lm_head == "shared" else model.heads[1].lm_head.weight
+        assert torch.equal(found["lm_heads.1.weight"], wanted)
+        config = json.loads((tmp_path / lm_head / "config.json").read_text())
+        assert config == {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": hidden,
+            "vocab_size": vocab,
+            "num_heads": 3,
+            "num_hidden_layers": 2,
+            "truncated_vocab_size": None,
+            "medusa_fc_bias": True,
+        }
+
+
+def test_bad_heads_are_refused(base: lm.CausalLM, tmp_path: Path) -> None:
+    model = stir(lm.MedusaModel.from_base(base, 2, 1, "shared"))
+    model.save_pretrained(tmp_path / "heads")
+    other = lm.from_config(base.hf_config)
+    with pytest.raises(CheckpointError, match="another"):
+        lm.MedusaModel.from_pretrained(other, tmp_path / "heads")
+    small = lm.from_config({**base.hf_config, "vocab_size": 100})
+    with pytest.raises(CheckpointError, match=r"lm_heads\.0\.weight"):
+        lm.MedusaModel.from_pretrained(small, tmp_path / "heads")
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match="no Medusa heads"):
+        lm.MedusaModel.from_pretrained(base, tmp_path / "base")
+    with pytest.raises(InputError, match="own"):
+        lm.MedusaModel.from_base(base, 2).export(tmp_path / "x", "vllm-shared")
+    with pytest.raises(InputError, match=r"unknown.*vllm"):
+        model.export(tmp_path / "x", "nope")
+    with pytest.raises(InputError, match="num_heads"):
+        lm.MedusaModel.from_base(base, 0)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_tree_decoding_gives_the_tokens_of_plain_decoding(base: lm.CausalLM, lm_head: str) -> None:
+    model = lm.MedusaModel.from_base(base, 3, 1, lm_head)
+    prompts = [[5, 9, 11], [77], list(range(30, 50))]
+    # Heads trained to echo the base's own text, so that several tokens a step are accepted.
+    text = base.generate(prompts, max_new_tokens=40, eos_token_ids=None)
+    optimizer = torch.optim.Adam(model.head_parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(text, labels=text).loss.backward()
+        optimizer.step()
+    for options in ({"eos_token_ids": None}, {"eos_token_ids": text[0, -5:].tolist()}):
+        plain = base.generate(prompts, max_new_tokens=40, pad_token_id=0, **options)
+        out = model.generate(prompts, max_new_tokens=40, pad_token_id=0, return_stats=True, **options)
+        assert torch.equal(out.sequences, plain)
+        assert out.tokens_per_step > 1.2
+    assert torch.equal(model.generate(prompts, max_new_tokens=40, pad_token_id=0, **options), plain)

@@ -1,0 +1,125 @@
+"""Medusa trees: their tensors against the definition, their growth against brute force."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ligermodels.errors import InputError
+from ligermodels.generation import Tree, chain, default_tree, expected_tokens, grow
+from ligermodels.generation.tree import REFERENCE_TOP1, REFERENCE_TOP5, reference_accuracies
+
+
+@st.composite
+def closed_paths(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    """Paths closed under prefix, in any order."""
+    tips = draw(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), max_size=6))
+    return draw(st.permutations(sorted({tip[:depth] for tip in tips for depth in range(1, len(tip) + 1)})))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[list[float]]:
+    """Rank accuracies in no order, with ties and zeros; sixteenths, so that products are exact."""
+    heads, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    return [[draw(st.integers(0, 16 // ranks)) / 16 for _ in range(ranks)] for _ in range(heads)]
+
+
+@given(closed_paths())
+def test_tensors_follow_from_the_paths(paths: list[tuple[int, ...]]) -> None:
+    tree = Tree.from_paths(paths)
+    assert tree == Tree.from_paths(reversed(paths))
+    assert set(tree.paths) == set(paths) and len(tree) == len(paths) + 1
+    nodes = [(), *tree.paths]
+    for i, node in enumerate(nodes):
+        assert tree.mask[i].tolist() == [node[: len(other)] == other for other in nodes]
+        assert nodes[tree.parent[i]] == node[:-1]
+        assert [nodes[child] for child in tree.children[i]] == sorted(other for other in paths if other[:-1] == node)
+        assert tree.depth[i] == len(node)
+        if node:
+            assert (tree.head[i], tree.rank[i]) == (len(node) - 1, node[-1])
+            assert tree.parent[i] < i  # a path's nodes are numbered in its order
+    assert tree.max_depth == max(map(len, nodes))
+    assert tree.width == max((max(path) + 1 for path in paths), default=0)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([(0,), (1, 0)], r"\(1, 0\) lacks its parent \(1,\)"),
+        ([(0,), (0,)], "more than once"),
+        ([(0,), ()], "one or more ranks"),
+        ([(-1,)], "one or more ranks"),
+        ([(0.0,)], "one or more ranks"),
+        ([(0,), (0, 0), (0, 0, 0)], "needs 3 heads, there are 2"),
+    ],
+)
+def test_paths_that_are_no_tree(paths: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Tree.from_paths(paths, num_heads=2)
+
+
+@given(tables(), st.integers(1, 20))
+def test_grown_tree_is_the_best_of_its_size(table: list[list[float]], nodes: int) -> None:
+    tree = grow(table, nodes)
+    products = [
+        math.prod(table[head][rank] for head, rank in enumerate(path))
+        for depth in range(1, len(table) + 1)
+        for path in itertools.product(range(len(table[0])), repeat=depth)
+    ]
+    best = sorted((product for product in products if product > 0), reverse=True)[:nodes]
+    # Nodes of a path are never less probable than the path, so the most probable paths are a tree, and the best one.
+    assert len(tree.paths) == len(best)
+    assert expected_tokens(tree, table) == 1 + sum(best)
+
+
+def test_expected_tokens_by_hand() -> None:
+    tree = Tree.from_paths([(0,), (2,), (2, 1)])
+    assert expected_tokens(tree, torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.1]])) == pytest.approx(1.63)
+    assert expected_tokens(Tree.from_paths([]), [[0.5]]) == 1
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 9])
+def test_default_tree(num_heads: int) -> None:
+    """With five heads it has the published tree's size, depth and breadth."""
+    tree = default_tree(num_heads)
+    assert len(tree) == (11 if num_heads == 1 else 64)
+    assert tree.max_depth == min(num_heads, 4)
+    assert tree.width == max(map(len, tree.children)) == 10
+    table = [reference_accuracies(head) for head in range(num_heads)]
+    for row in table:
+        assert row == sorted(row, reverse=True) and 0 < sum(row) < 1
+    for row, top1, top5 in zip(table, REFERENCE_TOP1, REFERENCE_TOP5, strict=False):
+        assert (row[0], sum(row[:5])) == pytest.approx((top1, top5))
+    assert [row[0] for row in table] == sorted((row[0] for row in table), reverse=True)
+
+
+def test_chain() -> None:
+    assert chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "message"),
+    [
+        ([], "shape"),
+        ([0.5, 0.2], "shape"),
+        ([[0.5], [0.2, 0.1]], "table"),
+        ([[1.5]], r"\[0, 1\]"),
+        ([[float("nan")]], r"\[0, 1\]"),
+        ([[0.56, 0.78]], "cumulative"),
+    ],
+)
+def test_accuracies_that_are_no_table(accuracies: list[list[float]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        grow(accuracies)
+
+
+def test_other_errors() -> None:
+    with pytest.raises(InputError, match="nodes"):
+        grow([[0.5]], nodes=0)
+    with pytest.raises(InputError, match="num_heads"):
+        default_tree(0)
+    with pytest.raises(InputError, match="uses 2 heads and 1 ranks"):
+        expected_tokens(chain(2), [[0.5]])

@@ -1,0 +1,111 @@
+"""verify agrees with transformers where it should, and names the place of a planted fault."""
+
+import json
+import math
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llamas import CONFIGS, make_checkpoint
+from safetensors.torch import load_file, save_file
+
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.verify import relative_error, verify
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify") / "model"
+    make_checkpoint(folder, CONFIGS[request.param])
+    return folder
+
+
+def changed(checkpoint: Path, folder: Path, tensor: str | None = None, **config: Any) -> Path:
+    """A copy in which one element of `tensor`, or fields of the config, are others."""
+    shutil.copytree(checkpoint, folder)
+    if tensor is not None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[tensor].flatten()[tensors[tensor].numel() // 3] += 1
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, **config}))
+    return folder
+
+
+def test_equal_models_agree_at_every_place(checkpoint: Path) -> None:
+    report = verify(checkpoint, tokens=33)
+    inner = ["attention_norm", "attention", "mlp_norm", "mlp"]
+    blocks = [[*(f"blocks.{i}.{name}" for name in inner), f"blocks.{i}"] for i in range(3)]
+    assert [place.name for place in report.places] == ["embed", *chain(*blocks), "norm", "logits"]
+    assert report.passed and report.parting is None and report.tokens == 33
+    assert max(place.error for place in report.places) < 1e-5
+
+
+def test_dtypes(checkpoint: Path) -> None:
+    worst = [max(place.error for place in verify(checkpoint, dtype=dtype, tokens=9).places) for dtype in DTYPES]
+    assert worst[0] < 1e-6 and 1e-3 < worst[1] < 5e-2
+
+
+DTYPES = (torch.float64, torch.bfloat16)
+FAULTS = {
+    "model.embed_tokens.weight": "embed",
+    "model.layers.0.input_layernorm.weight": "blocks.0.attention_norm",
+    "model.layers.0.self_attn.q_proj.weight": "blocks.0.attention",
+    "model.layers.1.self_attn.v_proj.weight": "blocks.1.attention",
+    "model.layers.2.self_attn.o_proj.weight": "blocks.2.attention",
+    "model.layers.2.post_attention_layernorm.weight": "blocks.2.mlp_norm",
+    "model.layers.1.mlp.up_proj.weight": "blocks.1.mlp",
+    "model.layers.0.mlp.down_proj.weight": "blocks.0.mlp",
+    "model.norm.weight": "norm",
+    "lm_head.weight": "logits",
+}
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    make_checkpoint(folder, CONFIGS["llama-3.1"])
+    return folder
+
+
+@pytest.mark.parametrize("tensor", FAULTS)
+def test_one_changed_weight_is_found(untied: Path, tmp_path: Path, tensor: str) -> None:
+    every_token = range(CONFIGS["llama-3.1"]["vocab_size"] - 4)
+    report = verify(untied, reference=changed(untied, tmp_path / "other", tensor), input_ids=every_token)
+    assert report.parting is not None and not report.passed
+    assert report.parting.name == FAULTS[tensor]
+
+
+def test_another_rope_parts_in_the_first_attention(untied: Path, tmp_path: Path) -> None:
+    report = verify(untied, reference=changed(untied, tmp_path / "other", rope_theta=400_000.0))
+    assert report.parting is not None and report.parting.name == "blocks.0.attention"
+    assert verify(untied, reference=tmp_path / "other", tolerance=10.0).passed
+
+
+def test_what_cannot_be_compared_is_no_agreement() -> None:
+    one = torch.ones(2, 3)
+    assert relative_error(one, one) == 0 == relative_error(one * 0, one * 0)
+    assert relative_error(one, one * 0) == math.inf
+    assert math.isnan(relative_error(one * math.nan, one)) and math.isnan(relative_error(one, one.T))
+    assert relative_error(3 * one, 2 * one) == 0.5
+
+
+def test_nan_in_both_models_fails(untied: Path, tmp_path: Path) -> None:
+    folder = changed(untied, tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    report = verify(folder)
+    assert report.parting is not None and report.parting.name == "blocks.1.mlp"
+
+
+def test_bad_input(untied: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="at least one token"):
+        verify(untied, input_ids=[])
+    with pytest.raises(InputError, match="131"):
+        verify(untied, input_ids=[5, 131])
+    with pytest.raises(CheckpointError, match=r"transformers cannot open .*nothing"):
+        verify(untied, reference=tmp_path / "nothing")

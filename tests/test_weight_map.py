@@ -1,0 +1,206 @@
+"""The weight map: views that cover each native tensor once, so that what is loaded goes out to the byte."""
+
+import pickle
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ligermodels.convert.weight_map import Entry, WeightMap, concat, grouped_qkv, rename, stack
+from ligermodels.errors import CheckpointError
+
+DIM = st.integers(1, 5)
+REST = st.lists(st.integers(0, 4), max_size=2)
+
+
+class Stored(dict[str, Tensor]):
+    """Tensors in memory, read as a checkpoint; `log` lists the reads."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.log: list[str] = []
+
+    @property
+    def headers(self) -> Mapping[str, Tensor]:
+        return self
+
+    def read(self, name: str) -> Tensor:
+        self.log.append(name)
+        return self[name]
+
+
+@st.composite
+def renamed(draw: st.DrawFn) -> tuple[Entry, list[int]]:
+    return rename("w", "a"), draw(st.lists(st.integers(0, 5), max_size=3))  # Scalars too.
+
+
+@st.composite
+def concatenated(draw: st.DrawFn) -> tuple[Entry, list[int]]:
+    sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    before, after = draw(REST), draw(REST)
+    names = [f"a{i}" for i in range(len(sizes))]
+    return concat("w", names, sizes, dim=len(before)), [*before, sum(sizes), *after]
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> tuple[Entry, list[int]]:
+    kv_heads, group, head_dim = draw(DIM), draw(DIM), draw(DIM)
+    shape = [kv_heads * (group + 2) * head_dim, *draw(REST)]  # Without more dimensions: a bias.
+    return grouped_qkv("w", "q", "k", "v", kv_heads, group, head_dim), shape
+
+
+@st.composite
+def stacked(draw: st.DrawFn) -> tuple[Entry, list[int]]:
+    count = draw(DIM)
+    return stack("w", [f"experts.{i}" for i in range(count)]), [count, *draw(REST)]
+
+
+def numbered(shape: list[int]) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+
+@given(st.one_of(renamed(), concatenated(), grouped(), stacked()))
+def test_views_cover_each_element_once_and_load_inverts_export(case: tuple[Entry, list[int]]) -> None:
+    entry, shape = case
+    weights = pickle.loads(pickle.dumps(WeightMap([entry])))  # A model, and so its map, can be sent to a process.
+    native = numbered(shape)
+    exported = weights.export({"w": native})
+    stored = Stored({name: read() for name, _, _, read in exported})
+
+    assert sorted(torch.cat([t.flatten() for t in stored.values()]).tolist()) == list(range(native.numel()))
+    assert all(stored[name].shape == shape and stored[name].dtype == dtype for name, shape, dtype, _ in exported)
+
+    weights.plan(stored, {"w": torch.empty(shape, dtype=torch.int64, device="meta")})
+    loaded = torch.full(shape, -1)
+    weights.load(stored, {"w": loaded})
+    assert torch.equal(loaded, native)
+    assert stored.log == list(stored)  # Each tensor is read once.
+
+    # A tensor that is not contiguous, such as a slice of a larger one, is no different.
+    wide = torch.stack([loaded.fill_(-1), native], dim=-1)
+    weights.load(stored, {"w": wide[..., 0]})
+    assert torch.equal(wide[..., 0], wide[..., 1])
+
+
+@pytest.mark.parametrize("rest", [(), (7,)])
+def test_layouts_are_those_the_layers_use(rest: tuple[int, ...]) -> None:
+    kv_heads, group, head_dim = 3, 2, 5
+    q, k, v = (torch.randn(n * head_dim, *rest) for n in (kv_heads * group, kv_heads, kv_heads))
+    rows = []
+    for head in range(kv_heads):
+        rows += [q[i * head_dim : (i + 1) * head_dim] for i in range(head * group, (head + 1) * group)]
+        rows += [each[head * head_dim : (head + 1) * head_dim] for each in (k, v)]
+    gate, up = torch.randn(4, *rest), torch.randn(4, *rest)
+    experts = [torch.randn(2, *rest) for _ in range(3)]
+    weights = WeightMap(
+        [
+            grouped_qkv("qkv", "q", "k", "v", kv_heads, group, head_dim),
+            concat("gate_up", ["gate", "up"], [4, 4]),
+            stack("experts", ["e0", "e1", "e2"]),
+        ]
+    )
+    wanted = {"qkv": torch.cat(rows), "gate_up": torch.cat([gate, up]), "experts": torch.stack(experts)}
+    state = {name: torch.nn.Parameter(torch.zeros_like(each)) for name, each in wanted.items()}
+    weights.load(
+        Stored({"q": q, "k": k, "v": v, "gate": gate, "up": up, **dict(zip(("e0", "e1", "e2"), experts, strict=True))}),
+        state,
+    )
+    assert all(torch.equal(state[name], each) for name, each in wanted.items())
+
+
+def test_casts_and_reports_progress() -> None:
+    weights = WeightMap([rename("a", "x"), concat("b", ["y", "z"], [1, 2])])
+    stored = Stored({"x": torch.randn(3), "y": torch.randn(1).half(), "z": torch.randn(2).double()})
+    state = {"a": torch.empty(3, dtype=torch.bfloat16), "b": torch.empty(3, dtype=torch.bfloat16)}
+    seen: list[tuple[int, int]] = []
+    weights.load(stored, state, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(12, 30), (14, 30), (30, 30)]
+    assert torch.equal(state["a"], stored["x"].bfloat16())
+    assert torch.equal(state["b"], torch.cat([stored["y"].bfloat16(), stored["z"].bfloat16()]))
+
+
+def test_all_faults_are_listed_in_one_error() -> None:
+    weights = WeightMap(
+        [
+            rename("fine", "model.fine"),
+            rename("lost", "model.lost"),
+            rename("small", "model.small"),
+            rename("coded", "model.coded"),
+            rename("absent", "model.absent"),
+            concat("torn", ["model.t0", "model.t1"], [2, 3]),
+            grouped_qkv("odd", "q", "k", "v", 2, 3, 4),
+            rename("again", "model.fine"),
+        ],
+        ignored=[r"inv_freq$"],
+    )
+    names = ("fine", "lost", "small", "coded", "torn", "odd", "again", "stray")
+    state = {name: torch.empty(6, 4, device="meta") for name in names}
+    stored = {"model.fine": torch.empty(6, 4), "model.small": torch.empty(6, 3), "layers.0.inv_freq": torch.empty(2)}
+    stored |= {
+        "model.coded": torch.empty(6, 4, dtype=torch.int8),
+        "model.t0": torch.empty(2),
+        "inv_freq.x": torch.empty(1),
+    }
+    stored |= {f"extra.{i}": torch.empty(1) for i in range(25)}
+    with pytest.raises(CheckpointError) as caught:
+        weights.plan(stored, state)
+    lines = {line.strip() for line in str(caught.value).splitlines()[1:]}
+
+    def line(start: str) -> str:
+        return next(each for each in lines if start in each)
+
+    assert line("missing from").endswith(": model.lost, model.absent, model.t1, q, k, v")
+    assert "26 not expected" in line("not expected") and line("not expected").endswith("and 6 more")
+    assert "inv_freq.x" in line("not expected") and "layers.0.inv_freq" not in str(caught.value)
+    assert "model.small [6, 3] instead of [6, 4]" in line("wrong shape")
+    assert "model.coded int8 to float32 of coded" in line("quantised")
+    assert line("without an entry").endswith(": stray")
+    assert line("not of the model").endswith(": absent")
+    assert line("twice").endswith(": model.fine")
+    assert "torn [6, 4]" in line("not split") and "odd [6, 4]" in line("not split")
+    assert len(lines) == 8
+
+    for fault, entries in (("stray", [rename("fine", "x")]), ("absent", [rename(n, n) for n in (*names, "absent")])):
+        with pytest.raises(CheckpointError, match=fault):
+            WeightMap(entries).export({name: state[name] for name in names})
+
+
+def test_nothing_is_read_or_written_when_the_plan_fails() -> None:
+    weights, state = WeightMap([rename("a", "x"), rename("b", "y")]), {"a": torch.zeros(3), "b": torch.zeros(3)}
+    stored = Stored({"x": torch.ones(3), "y": torch.ones(1)})  # A copy of y into b would broadcast.
+    with pytest.raises(CheckpointError, match=r"y \[1\] instead of \[3\]"):
+        weights.load(stored, state)
+    assert not stored.log and not state["a"].any()
+    with pytest.raises(CheckpointError, match="b: is on the meta device"):
+        weights.load(Stored({"x": torch.ones(3), "y": torch.ones(3)}), {**state, "b": state["b"].to("meta")})
+
+
+def test_aliases_of_tied_tensors() -> None:
+    weights = WeightMap([rename("embed", "model.embed")], aliases={"lm_head": "model.embed"})
+    weight, state = torch.randn(5, 3), {"embed": torch.zeros(5, 3)}
+    assert [name for name, *_ in weights.export(state)] == ["model.embed"]
+    for names in (["model.embed"], ["lm_head"], ["model.embed", "lm_head"]):
+        state["embed"].zero_()
+        weights.load(Stored({name: weight.clone() for name in names}), state)
+        assert torch.equal(state["embed"], weight)
+    state["embed"].zero_()
+    with pytest.raises(CheckpointError, match=r"lm_head: differs from model\.embed"):
+        weights.load(Stored({"model.embed": weight, "lm_head": weight + 1e-6}), state)
+    assert not state["embed"].any()
+    with pytest.raises(CheckpointError, match=r"lm_head \[3\] instead of \[5, 3\]"):
+        weights.plan({"model.embed": weight, "lm_head": weight[0]}, state)
+    with pytest.raises(CheckpointError, match=r"missing.*model\.embed"):
+        weights.plan({}, state)
+
+
+def test_export_follows_the_entries_and_reads_late() -> None:
+    weights = WeightMap([rename("layers.10", "l.10"), rename("layers.9", "l.9"), concat("c", ["c1", "c0"], [1, 1])])
+    state = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("c", "layers.9", "layers.10")}
+    exported = weights.export(state)
+    assert [each.name for each in exported] == ["l.10", "l.9", "c1", "c0"]
+    with torch.no_grad():
+        state["c"].copy_(torch.tensor([1.0, 2.0]))
+    assert exported[2].read().tolist() == [1.0] and not exported[2].read().requires_grad
