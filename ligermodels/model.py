@@ -30,14 +30,19 @@ from ligermodels.layers.packing import bounds_of, check_bounds, check_token_ids,
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A whole decoder as data. `blocks` has one entry a layer; `initializer_range` is the standard deviation of new
-    weights; `max_position_embeddings` the longest context the checkpoint was made for."""
+    """A whole decoder as data.
+
+    `blocks` has one entry a layer; embeddings of tokens are multiplied by `embed_scale`, rounded to their dtype;
+    `initializer_range` is the standard deviation of new weights; `max_position_embeddings` the longest context the
+    checkpoint was made for.
+    """
 
     vocab_size: int
     hidden_size: int
     blocks: tuple[BlockConfig, ...]
     norm: NormConfig
     head: HeadConfig = field(default_factory=HeadConfig)
+    embed_scale: float | None = None
     initializer_range: float = 0.02
     max_position_embeddings: int | None = None
 
@@ -65,7 +70,7 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm)
         self.head = LMHead(config.hidden_size, config.vocab_size, config.head)
         ropes = dict.fromkeys(block.attention.rope for block in config.blocks)
-        self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+        self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes if rope is not None)
         self._tie()
         self.reset_parameters()
 
@@ -126,7 +131,7 @@ class CausalLM(nn.Module):
             cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
             cache: keys and values of earlier tokens; those of the new ones are appended.
         """
-        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
         batch, length = x.shape[:2]
         if cu_seqlens is not None:
             x = x.reshape(1, batch * length, -1)
@@ -138,12 +143,26 @@ class CausalLM(nn.Module):
             else:
                 position_ids = packed_positions(cu_seqlens, batch * length)
         tables = {rope.config: rope(position_ids, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
-        context = Context(tables, mask, cu_seqlens, cache)
+        keys = position_ids if cache is None else cache.place(position_ids)
+        masks = {} if mask is None else self._masks(mask, position_ids, keys)
+        context = Context(tables, masks, cu_seqlens, cache)
         for block in self.blocks:
             x = block(x, context)
         if cache is not None:
             cache.advance(length)
         return self.norm(x).view(batch, length, -1)
+
+    def _embed(self, input_ids: Tensor | None) -> Tensor:
+        x: Tensor = self.embed(input_ids)
+        scale = self.config.embed_scale
+        return x if scale is None else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+
+    def _masks(self, mask: Tensor, queries: Tensor, keys: Tensor) -> dict[int | None, Tensor]:
+        """`mask` for each window in use. A window counts positions: with padding or a tree, those are not the slots."""
+        masks: dict[int | None, Tensor] = {None: mask}
+        for window in {block.attention.window for block in self.config.blocks} - {None}:
+            masks[window] = mask & (keys[:, None, :] > queries[:, :, None] - window)
+        return masks
 
     def document_bounds(
         self, shape: tuple[int, int], position_ids: Tensor | None, cu_seqlens: Tensor | None

@@ -23,6 +23,7 @@ from ligermodels.ops.attention import backends
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
+
 def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,

@@ -189,6 +189,22 @@ def test_loss_options(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
     assert not per_token[:, -1].any()
 
 
+def test_compiled_as_one_graph(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", CONFIGS["llama-3.2"])
+    model = lm.from_pretrained(tmp_path / "model")
+    bounds = torch.tensor([0, 13, 41], dtype=torch.int32)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for inputs in ({"input_ids": tokens()}, {"input_ids": tokens(1), "cu_seqlens": bounds}):
+        found = {}
+        for name, call in (("eager", model), ("compiled", step)):
+            model.zero_grad()
+            loss = call(**inputs, labels=inputs["input_ids"]).loss
+            loss.backward()
+            found[name] = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        for compiled, eager in zip(found["compiled"], found["eager"], strict=True):
+            assert relative_error(compiled, eager) < TOLERANCE
+
+
 def test_from_config_and_inputs_embeds() -> None:
     model = lm.from_config(CONFIGS["llama-3.2"], dtype=torch.float64)
     assert model.head.weight is model.embed.weight

@@ -37,6 +37,7 @@ class KVCache:
         self.layers = [  # keys and values (2, B, max_length, Hkv, D) of each layer
             torch.empty(2, batch_size, max_length, *sizes, dtype=dtype, device=device) for sizes in heads
         ]
+        self.positions = torch.zeros(batch_size, max_length, dtype=torch.long, device=device)
         self.max_length = max_length
         self.length = 0
 
@@ -55,6 +56,12 @@ class KVCache:
                 raise InputError(f"{name} of layer {layer} {shapes}")
             slots.copy_(new)
         return keys, values
+
+    def place(self, position_ids: Tensor) -> Tensor:
+        """Note the positions (B or 1, T) of the tokens about to be written; returns those of slots [0, length + T)."""
+        end = self._end(position_ids.shape[1])
+        self.positions[:, self.length : end] = position_ids
+        return self.positions[:, :end]
 
     def advance(self, count: int) -> None:
         """Take `count` more slots as filled, once every layer has written them."""
@@ -75,6 +82,7 @@ class KVCache:
             # index_select makes a copy first: source and target slots may overlap
             for stored in self.layers:
                 stored[:, :, start:end] = stored.index_select(2, slots)
+            self.positions[:, start:end] = self.positions.index_select(1, slots)
         self.length = end
 
     def _end(self, count: int) -> int:

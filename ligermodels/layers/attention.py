@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers.norm import NormConfig, RMSNorm
 from ligermodels.layers.rope import RopeConfig
 
 
@@ -23,19 +24,29 @@ class Cache(Protocol):
 
 
 @dataclass(frozen=True)
+class QKNormConfig:
+    """Norm of queries and keys before they are rotated: of each head, or of the whole projection (OLMo 2)."""
+
+    norm: NormConfig
+    over: Literal["head", "projection"] = "head"
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Heads and behaviour of one attention layer.
 
-    `scale` None means head_dim ** -0.5; `window` counts the token itself; `softcap` caps the scores; `bias` and
-    `output_bias` are those of q/k/v and of the output projection; `backend` names an attention backend.
+    `rope` None means no positions at all; `scale` None means head_dim ** -0.5; `window` counts the token itself;
+    `softcap` caps the scores; `bias` and `output_bias` are those of q/k/v and of the output projection; `backend` names
+    an attention backend.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     bias: bool = False
     output_bias: bool = False
+    qk_norm: QKNormConfig | None = None
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
@@ -49,16 +60,18 @@ class AttentionConfig:
 
 @dataclass
 class Context:
-    """What one forward pass tells each of its attention layers.
+    """What one forward pass tells each of its layers.
 
-    `tables` holds cos and sin, (B or 1, T, dim / 2), for each rope in use; `mask` is bool (B, T, S), `cu_seqlens`
-    int32 (n + 1,): see `ops.attention`. With a `cache`, keys and values are appended to it.
+    `tables` holds cos and sin, (B or 1, T, dim / 2), for each rope in use; `masks`, where the causal rule does not do,
+    a bool (B, T, S) for each window in use; `cu_seqlens` is int32 (n + 1,): see `ops.attention`. With a `cache`, keys
+    and values are appended to it.
     """
 
     tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    mask: Tensor | None = None
+    masks: Mapping[int | None, Tensor] = field(default_factory=dict)
     cu_seqlens: Tensor | None = None
     cache: Cache | None = None
+    router_logits: list[Tensor] = field(default_factory=list)
 
 
 class Attention(nn.Module):
@@ -70,12 +83,15 @@ class Attention(nn.Module):
         width = config.num_kv_heads * (config.group_size + 2) * config.head_dim
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.output_bias)
+        if config.qk_norm is not None:
+            whole = config.qk_norm.over == "projection"
+            self.q_norm = RMSNorm(config.head_dim * (config.num_heads if whole else 1), config.qk_norm.norm)
+            self.k_norm = RMSNorm(config.head_dim * (config.num_kv_heads if whole else 1), config.qk_norm.norm)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, H) -> (B, T, H)."""
         config = self.config
-        cos, sin = context.tables[config.rope]
-        q, k, v = ops.rope_qkv(self.qkv(x), cos, sin, config.num_kv_heads, config.group_size, config.head_dim)
+        q, k, v = self._project(x, context)
         if context.cache is not None:
             k, v = context.cache.update(self.layer, k, v)
         out = ops.attention(
@@ -85,8 +101,25 @@ class Attention(nn.Module):
             scale=config.scale,
             window=config.window,
             softcap=config.softcap,
-            mask=context.mask,
+            mask=context.masks.get(config.window),
             cu_seqlens=context.cu_seqlens,
             backend=config.backend,
         )
         return self.o(out.flatten(2))
+
+    def _project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q (B, T, Hq, D) and k (B, T, Hkv, D), and v as k."""
+        config, qkv = self.config, self.qkv(x)
+        if config.qk_norm is None and config.rope is not None:
+            return ops.rope_qkv(
+                qkv, *context.tables[config.rope], config.num_kv_heads, config.group_size, config.head_dim
+            )
+        groups = qkv.unflatten(-1, (config.num_kv_heads, config.group_size + 2, config.head_dim))
+        q, k, v = (part.flatten(2, 3) for part in groups.split([config.group_size, 1, 1], dim=-2))
+        if config.qk_norm is not None and config.qk_norm.over == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif config.qk_norm is not None:
+            q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
+        if config.rope is not None:
+            q, k = ops.rope(q, k, *context.tables[config.rope])
+        return q, k, v

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers.attention import Context
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": ops.swiglu}
 """Gate activation -> op on packed [gate; up] (..., 2 I) giving (..., I)."""
@@ -21,6 +22,10 @@ class MLPConfig:
     activation: str = "silu"
     bias: bool = False
 
+    def build(self, hidden_size: int) -> nn.Module:
+        """The layer, on hidden states of `hidden_size` channels."""
+        return GatedMLP(hidden_size, self)
+
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), with gate and up as one projection (Shazeer, 2020)."""
@@ -31,6 +36,6 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> (..., H)."""
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x (..., H) -> (..., H); the context is for feed-forward layers that route."""
         return self.down(self.activation(self.gate_up(x)))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class AttentionRequest:
     softcap: float | None
     masked: bool
     packed: bool
+    compiling: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ def attention(
         softcap=softcap,
         masked=mask is not None,
         packed=cu_seqlens is not None,
+        compiling=torch.compiler.is_compiling(),
     )
     return choose(request, backend).run(q, k, v, request, mask, cu_seqlens)
 
 
-@functools.lru_cache(maxsize=1024)
 def choose(request: AttentionRequest, name: str = "auto") -> Backend:
     """The first backend that serves `request`, or the named one; BackendError says why it cannot."""
     if name != "auto":
@@ -115,7 +116,7 @@ def choose(request: AttentionRequest, name: str = "auto") -> Backend:
 
 def backends() -> dict[str, bool]:
     """Name of every backend, fastest first, and whether it is installed here."""
-    return {backend.name: backend.name not in _MODULES or _installed(backend.name) for backend in _BACKENDS}
+    return {backend.name: backend.name not in _MODULES or _INSTALLED[backend.name] for backend in _BACKENDS}
 
 
 def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -160,8 +161,8 @@ def _sdpa_refuses(request: AttentionRequest) -> str | None:
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    if cu_seqlens is not None and request.device == "cpu":
-        # Bounds can be read here without a sync; separate sequences cost less than a T x T mask.
+    if cu_seqlens is not None and request.device == "cpu" and not request.compiling:
+        # Here bounds can be read without a sync, and separate sequences cost less than a T x T mask.
         bounds = cu_seqlens.tolist()
         alone = [
             _sdpa_rows(q[:, a:b], k[:, a:b], v[:, a:b], request, _window_mask(request, b - a, q.device))
@@ -206,26 +207,37 @@ def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask:
 _MODULES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface", "flash-attn-2": "flash_attn"}
 
 
-@functools.cache
-def _installed(name: str) -> bool:
-    try:
-        found = importlib.util.find_spec(_MODULES[name]) is not None
-    except ModuleNotFoundError:
-        return False
-    # flash-attn 4 alone installs a `flash_attn` namespace without version 2's functions.
-    return found and (name != "flash-attn-2" or importlib.util.find_spec("flash_attn.flash_attn_interface") is not None)
+_PARTS = {"flash-attn-4": "cute", "flash-attn-2": "flash_attn_interface.py"}
+"""What a version has in the package `flash_attn`, which versions 4 and 2 share."""
+
+
+def _find(name: str) -> bool:
+    """Whether a version is installed. Files are looked for instead of imported: importing version 2 takes seconds."""
+    spec = importlib.util.find_spec(_MODULES[name].partition(".")[0])
+    if spec is None or name not in _PARTS:
+        return spec is not None
+    return any((Path(folder) / _PARTS[name]).exists() for folder in spec.submodule_search_locations or ())
+
+
+_INSTALLED = {name: _find(name) for name in _MODULES}
+
+# flash-attn 4.0.0b36 gave wrong gradients for packed sequences with head_dim 16 on an H200; 64 to 256 were right.
+_LEAST_HEAD_DIM = {"flash-attn-4": 64}
 
 
 def _flash_refuses(name: str) -> Callable[[AttentionRequest], str | None]:
     def refuses(request: AttentionRequest) -> str | None:
         if request.device != "cuda":
             return f"it runs on CUDA, not on {request.device}"
-        if not _installed(name):
+        if not _INSTALLED[name]:
             return f"{_MODULES[name]} is not installed"
         if request.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, not {request.dtype}"
-        if request.head_dim > 256 or request.head_dim % 8:
-            return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
+        least = _LEAST_HEAD_DIM.get(name, 8)
+        if not least <= request.head_dim <= 256 or request.head_dim % 8:
+            return f"head_dim {request.head_dim} is not a multiple of 8 from {least} to 256"
+        if request.compiling:
+            return "torch.compile cannot trace it"
         return "it takes no arbitrary mask" if request.masked else None
 
     return refuses

@@ -48,7 +48,7 @@ def linear_cross_entropy(
     """`cross_entropy(hidden @ weight.T + bias, target)` without the logits in memory; exact, gradients included.
 
     hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
-        all three are cast to its dtype). target, token_weights and the options: as in `cross_entropy`, as is the result.
+        all three are cast to its dtype). target, token_weights and the options: as in `cross_entropy`, and the result.
     memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
         it needs). The gradients themselves come on top, and with several chunks and a 16-bit weight the float32 sum
         that stands in for the weight's gradient until it is rounded, once.

@@ -24,10 +24,15 @@ CASES: dict[str, dict[str, Any]] = {
     "all-options": {"window": 6, "softcap": 2.0, "scale": 0.3, "bounds": [0, 8, 13]},
 }
 DEVICES = [
-    pytest.param("cpu", torch.float64, id="cpu-fp64"),
-    pytest.param("cpu", torch.float32, id="cpu-fp32"),
-    pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=pytest.mark.gpu),
-    pytest.param("cuda", torch.float32, id="cuda-fp32", marks=pytest.mark.gpu),
+    pytest.param("cpu", torch.float64, 14, id="cpu-fp64"),
+    pytest.param("cpu", torch.float32, 16, id="cpu-fp32"),
+    *(
+        pytest.param(
+            "cuda", dtype, head_dim, id=f"cuda-{dtype}-{head_dim}".replace("torch.", ""), marks=pytest.mark.gpu
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+        for head_dim in (16, 64, 80, 128, 256)
+    ),
 ]
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
@@ -66,15 +71,14 @@ def by_definition(
 
 @pytest.mark.parametrize("name", list(backends()))
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("device", "dtype"), DEVICES)
-def test_backend_follows_the_definition(name: str, case: str, device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("device", "dtype", "head_dim"), DEVICES)
+def test_backend_follows_the_definition(name: str, case: str, device: str, dtype: torch.dtype, head_dim: int) -> None:
     options = dict(CASES[case])
     bounds, queries, kv_heads = options.pop("bounds", None), options.pop("queries", 13), options.pop("kv_heads", 2)
     batch = 1 if bounds else 2
     mask = None
     if options.pop("masked", False):
         mask = (torch.rand(batch, queries, 13) < 0.4) | torch.eye(13, dtype=torch.bool)[-queries:]
-    head_dim = 16
     request = AttentionRequest(
         device=device,
         dtype=dtype,

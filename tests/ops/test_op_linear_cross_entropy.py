@@ -1,3 +1,4 @@
+import os
 import re
 import subprocess
 import sys
@@ -186,8 +187,11 @@ def test_gradients_in_float64() -> None:
 
 MEMORY = """
 import sys, torch
-from loss_cases import plain_loss, targets
+from loss_cases import targets
 from ligermodels.ops import linear_cross_entropy
+
+torch.backends.mkldnn.enabled = False  # it widens 16-bit operands to memory of its own
+
 
 def peak(reset=False):
     if reset:
@@ -214,7 +218,7 @@ print("used", used - gradients)
 @pytest.mark.parametrize("options", [{}, dict(softcap=5.0, return_rank=True, label_smoothing=0.1, reduction="none")])
 def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
     """The peak of a process of its own, forward and backward, where the logits would be ten times the budget."""
-    T, H, V = 1024, 32, 51200
+    T, H, V = 512, 32, 51200
     budget = T * V * getattr(torch, dtype).itemsize // 10
     arguments = [dtype, *map(str, (T, H, V, budget)), repr(options)]
     done = subprocess.run(
@@ -222,13 +226,12 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # each thread of the matrix library packs its own
         check=False,
     )
     assert done.returncode == 0, done.stderr
     used = int(re.search(r"used (-?\d+)", done.stdout)[1])
     allowance = 3 * 2**20  # what the matrix library packs, and the allocator's own
-    if dtype != "float32":
-        allowance += 4 * V * H  # the matrix library's copy of the weight, which no CPU multiplies as it is
     assert budget / 4 < used < budget + allowance, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
 
 
