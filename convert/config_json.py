@@ -20,7 +20,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; a checkpoint folder needs a {path.name}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: holds a {type(content).__name__}, not an object")
@@ -36,36 +36,108 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-def rope_parameters(config: Mapping[str, Any], default_theta: float = 10_000.0) -> dict[str, Any]:
+LAYER_THETAS = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+"""Where the v4 schema keeps the base of each layer type. Its `rope_scaling` is that of full attention alone."""
+
+SYNONYMS = {"su": "longrope"}
+"""Older names of rope types."""
+
+
+def rope_parameters(
+    config: Mapping[str, Any], default_theta: float | Mapping[str, float] = 10_000.0, layer_type: str | None = None
+) -> dict[str, Any]:
     """The rope settings of either schema as one dict with `rope_type` and `rope_theta`.
 
     `rope_scaling` (v4) wins over `rope_parameters` (v5) when both are set, as in transformers; a setting inside the
-    dict wins over one at the top level, and that over `default_theta`.
+    dict wins over one at the top level, and that over `default_theta`. But an `original_max_position_embeddings` at the
+    top level wins (Phi-3).
+
+    With a `layer_type`, such as "full_attention", the settings are those of its layers: its entry of `rope_parameters`,
+    and LAYER_THETAS say how the v4 schema writes them. `default_theta` may have one base for each layer type.
+
+    Raises ConfigError where the settings are not objects, or are by layer type where they should not be, or reversed.
     """
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"rope_parameters: must be an object, got {found!r}")
-    settings = {key: value for key, value in found.items() if key != "type"}
-    settings["rope_type"] = found.get("rope_type") or found.get("type") or "default"
-    theta = found.get("rope_theta")
-    theta = config.get("rope_theta") if theta is None else theta
-    settings["rope_theta"] = default_theta if theta is None else theta
+    old, new = (_object(config, name) for name in ("rope_scaling", "rope_parameters"))
+    nested = _layer_types(new)
+    if layer_type is None:
+        if nested:
+            raise ConfigError(f"rope_parameters: one rope for all layers is implemented, got one for each of {nested}")
+        found = old or new
+    elif new and not nested:
+        raise ConfigError(f"rope_parameters: must hold an object for each layer type, such as {layer_type!r}")
+    else:
+        found = _object(new, layer_type, "rope_parameters.")
+        if layer_type == "full_attention":
+            found = {**_settings(found), **_settings(old)}
+    settings = _settings(found)
+    settings.setdefault("rope_type", "default")
+    if isinstance(default_theta, Mapping):
+        default_theta = default_theta.get(layer_type or "full_attention", 10_000.0)
+    theta = LAYER_THETAS.get(layer_type or "full_attention", "rope_theta")
+    settings["rope_theta"] = _first(settings.get("rope_theta"), config.get(theta), default_theta)
+    part = "partial_rotary_factor"
+    resolved = {part: _first(settings.get(part), config.get(part))}
+    if settings["rope_type"] in ("llama3", "yarn", "longrope"):
+        name = "original_max_position_embeddings"
+        resolved[name] = _first(config.get(name) if layer_type is None else None, settings.get(name))
+    settings |= {name: value for name, value in resolved.items() if value is not None}
     return settings
 
 
-def for_export(config: Mapping[str, Any], dtype: torch.dtype, default_theta: float = 10_000.0) -> dict[str, Any]:
+def _object(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{where}{name}: must be an object, got {found!r}")
+    return found
+
+
+def _layer_types(settings: Mapping[str, Any]) -> list[str]:
+    """The keys under which `settings` nests others: no setting of a rope is itself an object."""
+    return [name for name, value in settings.items() if isinstance(value, Mapping)]
+
+
+def _settings(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`found` with its type, if it names one, under `rope_type` and by today's name."""
+    settings = {name: value for name, value in found.items() if name not in ("type", "rope_type")}
+    kind = found.get("rope_type") or found.get("type")
+    if kind:
+        settings["rope_type"] = SYNONYMS.get(kind, kind) if isinstance(kind, str) else kind
+    return settings
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def for_export(
+    config: Mapping[str, Any], dtype: torch.dtype, default_theta: float | Mapping[str, float] = 10_000.0
+) -> dict[str, Any]:
     """`config` with every field kept, the dtype set, and rope settings in both schemas.
 
-    A reader that knows only one schema would otherwise fall back to the default theta without a word.
+    A reader that knows only one schema would otherwise fall back to the default theta without a word. `default_theta`
+    has one base for each layer type in a family that has one rope for each. Scaling of other layers than those of full
+    attention, and an explicit `factor` of longrope, are beyond the v4 schema.
     """
-    rope = rope_parameters(config, default_theta)
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     name = str(dtype).removeprefix("torch.")
-    return {
-        **config,
-        "dtype": name,
-        "torch_dtype": name,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-        "rope_parameters": rope,
-    }
+    exported = {**config, "dtype": name, "torch_dtype": name}
+    thetas = default_theta if isinstance(default_theta, Mapping) else {}
+    layer_types = dict.fromkeys([*thetas, *_layer_types(_object(config, "rope_parameters"))])
+    if layer_types:
+        by_type = {each: rope_parameters(config, default_theta, each) for each in layer_types}
+        exported |= {LAYER_THETAS[each]: by_type[each]["rope_theta"] for each in layer_types if each in LAYER_THETAS}
+        main = rope_parameters(config, default_theta, "full_attention")
+        exported["rope_parameters"] = by_type
+    else:
+        main = rope_parameters(config, default_theta)
+        exported |= {name: main[name] for name in ("rope_theta", "partial_rotary_factor") if name in main}
+        exported["rope_parameters"] = main
+    scaling = {name: value for name, value in main.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    if main["rope_type"] == "longrope":
+        # What v4 reads: Phi-3 takes exactly a type, under its older name, and the two lists.
+        scaling["type"] = scaling.pop("rope_type")
+        original = scaling.pop("original_max_position_embeddings", None)
+        if original is not None:
+            exported["original_max_position_embeddings"] = original
+    exported["rope_scaling"] = None if main["rope_type"] == "default" else scaling
+    return exported

@@ -19,11 +19,13 @@ from ligermodels.convert.weight_map import WeightMap
 @dataclass(frozen=True)
 class Origin:
     """`hf_config` as found; `weight_map` between native and Hugging Face names; `generation_config`, if there is one;
-    `files` (name -> path) that travel along, such as the tokenizer's."""
+    `default_theta`, the rotary base of a config that names none (or that of each layer type); `files` (name -> path)
+    that travel along, such as the tokenizer's."""
 
     hf_config: dict[str, Any]
     weight_map: WeightMap
     generation_config: dict[str, Any] | None = None
+    default_theta: float | Mapping[str, float] = 10_000.0
     files: Mapping[str, Path] = field(default_factory=dict)
 
     def save(
@@ -36,7 +38,7 @@ class Origin:
     ) -> None:
         """Write `state` (native name -> tensor) as a checkpoint folder; errors as `save_checkpoint`."""
         dtype = next(iter(state.values())).dtype
-        files: dict[str, Any] = {"config.json": _json(for_export(self.hf_config, dtype))}
+        files: dict[str, Any] = {"config.json": _json(for_export(self.hf_config, dtype, self.default_theta))}
         if self.generation_config is not None:
             files["generation_config.json"] = _json(self.generation_config)
         save_checkpoint(

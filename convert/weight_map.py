@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -55,17 +55,18 @@ class LazyTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A `view` of a native tensor that holds checkpoint tensor `source`.
+    """A `view` of a native tensor that holds checkpoint tensor `source`, or the rows of it from `start` on.
 
-    The first dimension of `source` is the product of the first `merged` ones of the view.
+    The first dimension of `source` is the product of the first `merged` ones of the view, all parts of it together.
     """
 
     source: str
     view: Callable[[Tensor], Tensor]
     merged: int = 1
+    start: int = 0
 
     def shape(self, view: Tensor) -> tuple[int, ...]:
-        """The checkpoint tensor's shape, given its view."""
+        """The shape of these rows of the checkpoint tensor, given their view."""
         shape = tuple(view.shape)
         return shape if self.merged < 2 else (math.prod(shape[: self.merged]), *shape[self.merged :])
 
@@ -116,9 +117,26 @@ def grouped_qkv(target: str, q: str, k: str, v: str, num_kv_heads: int, group_si
     )
 
 
+def grouped_qkv_in_one(target: str, source: str, num_kv_heads: int, group_size: int, head_dim: int) -> Entry:
+    """`target` as in `grouped_qkv`, where `source` holds all query heads, then all k, then all v (Phi 3)."""
+    apart = grouped_qkv(target, source, source, source, num_kv_heads, group_size, head_dim)
+    rows = num_kv_heads * head_dim
+    starts = (0, group_size * rows, (group_size + 1) * rows)
+    return Entry(target, tuple(replace(part, start=start) for part, start in zip(apart.parts, starts, strict=True)))
+
+
 def stack(target: str, sources: Sequence[str]) -> Entry:
     """`target[i]` is `sources[i]`, as with the experts of a layer."""
     return Entry(target, tuple(Part(source, partial(_item, index=i)) for i, source in enumerate(sources)))
+
+
+def experts_gate_up(target: str, gates: Sequence[str], ups: Sequence[str], size: int) -> Entry:
+    """`target[i]` is expert i's gate, `size` rows, then its up, as many."""
+    parts = []
+    for i, (gate, up) in enumerate(zip(gates, ups, strict=True)):
+        parts += [Part(gate, partial(_rows, index=i, start=0, size=size))]
+        parts += [Part(up, partial(_rows, index=i, start=size, size=size))]
+    return Entry(target, tuple(parts))
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -135,6 +153,10 @@ def _grouped(tensor: Tensor, shape: tuple[int, int, int], heads: int | slice) ->
 
 def _item(tensor: Tensor, index: int) -> Tensor:
     return tensor[index]
+
+
+def _rows(tensor: Tensor, index: int, start: int, size: int) -> Tensor:
+    return tensor[index].narrow(0, start, size)
 
 
 # -- the map -----------------------------------------------------------------------------------------------------------
@@ -155,6 +177,10 @@ class WeightMap:
     ignored: Sequence[str] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
+    def sources(self) -> set[str]:
+        """Names of all checkpoint tensors that the entries are made of."""
+        return {part.source for entry in self.entries for part in entry.parts}
+
     def plan(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> None:
         """Check that a checkpoint with these `headers` loads into `state`, whose tensors may be on the meta device.
 
@@ -168,16 +194,17 @@ class WeightMap:
         faults["not expected in the checkpoint"] = [
             name for name in headers if name not in known and not any(re.search(each, name) for each in self.ignored)
         ]
-        for target, part, view in views:
-            wanted = part.shape(view)
-            repeats = [alias for alias, original in self.aliases.items() if original == part.source]
-            for name in (name for name in (part.source, *repeats) if name in headers):
+        targets = {part.source: target for target, part, _ in views}
+        for source, parts in _by_source(views).items():
+            wanted, native = _shape(parts), parts[0][1].dtype
+            repeats = [alias for alias, original in self.aliases.items() if original == source]
+            for name in (name for name in (source, *repeats) if name in headers):
                 found, dtype = tuple(headers[name].shape), headers[name].dtype
                 if found != wanted:
                     faults["of the wrong shape"].append(f"{name} {list(found)} instead of {list(wanted)}")
-                if dtype != view.dtype and not {dtype, view.dtype} <= FLOATS:
+                if dtype != native and not {dtype, native} <= FLOATS:
                     faults["of a dtype that cannot be cast (quantised checkpoints are not supported)"].append(
-                        f"{name} {_short(dtype)} to {_short(view.dtype)} of {target}"
+                        f"{name} {_short(dtype)} to {_short(native)} of {targets[source]}"
                     )
         _raise("the checkpoint does not fit the model", faults)
 
@@ -204,10 +231,13 @@ class WeightMap:
                     f"or remove {alias}"
                 )
         views, _ = self._split(state)
-        parts = [(self._stored(part.source, headers), view) for _, part, view in views]
-        done, total = 0, sum(_bytes(headers[name]) for name, _ in parts)
-        for name, view in parts:
-            view.copy_(reader.read(name).reshape(view.shape))
+        stored = {self._stored(source, headers): parts for source, parts in _by_source(views).items()}
+        done, total = 0, sum(_bytes(headers[name]) for name in stored)
+        for name, parts in stored.items():
+            tensor = reader.read(name)
+            for part, view in parts:
+                rows = tensor if len(parts) == 1 else tensor.narrow(0, part.start, part.shape(view)[0])
+                view.copy_(rows.reshape(view.shape))
             done += _bytes(headers[name])
             if progress is not None:
                 progress(done, total)
@@ -220,8 +250,8 @@ class WeightMap:
         views, faults = self._split(state)
         _raise("the model does not fit its weight map", faults)
         return [
-            LazyTensor(part.source, part.shape(view), view.dtype, partial(torch.reshape, view, part.shape(view)))
-            for _, part, view in views
+            LazyTensor(source, _shape(parts), parts[0][1].dtype, partial(_joined, parts))
+            for source, parts in _by_source(views).items()
         ]
 
     def _stored(self, source: str, names: Mapping[str, Spec]) -> str:
@@ -241,11 +271,30 @@ class WeightMap:
                 fault = f"{entry.target} {list(tensor.shape)} ({str(error).splitlines()[0]})"
                 faults["of the model not split as the weight map says"].append(fault)
         targets = Counter(entry.target for entry in self.entries)
-        sources = Counter(part.source for entry in self.entries for part in entry.parts)
+        sources = Counter((part.source, part.start) for entry in self.entries for part in entry.parts)
         faults["of the model without an entry in the weight map"] = [name for name in state if name not in targets]
         faults["in the weight map but not of the model"] = [name for name in targets if name not in state]
-        faults["in the weight map twice"] = [name for each in (targets, sources) for name in each if each[name] > 1]
+        twice = [name for name in targets if targets[name] > 1]
+        faults["in the weight map twice"] = twice + [name for name, start in sources if sources[name, start] > 1]
         return views, faults
+
+
+def _by_source(views: Sequence[tuple[str, Part, Tensor]]) -> dict[str, list[tuple[Part, Tensor]]]:
+    """Checkpoint tensor -> its parts with their views, from its first row to its last."""
+    found: defaultdict[str, list[tuple[Part, Tensor]]] = defaultdict(list)
+    for _, part, view in views:
+        found[part.source].append((part, view))
+    return {source: sorted(parts, key=lambda each: each[0].start) for source, parts in found.items()}
+
+
+def _shape(parts: Sequence[tuple[Part, Tensor]]) -> tuple[int, ...]:
+    shapes = [part.shape(view) for part, view in parts]
+    return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _joined(parts: Sequence[tuple[Part, Tensor]]) -> Tensor:
+    rows = [view.reshape(part.shape(view)) for part, view in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _raise(what: str, faults: Mapping[str, Sequence[str]]) -> None:

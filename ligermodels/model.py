@@ -18,11 +18,15 @@ from ligermodels.layers import (
     Block,
     BlockConfig,
     Context,
+    Embedding,
     HeadConfig,
     LMHead,
+    MoE,
+    MoEConfig,
     NormConfig,
     RMSNorm,
     RotaryEmbedding,
+    load_balancing_loss,
     shift_labels,
 )
 from ligermodels.layers.packing import bounds_of, check_bounds, check_token_ids, packed_positions, require
@@ -32,7 +36,9 @@ from ligermodels.layers.packing import bounds_of, check_bounds, check_token_ids,
 class DecoderConfig:
     """A whole decoder as data.
 
-    `blocks` has one entry a layer; embeddings of tokens are multiplied by `embed_scale`, rounded to their dtype;
+    `blocks` has one entry a layer; embeddings of tokens are multiplied by `embed_scale`, rounded to their dtype, and
+    whatever goes into the first block, `inputs_embeds` too, by `input_scale`;
+    `router_loss` is the weight of the load-balancing loss of mixtures of experts in the whole loss;
     `initializer_range` is the standard deviation of new weights; `max_position_embeddings` the longest context the
     checkpoint was made for.
     """
@@ -43,16 +49,20 @@ class DecoderConfig:
     norm: NormConfig
     head: HeadConfig = field(default_factory=HeadConfig)
     embed_scale: float | None = None
+    input_scale: float = 1.0
+    router_loss: float = 0.0
     initializer_range: float = 0.02
     max_position_embeddings: int | None = None
 
 
 @dataclass
 class CausalLMOutput:
-    """`loss`: fp32 scalar, or (B, T) with reduction "none", or None without labels. `logits`: (B, T, V) or None."""
+    """`loss`: fp32 scalar, or (B, T) with reduction "none", or None without labels. `logits`: (B, T, V) or None.
+    `aux_loss`: the load-balancing loss of a mixture of experts, unweighted; None without labels or without mixtures."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 class CausalLM(nn.Module):
@@ -65,7 +75,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: DecoderConfig, origin: Origin | None = None) -> None:
         super().__init__()
         self.config, self.origin = config, origin
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, config.embed_scale)
         self.blocks = nn.ModuleList(Block(config.hidden_size, block, i) for i, block in enumerate(config.blocks))
         self.norm = RMSNorm(config.hidden_size, config.norm)
         self.head = LMHead(config.hidden_size, config.vocab_size, config.head)
@@ -92,6 +102,8 @@ class CausalLM(nn.Module):
                 bias = getattr(module, "bias", None)
                 if bias is not None:
                     nn.init.zeros_(bias)
+            elif isinstance(module, MoE):
+                module.reset_parameters(self.config.initializer_range)
             elif isinstance(module, RMSNorm):
                 module.reset_parameters()
 
@@ -121,6 +133,7 @@ class CausalLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
         inputs_embeds: Tensor | None = None,
+        router_logits: list[Tensor] | None = None,
     ) -> Tensor:
         """Hidden states (B, T, H) after the final norm. Inputs are taken as valid: `forward` and `generate` check them.
 
@@ -130,8 +143,10 @@ class CausalLM(nn.Module):
             mask: bool (B, T, S), True where a query may look; by default causal.
             cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
             cache: keys and values of earlier tokens; those of the new ones are appended.
+            router_logits: gets the logits (B * T, E) of each mixture's router.
         """
-        x = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
         batch, length = x.shape[:2]
         if cu_seqlens is not None:
             x = x.reshape(1, batch * length, -1)
@@ -145,23 +160,19 @@ class CausalLM(nn.Module):
         tables = {rope.config: rope(position_ids, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
         keys = position_ids if cache is None else cache.place(position_ids)
         masks = {} if mask is None else self._masks(mask, position_ids, keys)
-        context = Context(tables, masks, cu_seqlens, cache)
+        context = Context(tables, masks, cu_seqlens, cache, [] if router_logits is None else router_logits)
         for block in self.blocks:
             x = block(x, context)
         if cache is not None:
             cache.advance(length)
         return self.norm(x).view(batch, length, -1)
 
-    def _embed(self, input_ids: Tensor | None) -> Tensor:
-        x: Tensor = self.embed(input_ids)
-        scale = self.config.embed_scale
-        return x if scale is None else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
-
     def _masks(self, mask: Tensor, queries: Tensor, keys: Tensor) -> dict[int | None, Tensor]:
         """`mask` for each window in use. A window counts positions: with padding or a tree, those are not the slots."""
         masks: dict[int | None, Tensor] = {None: mask}
-        for window in {block.attention.window for block in self.config.blocks} - {None}:
-            masks[window] = mask & (keys[:, None, :] > queries[:, :, None] - window)
+        for window in {block.attention.window for block in self.config.blocks}:
+            if window is not None:
+                masks[window] = mask & (keys[:, None, :] > queries[:, :, None] - window)
         return masks
 
     def document_bounds(
@@ -227,8 +238,13 @@ class CausalLM(nn.Module):
         """
         shape = self.check_inputs(input_ids, inputs_embeds, labels)
         bounds = self.document_bounds(shape, position_ids, cu_seqlens)
+        router_logits: list[Tensor] = []
         hidden = self.hidden_states(
-            input_ids, position_ids=position_ids, cu_seqlens=bounds, inputs_embeds=inputs_embeds
+            input_ids,
+            position_ids=position_ids,
+            cu_seqlens=bounds,
+            inputs_embeds=inputs_embeds,
+            router_logits=router_logits,
         )
         output = CausalLMOutput()
         if labels is not None:
@@ -239,6 +255,9 @@ class CausalLM(nn.Module):
             output.loss = self.head(hidden, self.shift_labels(labels, 1, bounds), **loss_options)
             if num_items_in_batch is not None:
                 output.loss = output.loss / num_items_in_batch
+            output.aux_loss = self._load_balancing_loss(router_logits)
+            if output.aux_loss is not None and self.config.router_loss:
+                output.loss = output.loss + self.config.router_loss * output.aux_loss
         if return_logits or (return_logits is None and labels is None):
             output.logits = self.head(hidden)
         return output
@@ -251,6 +270,12 @@ class CausalLM(nn.Module):
             f"labels: must lie in [0, {vocab}), or be -100 to be ignored",
         )
         return shift_labels(labels, ahead, bounds)
+
+    def _load_balancing_loss(self, router_logits: list[Tensor]) -> Tensor | None:
+        mixtures = [block.mlp for block in self.config.blocks if isinstance(block.mlp, MoEConfig)]
+        if not mixtures:
+            return None
+        return load_balancing_loss(router_logits, mixtures[0].num_experts, mixtures[0].top_k)
 
     def num_targets(
         self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None

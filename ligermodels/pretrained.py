@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.files import COMPANIONS
 from ligermodels.convert.origin import Origin
 from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError
 from ligermodels.model import CausalLM, DecoderConfig
 from ligermodels.ops.attention import backends
@@ -55,13 +56,14 @@ def from_pretrained(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
     hf_config = read_json(folder / "config.json")
-    config, origin = _compose(hf_config, attention, folder)
-    with torch.device("meta"):
-        model = CausalLM(config, origin)
+    config = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
     with Checkpoint(folder) as checkpoint:
-        origin.weight_map.plan(checkpoint.headers, dict(model.named_parameters()))
+        weight_map = choose_layout(hf_config, config, checkpoint.headers)
+        with torch.device("meta"):
+            model = CausalLM(config, _origin(hf_config, config, folder, weight_map))
+        weight_map.plan(checkpoint.headers, dict(model.named_parameters()))
         model.to(dtype_of(hf_config) if dtype is None else dtype).to_empty(device=device)
-        origin.weight_map.load(checkpoint, dict(model.named_parameters()), progress=progress)
+        weight_map.load(checkpoint, dict(model.named_parameters()), progress=progress)
     return model.eval()
 
 
@@ -82,26 +84,44 @@ def from_config(
         path = Path(config)
         folder = path if path.is_dir() else None
         hf_config = read_json(path / "config.json" if path.is_dir() else path)
-    composed, origin = _compose(hf_config, attention, folder)
+    family = family_of(hf_config)
+    composed = _with_attention(family.decoder_config(hf_config), attention)
     with torch.device("meta"):
-        model = CausalLM(composed, origin)
+        model = CausalLM(composed, _origin(hf_config, composed, folder, family.layouts(composed)[0]))
     model.to(dtype_of(hf_config) if dtype is None else dtype).to_empty(device=device)
     model.reset_parameters()
     return model
 
 
-def _compose(hf_config: dict[str, Any], attention: str, folder: Path | None) -> tuple[DecoderConfig, Origin]:
-    family = family_of(hf_config)
-    config = family.decoder_config(hf_config)
-    if attention != "auto":
-        if not backends().get(attention, False):
-            ready = ", ".join(name for name, installed in backends().items() if installed)
-            raise BackendError(f"attention backend {attention!r} is not installed or unknown; installed: {ready}")
-        replace = dataclasses.replace
-        blocks = (replace(b, attention=replace(b.attention, backend=attention)) for b in config.blocks)
-        config = replace(config, blocks=tuple(blocks))
+def choose_layout(hf_config: Mapping[str, Any], config: DecoderConfig, names: Collection[str]) -> WeightMap:
+    """Of the layouts in which this family's checkpoints are found, the one that lacks the fewest of its tensors."""
+    return min(family_of(hf_config).layouts(config), key=lambda layout: len(layout.sources() - set(names)))
+
+
+def _origin(hf_config: dict[str, Any], config: DecoderConfig, folder: Path | None, weight_map: WeightMap) -> Origin:
+    """What the model goes back out as: the layout it came in, or that of the language model alone."""
+    text = family_of(hf_config).text
+    if text is not None:
+        hf_config = text(hf_config)
+        weight_map = family_of(hf_config).layouts(config)[0]
     files = {name: folder / name for name in COMPANIONS if (folder / name).is_file()} if folder else {}
     files.pop("config.json", None)
     generation = files.pop("generation_config.json", None)
-    generation_config = None if generation is None else read_json(generation)
-    return config, Origin(hf_config, family.weight_map(config), generation_config, files)
+    return Origin(
+        hf_config=hf_config,
+        weight_map=weight_map,
+        generation_config=None if generation is None else read_json(generation),
+        default_theta=family_of(hf_config).default_theta,
+        files=files,
+    )
+
+
+def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:
+    """`config` with every layer's attention on the backend of this name."""
+    if backend == "auto":
+        return config
+    if not backends().get(backend, False):
+        ready = ", ".join(name for name, installed in backends().items() if installed)
+        raise BackendError(f"attention backend {backend!r} is not installed or unknown; installed: {ready}")
+    blocks = (replace(block, attention=replace(block.attention, backend=backend)) for block in config.blocks)
+    return replace(config, blocks=tuple(blocks))

@@ -20,6 +20,9 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises nothing narrower.
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+        # Some are saved with the settings of their training, which would cut or pad documents without a word.
+        self.backend.no_truncation()
+        self.backend.no_padding()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds (most often a BOS)."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import BASE, CONFIGS, make_checkpoint
 from safetensors.torch import load_file, save_file
+from zoo import BASE, CONFIGS, make_checkpoint
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
@@ -41,10 +41,10 @@ def edit(folder: Path, **fields: Any) -> None:
     [
         ({"model_type": "gpt5"}, "model_type 'gpt5' is not implemented.*llama"),
         ({"model_type": None}, "'model_type' is missing"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not implemented.*llama3"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope_type = 'mrope' is not implemented.*llama3"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),
-        ({"rope_scaling": "big"}, "rope_parameters: must be an object"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented.*silu"),
+        ({"rope_scaling": "big"}, "rope_scaling: must be an object"),
+        ({"hidden_act": "relu2"}, "hidden_act = 'relu2' is not implemented.*silu"),
         ({"hidden_size": -4}, "'hidden_size' must be a whole number above 0, got -4"),
         ({"num_hidden_layers": "3"}, "'num_hidden_layers' must be a whole number"),
         ({"num_key_value_heads": 4}, "num_key_value_heads 4 does not divide num_attention_heads 6"),
@@ -52,7 +52,7 @@ def edit(folder: Path, **fields: Any) -> None:
         ({"head_dim": None, "hidden_size": 61}, "set head_dim"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not implemented"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),
-        ({"rms_norm_eps": None, "rope_theta": "x", "rope_scaling": None}, "'rope_theta' must be a finite number"),
+        ({"rope_theta": "x", "rope_scaling": None}, "'rope_theta' must be a finite number"),
         ({"dtype": "float99"}, "dtype: 'float99'"),
     ],
 )

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from llamas import BASE, make_checkpoint
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
+from zoo import LLAMA as BASE
+from zoo import make_checkpoint
 
 import ligermodels as lm
 from ligermodels.cli import app

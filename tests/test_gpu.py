@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llamas import BASE, CONFIGS, make_checkpoint, relative_error
+from zoo import BASE, CONFIGS, make_checkpoint, relative_error, stored_as
 
 import ligermodels as lm
 
@@ -15,9 +15,9 @@ def tokens(batch: int = 3, length: int = 41) -> torch.Tensor:
     return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("config", ["llama-3.1", "llama-3.2", "biases-linear-one-kv-head"])
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_llama(config: str, compiled: bool, tmp_path: Path) -> None:
+def test_family(config: str, compiled: bool, tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path / "model", CONFIGS[config])
     model = lm.from_pretrained(tmp_path / "model", device="cuda")
     step = torch.compile(model, fullgraph=True) if compiled else model
@@ -29,8 +29,9 @@ def test_llama(config: str, compiled: bool, tmp_path: Path) -> None:
     assert relative_error(output.loss.cpu(), wanted.loss) < 1e-5
     gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
     theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    for name, _, _, read in model.origin.weight_map.export(gradients):
-        assert relative_error(read(), theirs[name]) < 2e-5, name
+    ours = {name: read() for name, _, _, read in model.origin.weight_map.export(gradients)}
+    for name, gradient in stored_as(oracle, ours).items():
+        assert relative_error(gradient, theirs[name]) < 2e-5, name
     with torch.no_grad():
         assert relative_error(step(ids.cuda()).logits.cpu(), wanted.logits) < 1e-5
 

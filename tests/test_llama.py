@@ -1,4 +1,4 @@
-"""Llama against transformers: frequencies, every module, logits, loss, every gradient, tokens, and exported bytes."""
+"""Llama: frequencies, modules, both rope schemas, packing, loss options, compilation; see test_families.py too."""
 
 import dataclasses
 import json
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from llamas import BASE, CONFIGS, make_checkpoint, relative_error
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from zoo import BASE, LLAMAS, make_checkpoint, relative_error
 
 import ligermodels as lm
 
@@ -21,10 +21,10 @@ MODULES = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=LLAMAS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("llama")
-    oracle = make_checkpoint(folder, CONFIGS[request.param])
+    oracle = make_checkpoint(folder, LLAMAS[request.param])
     return folder, oracle, lm.from_pretrained(folder)
 
 
@@ -67,41 +67,6 @@ def test_every_module_and_the_logits(pair: tuple[Path, LlamaForCausalLM, lm.Caus
     assert relative_error(logits, wanted) < TOLERANCE
 
 
-def test_loss_and_every_gradient(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
-    _, oracle, model = pair
-    ids, labels = tokens(), tokens()
-    labels[0, :7] = labels[1, 20:30] = -100
-    for module in (oracle, model):
-        module.zero_grad()
-    wanted = oracle(ids, labels=labels).loss
-    wanted.backward()
-    output = model(ids, labels=labels)
-    output.loss.backward()
-    assert output.logits is None
-    assert relative_error(output.loss, wanted) < TOLERANCE
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    ours = {name: read() for name, _, _, read in model.origin.weight_map.export(gradients)}
-    assert set(ours) == set(theirs)
-    errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
-    assert max(errors.values()) < TOLERANCE, errors
-
-
-def test_greedy_tokens_of_a_padded_batch(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
-    _, oracle, model = pair
-    ids = tokens(3, 9)
-    mask = torch.ones_like(ids)
-    mask[1, :4] = mask[2, :8] = 0
-    ids[mask == 0] = 0
-    eos = CONFIGS["llama-3.2"]["eos_token_id"] if model.config.head.tied else 2
-    wanted = oracle.generate(
-        ids, attention_mask=mask, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0
-    )
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=40), wanted)
-    alone = model.generate([ids[1, 4:].tolist()], max_new_tokens=40)[0, 5:]
-    assert torch.equal(alone, wanted[1, 9 : 9 + len(alone)])
-
-
 def test_export_is_byte_equal_and_opens_in_transformers(
     pair: tuple[Path, LlamaForCausalLM, lm.CausalLM], tmp_path: Path
 ) -> None:
@@ -135,7 +100,7 @@ def test_export_is_byte_equal_and_opens_in_transformers(
 @pytest.mark.parametrize("how", ["cu_seqlens", "position_ids"])
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_packed_documents_equal_separate_ones(tmp_path: Path, how: str, backend: str) -> None:
-    make_checkpoint(tmp_path / "model", CONFIGS["llama-3.1"])
+    make_checkpoint(tmp_path / "model", LLAMAS["llama-3.1"])
     model = lm.from_pretrained(tmp_path / "model", attention=backend)
     lengths = [13, 1, 27]
     ids = tokens(1, sum(lengths))
@@ -153,23 +118,13 @@ def test_packed_documents_equal_separate_ones(tmp_path: Path, how: str, backend:
 
 
 def test_several_rows_whose_positions_restart(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model", CONFIGS["llama-3"])
+    make_checkpoint(tmp_path / "model", LLAMAS["llama-3"])
     model = lm.from_pretrained(tmp_path / "model")
     ids = tokens(2, 20)
     positions = torch.stack([torch.arange(20), torch.cat([torch.arange(8), torch.arange(12)])])
     together = model(ids, position_ids=positions).logits
     assert relative_error(together[:1], model(ids[:1]).logits) < TOLERANCE
     assert relative_error(together[1:, 8:], model(ids[1:, 8:]).logits) < TOLERANCE
-
-
-def test_bf16_is_no_worse_than_transformers(tmp_path: Path) -> None:
-    oracle = make_checkpoint(tmp_path / "model", CONFIGS["llama-3.1"])
-    exact = oracle.double()(tokens()).logits
-    model = lm.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
-    with torch.no_grad():
-        error = (model(tokens()).logits - exact).norm()
-        assert error <= 1.1 * (theirs(tokens()).logits - exact).norm()
 
 
 def test_loss_options(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
@@ -190,7 +145,7 @@ def test_loss_options(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
 
 
 def test_compiled_as_one_graph(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model", CONFIGS["llama-3.2"])
+    make_checkpoint(tmp_path / "model", LLAMAS["llama-3.2"])
     model = lm.from_pretrained(tmp_path / "model")
     bounds = torch.tensor([0, 13, 41], dtype=torch.int32)
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -206,7 +161,7 @@ def test_compiled_as_one_graph(tmp_path: Path) -> None:
 
 
 def test_from_config_and_inputs_embeds() -> None:
-    model = lm.from_config(CONFIGS["llama-3.2"], dtype=torch.float64)
+    model = lm.from_config(LLAMAS["llama-3.2"], dtype=torch.float64)
     assert model.head.weight is model.embed.weight
     assert model.to(torch.float32).head.weight is model.embed.weight
     assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)

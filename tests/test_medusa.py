@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from llamas import BASE, CONFIGS, make_checkpoint, relative_error
 from safetensors.torch import load_file
+from zoo import BASE, CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, InputError

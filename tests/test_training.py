@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llamas import BASE
+from zoo import LLAMA as BASE
 
 import ligermodels as lm
 from ligermodels.errors import InputError, TrainingError
@@ -34,7 +34,7 @@ from ligermodels.training import (
 
 
 def small(**changes: object) -> lm.CausalLM:
-    return lm.from_config({**BASE, "num_hidden_layers": 1, **changes}, dtype=torch.float64)
+    return lm.from_config({**BASE, "model_type": "llama", "num_hidden_layers": 1, **changes}, dtype=torch.float64)
 
 
 def model_of(kind: str) -> lm.CausalLM | lm.MedusaModel:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import CONFIGS, make_checkpoint
 from safetensors.torch import load_file, save_file
+from zoo import LLAMAS as CONFIGS
+from zoo import make_checkpoint
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.verify import relative_error, verify

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ligermodels.convert.weight_map import Entry, WeightMap, concat, grouped_qkv, rename, stack
+from ligermodels.convert.weight_map import Entry, WeightMap, concat, experts_gate_up, grouped_qkv, rename, stack
 from ligermodels.errors import CheckpointError
 
 DIM = st.integers(1, 5)
@@ -58,11 +58,18 @@ def stacked(draw: st.DrawFn) -> tuple[Entry, list[int]]:
     return stack("w", [f"experts.{i}" for i in range(count)]), [count, *draw(REST)]
 
 
+@st.composite
+def experts(draw: st.DrawFn) -> tuple[Entry, list[int]]:
+    count, size = draw(DIM), draw(st.integers(0, 4))
+    names = [[f"experts.{i}.{part}" for i in range(count)] for part in ("gate", "up")]
+    return experts_gate_up("w", *names, size), [count, 2 * size, *draw(REST)]
+
+
 def numbered(shape: list[int]) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).reshape(shape)
 
 
-@given(st.one_of(renamed(), concatenated(), grouped(), stacked()))
+@given(st.one_of(renamed(), concatenated(), grouped(), stacked(), experts()))
 def test_views_cover_each_element_once_and_load_inverts_export(case: tuple[Entry, list[int]]) -> None:
     entry, shape = case
     weights = pickle.loads(pickle.dumps(WeightMap([entry])))  # A model, and so its map, can be sent to a process.
@@ -95,19 +102,22 @@ def test_layouts_are_those_the_layers_use(rest: tuple[int, ...]) -> None:
         rows += [each[head * head_dim : (head + 1) * head_dim] for each in (k, v)]
     gate, up = torch.randn(4, *rest), torch.randn(4, *rest)
     experts = [torch.randn(2, *rest) for _ in range(3)]
+    gates, ups = ([torch.randn(5, *rest) for _ in range(2)] for _ in range(2))
     weights = WeightMap(
         [
             grouped_qkv("qkv", "q", "k", "v", kv_heads, group, head_dim),
             concat("gate_up", ["gate", "up"], [4, 4]),
             stack("experts", ["e0", "e1", "e2"]),
+            experts_gate_up("experts_gate_up", ["g0", "g1"], ["u0", "u1"], 5),
         ]
     )
     wanted = {"qkv": torch.cat(rows), "gate_up": torch.cat([gate, up]), "experts": torch.stack(experts)}
+    wanted["experts_gate_up"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
     state = {name: torch.nn.Parameter(torch.zeros_like(each)) for name, each in wanted.items()}
-    weights.load(
-        Stored({"q": q, "k": k, "v": v, "gate": gate, "up": up, **dict(zip(("e0", "e1", "e2"), experts, strict=True))}),
-        state,
-    )
+    stored = {"q": q, "k": k, "v": v, "gate": gate, "up": up}
+    for letter, tensors in (("e", experts), ("g", gates), ("u", ups)):
+        stored |= {f"{letter}{i}": each for i, each in enumerate(tensors)}
+    weights.load(Stored(stored), state)
     assert all(torch.equal(state[name], each) for name, each in wanted.items())
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs import llama
+from ligermodels.archs import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, smollm
 from ligermodels.archs.family import Family
 from ligermodels.errors import ConfigError
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (llama.FAMILY,)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for module in (llama, mistral, mixtral, gemma, qwen, phi, olmo, granite, smollm)
+    for family in module.FAMILIES
+}
 
 
 def register(family: Family) -> None:

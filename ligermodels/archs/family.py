@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,16 @@ from ligermodels.model import DecoderConfig
 
 @dataclass(frozen=True)
 class Family:
-    """`model_type` as in config.json; how its config composes; how its tensors are named."""
+    """A `model_type` as in config.json, how its config composes, and how its tensors may be named.
+
+    `layouts` gives the weight maps of all ways in which checkpoints of this type lie on disk, the usual one first.
+    `default_theta` is the rotary base where a config names none, or that of each layer type. `text`, for checkpoints
+    that hold more than a language model, gives the config of that alone, under its own `model_type`: the model goes
+    back out as this.
+    """
 
     model_type: str
     decoder_config: Callable[[Mapping[str, Any]], DecoderConfig]
-    weight_map: Callable[[DecoderConfig], WeightMap]
+    layouts: Callable[[DecoderConfig], Sequence[WeightMap]]
+    default_theta: float | Mapping[str, float] = 10_000.0
+    text: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ligermodels.archs.rope import read_rope
 from ligermodels.convert.config_json import rope_parameters
 from ligermodels.errors import ConfigError
-from ligermodels.layers import LinearScaling, Llama3Scaling, RopeConfig
+from ligermodels.layers import RopeConfig
 
 _REQUIRED = object()
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class Fields:
@@ -30,21 +31,54 @@ class Fields:
     def _fail(self, name: str, wanted: str) -> ConfigError:
         return ConfigError(f"{self.where}: field {name!r} must be {wanted}, got {self.config.get(name)!r}")
 
-    def size(self, name: str, default: Any = _REQUIRED) -> int:
-        """A whole number above zero."""
+    def size(self, name: str, default: Any = _REQUIRED, *, zero: bool = False) -> int:
+        """A whole number above zero, or zero where that is allowed."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._fail(name, "a whole number above 0")
+        if isinstance(value, bool) or not isinstance(value, int) or value < (not zero):
+            raise self._fail(name, f"a whole number{'' if zero else ' above 0'}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, positive: bool = False) -> float:
         """A finite number, above zero when `positive`."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        # The bound, within fp32's range, also turns NaN away.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
             raise self._fail(name, "a finite number")
         if positive and value <= 0:
             raise self._fail(name, "above 0")
         return float(value)
+
+    def optional_size(self, name: str) -> int | None:
+        """A whole number above zero, or None for null or nothing."""
+        return None if self.config.get(name) is None else self.size(name)
+
+    def optional_number(self, name: str) -> float | None:
+        """A number above zero, or None for null or nothing."""
+        return None if self.config.get(name) is None else self.number(name, positive=True)
+
+    def windows(self, slides: Callable[[int], bool]) -> list[int | None]:
+        """Each layer's sliding window, by `layer_types`; without that field, `slides` says which layers have one."""
+        count = self.size("num_hidden_layers")
+        types = self.config.get("layer_types")
+        if types is None:
+            types = [SLIDING if slides(layer) else FULL for layer in range(count)]
+        if not isinstance(types, list) or len(types) != count or any(each not in (SLIDING, FULL) for each in types):
+            raise self._fail("layer_types", f"a list of {count} times {SLIDING!r} or {FULL!r}")
+        return [self.size("sliding_window") if each == SLIDING else None for each in types]
+
+    def flags(self, name: str, otherwise: Callable[[int], bool]) -> list[bool]:
+        """A 0 or 1 for each layer; without that field, `otherwise` of the layer."""
+        count = self.size("num_hidden_layers")
+        found = self.config.get(name)
+        if found is None:
+            return [otherwise(layer) for layer in range(count)]
+        if not isinstance(found, list) or len(found) != count or not all(each in (0, 1) for each in found):
+            raise self._fail(name, f"a list of {count} times 0 or 1")
+        return [bool(each) for each in found]
+
+    def router_loss(self) -> float:
+        """Weight of the load-balancing loss, which counts only with `output_router_logits`."""
+        return self.number("router_aux_loss_coef") if self.flag("output_router_logits", False) else 0.0
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
@@ -61,22 +95,35 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented; implemented: {known}")
         return value
 
-    def rope(self, head_dim: int, max_position_embeddings: int, default_theta: float = 10_000.0) -> RopeConfig:
-        """The rotary embedding described by `rope_parameters`, or by `rope_theta` and `rope_scaling`."""
-        settings = rope_parameters(self.config, default_theta)
-        inner = Fields(settings, f"{self.where}: rope_parameters")
-        inner.only("partial_rotary_factor", 1, 1.0, default=1.0)
-        kind = inner.only("rope_type", "default", "linear", "llama3", default="default")
-        scaling: LinearScaling | Llama3Scaling | None = None
-        if kind == "linear":
-            scaling = LinearScaling(inner.number("factor", positive=True))
-        elif kind == "llama3":
-            scaling = Llama3Scaling(
-                factor=inner.number("factor", positive=True),
-                low_freq_factor=inner.number("low_freq_factor", positive=True),
-                high_freq_factor=inner.number("high_freq_factor", positive=True),
-                original_context=inner.size("original_max_position_embeddings", max_position_embeddings),
-            )
-            if scaling.high_freq_factor <= scaling.low_freq_factor:
-                raise ConfigError(f"{inner.where}: high_freq_factor must be above low_freq_factor")
-        return RopeConfig(head_dim, inner.number("rope_theta", positive=True), scaling)
+    def numbers(self, name: str, count: int, *, positive: bool = False) -> tuple[float, ...]:
+        """A list of `count` finite numbers, above zero when `positive`."""
+        values = self._get(name, _REQUIRED)
+        if not isinstance(values, list | tuple) or len(values) != count:
+            length = f" of {len(values)}" if isinstance(values, list | tuple) else f": {values!r}"
+            raise ConfigError(f"{self.where}: field {name!r} must be a list of {count} numbers, got one{length}")
+        each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
+        return tuple(each.number(key, positive=positive) for key in each.config)
+
+    def rope(
+        self,
+        head_dim: int,
+        max_position_embeddings: int,
+        default_theta: float | Mapping[str, float] = 10_000.0,
+        layer_type: str | None = None,
+        *,
+        partial: bool = False,
+    ) -> RopeConfig:
+        """The rotary embedding described by `rope_parameters`, or by `rope_theta` and `rope_scaling`.
+
+        Args:
+            head_dim: channels of a head.
+            max_position_embeddings: the context, and the original one where the config names no other.
+            default_theta: the base, or that of each layer type, where the config names none.
+            layer_type: the layers it is for, such as "full_attention", in a family with one rope for each type.
+            partial: whether the family can rotate only a part of each head.
+
+        Raises ConfigError naming the field that is missing, bad or not implemented.
+        """
+        settings = rope_parameters(self.config, default_theta, layer_type)
+        where = "rope_parameters" if layer_type is None else f"rope_parameters.{layer_type}"
+        return read_rope(Fields(settings, f"{self.where}: {where}"), head_dim, max_position_embeddings, partial)

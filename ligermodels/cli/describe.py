@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -49,16 +49,18 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     Raises ConfigError, CheckpointError and HubError as `from_pretrained` does.
     """
     from ligermodels.archs import family_of
+    from ligermodels.archs.fields import FULL
     from ligermodels.convert import hub
     from ligermodels.convert.config_json import dtype_of, read_json, rope_parameters
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
-    from ligermodels.pretrained import from_config
+    from ligermodels.pretrained import choose_layout, from_config
 
     folder = hub.resolve(path, weights=weights)
     hf_config = read_json(folder / "config.json")
     model = from_config(hf_config, device="meta")
     config = model.config
-    rope = rope_parameters(hf_config)
+    thetas = family_of(model.hf_config).default_theta
+    rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) else None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = dtype_of(hf_config).itemsize
     attention = [block.attention for block in config.blocks]
@@ -87,7 +89,7 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     }
     if any(folder.glob("*.safetensors*")):
         with Files(folder) as files:
-            family_of(hf_config).weight_map(config).plan(files.headers, dict(model.named_parameters()))
+            choose_layout(hf_config, config, files.headers).plan(files.headers, dict(model.named_parameters()))
             found["tensors"] = len(files.headers)
             found["stored_dtypes"] = sorted(
                 {str(header.dtype).removeprefix("torch.") for header in files.headers.values()}

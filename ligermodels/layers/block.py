@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ligermodels.layers.attention import Attention, AttentionConfig, Context
 from ligermodels.layers.mlp import MLPConfig
+from ligermodels.layers.moe import MoEConfig
 from ligermodels.layers.norm import NormConfig, RMSNorm
 
 
@@ -20,7 +21,7 @@ class BlockConfig:
     """
 
     attention: AttentionConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | MoEConfig
     norm: NormConfig
     pre_norm: bool = True
     post_norm: bool = False

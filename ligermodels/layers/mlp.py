@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.layers.attention import Context
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": ops.swiglu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": ops.swiglu,
+    "gelu_tanh": ops.geglu,
+    "gelu": partial(ops.geglu, approximate="none"),
+}
 """Gate activation -> op on packed [gate; up] (..., 2 I) giving (..., I)."""
 
 

@@ -3,32 +3,64 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-class RopeScaling(Protocol):
-    """How a scaling changes the plain inverse frequencies, fp32 (dim / 2,)."""
+class RopeScaling(ABC):
+    """How frequencies depart from the plain ones. Subclasses are frozen dataclasses: a RopeConfig is a dict key."""
 
-    def __call__(self, inv_freq: Tensor) -> Tensor: ...
+    @abstractmethod
+    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
+        """What can be computed ahead, fp32 (..., dim / 2), from the plain `periods` (tokens a radian), (dim / 2,)."""
+
+    def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
+        """The inverse frequencies, (dim / 2,), of a forward pass over `positions`: here the same for all.
+
+        Runs on the device alone, with no look at a value from the host.
+        """
+        return frequencies
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(RopeScaling):
     """Position interpolation: all frequencies divided by `factor` (Chen et al., 2023)."""
 
     factor: float
 
-    def __call__(self, inv_freq: Tensor) -> Tensor:
-        return inv_freq / self.factor
+    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
+        return 1.0 / periods / self.factor
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class DynamicScaling(RopeScaling):
+    """Dynamic NTK: past the original context the base grows with the length L of the sequence.
+
+    theta * (factor * L / L0 - (factor - 1)) ** (dim / (dim - 2)), for dim above 2. L is the highest position of the
+    forward pass, plus 1: it has no memory, where transformers keeps the base of the longest sequence seen until one
+    shorter than the original context comes. The two agree on a model that has seen no longer one.
+    """
+
+    factor: float
+    original_context: int
+
+    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
+        return 1.0 / periods
+
+    def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
+        length = positions.max() + 1
+        growth = self.factor * length / self.original_context - (self.factor - 1)
+        grown = 1.0 / _periods(rope.theta * growth ** (rope.dim / (rope.dim - 2)), rope.dim, positions.device)
+        return torch.where(length > self.original_context, grown, frequencies)
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
     """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between.
 
     With w = 2 pi / inv_freq and L the original context: w > L / low -> / factor; w < L / high -> kept; else blended.
@@ -39,7 +71,8 @@ class Llama3Scaling:
     high_freq_factor: float
     original_context: int
 
-    def __call__(self, inv_freq: Tensor) -> Tensor:
+    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
+        inv_freq = 1.0 / periods
         wavelength = 2 * math.pi / inv_freq
         ramp = self.original_context / wavelength - self.low_freq_factor
         keep = ramp / (self.high_freq_factor - self.low_freq_factor)
@@ -49,39 +82,140 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling(RopeScaling):
+    """YaRN (Peng et al., 2023): channels that turn often in the original context are kept, those that turn little are
+    divided by `factor`, a ramp between.
+
+    The ramp runs from the channel with `beta_fast` turns to that with `beta_slow`, both moved outwards to whole
+    channels when `truncate`. Goes with `yarn_attention_factor`.
+    """
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
+        low, high = (self._channel(rope, turns) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.dim - 1)
+        if low == high:
+            high += 0.001
+        channels = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
+        keep = 1 - ((channels - low) / (high - low)).clamp(0, 1)
+        return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
+
+    def _channel(self, rope: RopeConfig, turns: float) -> float:
+        """The channel, fractional, that turns so many times in the original context."""
+        wavelength = self.original_context / (turns * 2 * math.pi)
+        return rope.dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+
+@dataclass(frozen=True)
+class LongRopeScaling(RopeScaling):
+    """LongRoPE (Ding et al., 2024): each frequency divided by its own factor, of `long` where the forward pass goes
+    past the original context, else of `short` (dim / 2 each). Goes with `longrope_attention_factor`.
+
+    Keys in a cache stay as they were when the sequence outgrows the original context; generation in transformers' Phi-3
+    computes them anew at that point.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+
+    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
+        """(2, dim / 2): short, long."""
+        return 1.0 / (torch.tensor([self.short, self.long], dtype=torch.float32, device=periods.device) * periods)
+
+    def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
+        return torch.where(positions.max() + 1 > self.original_context, frequencies[1], frequencies[0])
+
+
+def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
+    """0.1 ln(factor) + 1, for a factor above 1; the ratio of both mscales' when neither is 0 (DeepSeek)."""
+
+    def growth(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return growth(mscale) / growth(mscale_all_dim) if mscale and mscale_all_dim else growth(1.0)
+
+
+def longrope_attention_factor(factor: float, original_context: int) -> float:
+    """sqrt(1 + ln(factor) / ln(original_context)), for a factor (new context / original) above 1."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
 class RopeConfig:
-    """`dim` rotated channels of each head (even), base `theta`, and an optional scaling of the frequencies."""
+    """The first `dim` channels of each head are rotated (an odd `dim` counts as one more), with base `theta`.
+
+    `scaling` changes the frequencies; `attention_factor` multiplies cos and sin, hence scores by its square. A scaling
+    does not bring its factor along: `yarn_attention_factor` and `longrope_attention_factor` give the customary ones.
+    """
 
     dim: int
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
+    attention_factor: float = 1.0
 
 
-def inverse_frequencies(config: RopeConfig, device: torch.device | str | None = None) -> Tensor:
-    """theta ** (-2 i / dim) for i < dim / 2, scaled: fp32 (dim / 2,) (Su et al., 2021)."""
-    exponents = torch.arange(0, config.dim, 2, dtype=torch.float32, device=device) / config.dim
-    inv_freq = 1.0 / (config.theta**exponents)
-    return inv_freq if config.scaling is None else config.scaling(inv_freq)
+def _periods(theta: float | Tensor, dim: int, device: torch.device | str | None) -> Tensor:
+    """theta ** (2 i / dim) for i < dim / 2: fp32 (dim / 2,)."""
+    periods: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    return periods
+
+
+def _ahead(config: RopeConfig, device: torch.device | str | None) -> Tensor:
+    periods = _periods(config.theta, config.dim, device)
+    return 1.0 / periods if config.scaling is None else config.scaling.frequencies(config, periods)
+
+
+def _at(config: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
+    return frequencies if config.scaling is None else config.scaling.at(config, frequencies, positions)
+
+
+def inverse_frequencies(
+    config: RopeConfig, device: torch.device | str | None = None, length: int | None = None
+) -> Tensor:
+    """theta ** (-2 i / dim) for i < dim / 2, scaled: fp32 (dim / 2,) (Su et al., 2021).
+
+    `length` in tokens matters to scalings that follow it; by default, one within the original context.
+    """
+    frequencies = _ahead(config, device)
+    return _at(config, frequencies, torch.tensor(length or 1, device=frequencies.device) - 1)
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cos and sin for given positions."""
+    """Tables of cos and sin for given positions; `frequencies` is what the scaling computes ahead."""
 
-    inv_freq: Tensor
+    frequencies: Tensor
 
     def __init__(self, config: RopeConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
+        self.register_buffer("frequencies", _ahead(config, None), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Frequencies stay fp32 whatever the model is cast to, and are made afresh on leaving the meta device.
         super()._apply(fn, recurse)
-        self.inv_freq = inverse_frequencies(self.config, self.inv_freq.device)
+        self.frequencies = _ahead(self.config, self.frequencies.device)
         return self
 
+    @property
+    def inv_freq(self) -> Tensor:
+        """The inverse frequencies within the original context, fp32 (dim / 2,)."""
+        return _at(self.config, self.frequencies, torch.zeros((), dtype=torch.long, device=self.frequencies.device))
+
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions (B, T) -> cos, sin (B, T, dim / 2): computed in fp32, then cast to `dtype` as HF models do."""
+        """positions (B, T) -> cos, sin (B, T, dim / 2): computed in fp32, then cast to `dtype` as HF models do.
+
+        A scaling that follows the length takes the highest of all `positions` for it, over rows and packed documents
+        alike, as transformers does.
+        """
         # Under autocast a matmul would round the angles; a product is elementwise and stays fp32.
-        angles = positions[..., None].float() * self.inv_freq
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        angles = positions[..., None].float() * _at(self.config, self.frequencies, positions)
+        factor = self.config.attention_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

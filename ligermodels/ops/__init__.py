@@ -3,16 +3,25 @@
 from ligermodels.ops.attention import attention
 from ligermodels.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.dispatch import force, use_kernels
+from ligermodels.ops.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
+from ligermodels.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from ligermodels.ops.rms_norm import rms_norm, rms_norm_reference
+from ligermodels.ops.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
-from ligermodels.ops.swiglu import swiglu, swiglu_reference
 
 __all__ = [
+    "Routes",
+    "add_rms_norm",
+    "add_rms_norm_reference",
     "attention",
     "cross_entropy",
     "cross_entropy_reference",
     "force",
+    "gather_rows",
+    "geglu",
+    "geglu_reference",
+    "grouped_mm",
+    "grouped_mm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "rms_norm",
@@ -21,6 +30,7 @@ __all__ = [
     "rope_qkv",
     "rope_qkv_reference",
     "rope_reference",
+    "sort_by_expert",
     "swiglu",
     "swiglu_reference",
     "use_kernels",

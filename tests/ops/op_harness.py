@@ -20,6 +20,16 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str) -> torch.Tensor:
+    """As transformers writes Llama's (cast "before") and Gemma's ("after")."""
+    y = wide(x) / (wide(x).pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    if weight is None:
+        return y.to(x.dtype)
+    if cast == "before":
+        return (offset + weight) * y.to(x.dtype) if offset else weight * y.to(x.dtype)
+    return (y * (offset + wide(weight))).to(x.dtype)
+
+
 def run(
     op: Op, inputs: Sequence[torch.Tensor], needs: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:

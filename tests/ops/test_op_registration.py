@@ -35,14 +35,28 @@ CASES = {
     "rms_norm": Case(
         lambda x, w: ops.rms_norm(x, w, 1e-6), ((5, 70), (70,)), ("rms_norm_forward", "rms_norm_backward")
     ),
+    "add_rms_norm": Case(
+        lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-6),
+        ((5, 70), (5, 70), (70,)),
+        ("rms_norm_forward", "rms_norm_backward"),
+    ),
     "rope": Case(
         lambda q, k: ops.rope(q, k, table(q, 4), table(q, 4)), ((2, 5, 4, 10), (2, 5, 2, 10)), ("rope_rotate",) * 2
     ),
     "rope_qkv": Case(
         lambda x: ops.rope_qkv(x, table(x, 4), table(x, 4), 2, 3, 8), ((2, 5, 80),), ("rope_split", "rope_merge")
     ),
-    "swiglu": Case(ops.swiglu, ((4, 30), (4, 30)), ("swiglu_forward", "swiglu_backward")),
-    "swiglu packed": Case(ops.swiglu, ((4, 60),), ("swiglu_forward", "swiglu_backward")),
+    "rope_qkv with norms": Case(
+        lambda x, q, k: ops.rope_qkv(x, table(x, 4), table(x, 4), 2, 3, 8, q, k),
+        ((2, 5, 80), (8,), (8,)),
+        ("rope_split", "rope_merge"),
+    ),
+    "rope_qkv without rotation": Case(
+        lambda x: ops.rope_qkv(x, None, None, 2, 3, 8), ((2, 5, 80),), ("rope_split", "rope_merge")
+    ),
+    "swiglu": Case(ops.swiglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
+    "swiglu packed": Case(ops.swiglu, ((4, 60),), ("glu_forward", "glu_backward")),
+    "geglu": Case(ops.geglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
     "cross_entropy": Case(
         lambda x: ops.cross_entropy(x, target(x), return_rank=True, label_smoothing=0.1),
         ((4, 50),),

@@ -3,27 +3,23 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import Where
-from op_harness import LAYOUTS, check, contiguous, run, strided_rows, wide
+from op_harness import LAYOUTS, check, contiguous, plain_rms_norm, run, strided_rows
 
 from ligermodels.errors import InputError
-from ligermodels.ops import force, rms_norm, rms_norm_reference
+from ligermodels.ops import add_rms_norm, add_rms_norm_reference, force, rms_norm, rms_norm_reference
 from ligermodels.ops.rms_norm import MAX_KERNEL_WIDTH
 
 EPS = 1e-5
 
 
 def plain(offset: float = 0.0, cast: str = "before") -> Callable[..., torch.Tensor]:
-    """As transformers writes Llama's ("before") and Gemma's ("after")."""
+    return lambda x, weight=None: plain_rms_norm(x, weight, EPS, offset, cast)
 
-    def norm(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        y = wide(x) / (wide(x).pow(2).mean(-1, keepdim=True) + EPS).sqrt()
-        if weight is None:
-            return y.to(x.dtype)
-        if cast == "before":
-            return (offset + weight) * y.to(x.dtype) if offset else weight * y.to(x.dtype)
-        return (y * (offset + wide(weight))).to(x.dtype)
 
-    return norm
+def plain_add(offset: float = 0.0, cast: str = "before") -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The same of a sum, and the sum."""
+    norm = plain(offset, cast)
+    return lambda x, residual, weight=None: (norm(x + residual, weight), x + residual)
 
 
 SHAPES = [(3,), (1, 4100), (3, 5, 64), (7, 100), (70, 96), (2, 3, 0, 8)]
@@ -35,6 +31,42 @@ def test_llama(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
     x = layout(torch.randn(shape, dtype=where.dtype, device=where.device) * 3)
     weight = torch.randn(shape[-1], dtype=where.dtype, device=where.device)
     check(lambda x, w: rms_norm(x, w, EPS), plain(), [x, weight], frozen=layout is contiguous)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sum(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
+    x, residual = (layout(torch.randn(shape, dtype=where.dtype, device=where.device) * n) for n in (1, 3))
+    weight = torch.randn(shape[-1], dtype=where.dtype, device=where.device)
+    inputs = [x, residual, weight]
+    check(lambda x, r, w: add_rms_norm(x, r, w, EPS), plain_add(), inputs, frozen=layout is contiguous)
+
+
+def test_sum_with_other_options(where: Where) -> None:
+    x, residual = (strided_rows(torch.randn(9, 130, dtype=where.dtype, device=where.device)) for _ in range(2))
+    weight = torch.randn(130, dtype=where.dtype, device=where.device) / 4
+    check(
+        lambda x, r, w: add_rms_norm(x, r, w, EPS, offset=1.0, cast="after"),
+        plain_add(1.0, "after"),
+        [x, residual, weight],
+        frozen=True,
+    )
+    check(lambda x, r: add_rms_norm(x, r, None, EPS), plain_add(), [x, residual])
+    check(lambda x: add_rms_norm(x, x, None, EPS), lambda x: plain_add()(x, x), [x])
+    wide_rows = torch.randn(2, MAX_KERNEL_WIDTH + 1, dtype=where.dtype, device=where.device)
+    check(lambda x, r: add_rms_norm(x, r, None, EPS), plain_add(), [wide_rows, wide_rows / 2])
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["normalised", "sum"])
+def test_only_one_result_used(where: Where, used: int) -> None:
+    x, residual = (torch.randn(5, 33, dtype=where.dtype, device=where.device) for _ in range(2))
+    weight = torch.randn(33, dtype=where.dtype, device=where.device)
+    inputs = [x, residual] if used else [x, residual, weight]
+    check(
+        lambda x, r, w=weight: add_rms_norm(x, r, w, EPS)[used],
+        lambda x, r, w=weight: plain_add()(x, r, w.to(x.dtype))[used],
+        inputs,
+    )
 
 
 def test_gemma_no_weight_and_a_strided_weight(where: Where) -> None:
@@ -77,12 +109,14 @@ def test_large(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
     weight = torch.randn(shape[1], dtype=torch.bfloat16, device="cuda")
     check(lambda x, w: rms_norm(x, w, EPS), plain(), [x, weight])
+    check(lambda x, r, w: add_rms_norm(x, r, w, EPS), plain_add(), [x, torch.randn_like(x), weight])
 
 
 def test_reference_gradients() -> None:
-    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 7), (7,)))
+    x, r, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 7), (3, 7), (7,)))
     assert torch.autograd.gradcheck(lambda x, w: rms_norm_reference(x, w, EPS, offset=0.5, cast="after"), (x, w))
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS), (x, w))
+    assert torch.autograd.gradcheck(lambda x, r, w: add_rms_norm_reference(x, r, w, EPS, offset=0.5), (x, r, w))
 
 
 @pytest.mark.parametrize(
@@ -98,3 +132,18 @@ def test_reference_gradients() -> None:
 def test_bad_input(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         rms_norm(**arguments, eps=EPS)
+
+
+@pytest.mark.parametrize(
+    ("residual", "message"),
+    [
+        (torch.ones(3), "residual must be like x, torch.float32 \\(2, 3\\)"),
+        (torch.ones(2, 3, dtype=torch.float16), "got torch.float16"),
+        (torch.ones(2, 3, device="meta"), "on meta"),
+    ],
+)
+def test_bad_residual(residual: torch.Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        add_rms_norm(torch.ones(2, 3), residual, None, EPS)
+    with pytest.raises(InputError, match=r"^add_rms_norm: weight must be floating"):
+        add_rms_norm(torch.ones(2, 3), torch.ones(2, 3), torch.ones(4), EPS)

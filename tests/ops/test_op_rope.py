@@ -3,10 +3,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import Where
-from op_harness import LAYOUTS, check, middle_transposed, strided_rows, wide
+from op_harness import LAYOUTS, check, contiguous, middle_transposed, plain_rms_norm, strided_rows, wide
 
 from ligermodels.errors import InputError
-from ligermodels.ops import rope, rope_qkv, rope_qkv_reference, rope_reference
+from ligermodels.ops import rms_norm, rope, rope_qkv, rope_qkv_reference, rope_reference
 
 
 def tables(batch: int, tokens: int, half: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,6 +21,31 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     first, second = turning.chunk(2, -1)
     turned = turning * cos + torch.cat([-second, first], -1) * sin
     return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+Tables = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+
+
+def split(qkv: torch.Tensor, Hkv: int, G: int, D: int) -> tuple[torch.Tensor, ...]:
+    groups = qkv.unflatten(-1, (Hkv, G + 2, D))
+    return groups[..., :G, :].flatten(2, 3), groups[..., G, :], groups[..., G + 1, :]
+
+
+def plain_qkv(
+    table: Tables, Hkv: int, G: int, D: int, eps: float = 1e-6, offset: float = 0.0, cast: str = "before"
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The op in single steps, for a packed projection and the weights of q's and of k's norm, if there are such."""
+
+    def expected(qkv: torch.Tensor, *weights: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        *heads, v = split(qkv, Hkv, G, D)
+        for i, weight in enumerate(weights):
+            if weight is not None:
+                heads[i] = plain_rms_norm(heads[i], weight, eps, offset, cast)
+        if table[0] is not None:
+            heads = [rotate(x, *table) for x in heads]
+        return *heads, v
+
+    return expected
 
 
 CASES = {  # B, T, Hq, Hk, D, R, batch of the tables
@@ -51,15 +76,76 @@ def test_rope(where: Where, case: str, layout: Callable) -> None:
 def test_rope_qkv(where: Where, layout: Callable, B: int, T: int, Hkv: int, G: int, D: int, R: int) -> None:
     qkv = layout(torch.randn(B, T, Hkv * (G + 2) * D, dtype=where.dtype, device=where.device))
     cos, sin = tables(1, T, R // 2, where.device)
-
-    def expected(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        groups = qkv.view(B, T, Hkv, G + 2, D)
-        q, k, v = groups[..., :G, :].reshape(B, T, -1, D), groups[..., G, :], groups[..., G + 1, :]
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-    check(lambda qkv: rope_qkv(qkv, cos, sin, Hkv, G, D), expected, [qkv])
+    check(lambda qkv: rope_qkv(qkv, cos, sin, Hkv, G, D), plain_qkv((cos, sin), Hkv, G, D), [qkv])
     q, k, v = rope_qkv(qkv, cos, sin, Hkv, G, D)
     assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+
+
+NORMED = {  # B, T, Hkv, G, D, R: None for no tables; offset, cast
+    "Qwen": (2, 3, 2, 3, 16, 16, 0.0, "before"),
+    "Gemma": (1, 4, 1, 2, 12, 12, 1.0, "after"),
+    "partial": (1, 5, 3, 1, 30, 20, 0.0, "before"),
+    "odd": (1, 2, 1, 3, 7, 4, 0.0, "after"),
+    "not rotated": (2, 2, 2, 2, 10, None, 0.0, "before"),
+    "many tokens": (3, 47, 1, 1, 4, 2, 0.0, "after"),
+    "none": (2, 0, 1, 1, 4, 4, 0.0, "before"),
+}
+
+
+@pytest.mark.parametrize("case", NORMED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norms(where: Where, case: str, layout: Callable) -> None:
+    B, T, Hkv, G, D, R, offset, cast = NORMED[case]
+    shape, norm = (Hkv, G, D), {"eps": 1e-5, "offset": offset, "cast": cast}
+    qkv = layout(3 * torch.randn(B, T, Hkv * (G + 2) * D, dtype=where.dtype, device=where.device))
+    weights = [torch.randn(D, dtype=where.dtype, device=where.device) for _ in range(2)]
+    table = (None, None) if R is None else tables(1, T, R // 2, where.device)
+    check(
+        lambda qkv, q, k: rope_qkv(qkv, *table, *shape, q, k, **norm),
+        plain_qkv(table, *shape, **norm),
+        [qkv, *weights],
+        frozen=layout is contiguous,
+    )
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_one_norm_or_none(where: Where, rotated: bool) -> None:
+    shape = 2, 3, 8
+    qkv = strided_rows(torch.randn(2, 5, 80, dtype=where.dtype, device=where.device))
+    weight = torch.cat([torch.randn(16, dtype=where.dtype, device=where.device)])
+    table = tables(2, 5, 3, where.device) if rotated else (None, None)
+    expected = plain_qkv(table, *shape)
+    check(lambda x: rope_qkv(x, *table, *shape), expected, [qkv])
+    check(lambda x, w: rope_qkv(x, *table, *shape, w[::2], None), lambda x, w: expected(x, w[::2]), [qkv, weight])
+    check(lambda x, w: rope_qkv(x, *table, *shape, None, w[8:]), lambda x, w: expected(x, None, w[8:]), [qkv, weight])
+
+
+@pytest.mark.parametrize("cast", ["before", "after"])
+def test_norms_round_as_the_ops_apart(where: Where, cast: str) -> None:
+    """But for a few elements, where another order of a float32 sum decides. The weights may have another dtype."""
+    shape, norm = (2, 2, 64), {"eps": 1e-5, "cast": cast}
+    qkv = torch.randn(2, 3, 512, dtype=where.dtype, device=where.device)
+    weights = [torch.randn(64, device=where.device).requires_grad_() for _ in range(2)]
+    cos, sin = tables(1, 3, 32, where.device)
+    fused = rope_qkv(qkv, cos, sin, *shape, *weights, **norm)
+    normed = [rms_norm(x, w, **norm) for x, w in zip(split(qkv, *shape)[:2], weights, strict=True)]
+    for ours, apart in zip(fused[:2], rope(*normed, cos, sin), strict=True):
+        assert ours.dtype == where.dtype
+        torch.testing.assert_close(ours, apart)
+        assert where.dtype == torch.float32 or (ours != apart).float().mean() < 0.05
+    gradients = torch.autograd.grad(sum(x.float().square().sum() for x in fused), weights)
+    assert all(g.dtype == torch.float32 and g.any() for g in gradients)
+
+
+def test_zero_heads_without_eps_stay_apart(where: Where) -> None:
+    """A head of zeros has no direction; heads beside it, and the padding to a power of two, are not touched by that."""
+    qkv = torch.randn(1, 3, 5 * 6, dtype=where.dtype, device=where.device)
+    weight = torch.ones(6, dtype=where.dtype, device=where.device)
+    check(
+        lambda x, w: rope_qkv(x, None, None, 1, 3, 6, w, w, eps=0.0),
+        plain_qkv((None, None), 1, 3, 6, 0.0),
+        [qkv, weight],
+    )
 
 
 def test_unused_outputs_have_zero_gradients(where: Where) -> None:
@@ -76,13 +162,17 @@ def test_unused_outputs_have_zero_gradients(where: Where) -> None:
 def test_large(Hkv: int, G: int, D: int) -> None:
     qkv = torch.randn(3, 1027, Hkv * (G + 2) * D, dtype=torch.bfloat16, device="cuda")
     cos, sin = tables(1, 1027, D // 2, torch.device("cuda"))
+    check(lambda qkv: rope_qkv(qkv, cos, sin, Hkv, G, D), plain_qkv((cos, sin), Hkv, G, D), [qkv])
 
-    def expected(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        groups = qkv.unflatten(-1, (Hkv, G + 2, D))
-        q, k, v = groups[..., :G, :].flatten(2, 3), groups[..., G, :], groups[..., G + 1, :]
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    check(lambda qkv: rope_qkv(qkv, cos, sin, Hkv, G, D), expected, [qkv])
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize(("Hkv", "G", "D"), [(8, 4, 128), (4, 16, 128), (4, 2, 256), (8, 16, 128)])
+def test_large_with_norms(Hkv: int, G: int, D: int) -> None:
+    qkv = torch.randn(3, 1531, Hkv * (G + 2) * D, dtype=torch.bfloat16, device="cuda")
+    weights = [torch.randn(D, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    table = tables(1, 1531, D // 2, torch.device("cuda"))
+    check(lambda x, q, k: rope_qkv(x, *table, Hkv, G, D, q, k), plain_qkv(table, Hkv, G, D), [qkv, *weights])
 
 
 def test_reference_gradients() -> None:
@@ -92,6 +182,10 @@ def test_reference_gradients() -> None:
     cos, sin = tables(1, 3, 2, torch.device("cpu"))
     assert torch.autograd.gradcheck(lambda q, k: rope_reference(q, k, cos, sin), (q, k))
     assert torch.autograd.gradcheck(lambda x: rope_qkv_reference(x, cos, sin, 1, 2, 6), (qkv,))
+    weights = [torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(
+        lambda x, q, k: rope_qkv_reference(x, cos, sin, 1, 2, 6, q, k, offset=0.5), (qkv, *weights)
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,3 +205,12 @@ def test_bad_input(q: tuple[int, ...], k: tuple[int, ...], table: tuple[int, ...
 def test_bad_packed_input() -> None:
     with pytest.raises(InputError, match="head_dim = 24"):
         rope_qkv(torch.ones(1, 3, 23), torch.ones(1, 3, 3), torch.ones(1, 3, 3), 1, 2, 6)
+    qkv, table = torch.ones(1, 3, 24), torch.ones(1, 3, 3)
+    with pytest.raises(InputError, match="cos and sin must be given together"):
+        rope_qkv(qkv, None, table, 1, 2, 6)
+    with pytest.raises(InputError, match=r"rope_qkv: k_norm must be floating, of shape \(6,\)"):
+        rope_qkv(qkv, table, table, 1, 2, 6, torch.ones(6), torch.ones(12))
+    with pytest.raises(InputError, match="rope_qkv: q_norm is on meta"):
+        rope_qkv(qkv, table, table, 1, 2, 6, torch.ones(6, device="meta"))
+    with pytest.raises(InputError, match="rope_qkv: cast must be"):
+        rope_qkv(qkv, table, table, 1, 2, 6, cast="never")  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""Mistral 7B, Nemo, Small and Large; and Ministral 8B, whose window is a matter of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs.compose import decoder, weight_map
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+from ligermodels.model import DecoderConfig
+
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    # A config that says nothing has this window; one that says null has none.
+    "sliding_window": 4096,
+}
+
+
+def mistral(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `MistralConfig` dict: every layer has the window."""
+    fields = Fields({**DEFAULTS, **config})
+    window = fields.optional_size("sliding_window")
+    return decoder(fields, attention=lambda layer, common: {"window": window})
+
+
+def ministral(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `MinistralConfig` dict."""
+    fields = Fields({**DEFAULTS, **config})
+    windows = fields.windows(lambda layer: fields.optional_size("sliding_window") is not None)
+    return decoder(fields, attention=lambda layer, common: {"window": windows[layer]})
+
+
+FAMILIES = (
+    Family("mistral", mistral, lambda config: [weight_map(config)]),
+    Family("ministral", ministral, lambda config: [weight_map(config)]),
+)

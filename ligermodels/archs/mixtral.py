@@ -1,0 +1,59 @@
+"""Mixtral 8x7B and 8x22B: a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs.compose import STACKED_EXPERTS, decoder, weight_map
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+from ligermodels.layers import MoEConfig
+from ligermodels.model import DecoderConfig
+
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "router_aux_loss_coef": 0.001,
+}
+DEFAULT_THETA = 1e6
+EXPERTS = {
+    "router": "block_sparse_moe.gate.weight",
+    "gate": "block_sparse_moe.experts.{expert}.w1.weight",
+    "up": "block_sparse_moe.experts.{expert}.w3.weight",
+    "down": "block_sparse_moe.experts.{expert}.w2.weight",
+}
+
+
+def mixtral(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `MixtralConfig` dict."""
+    fields = Fields({**DEFAULTS, **config})
+    fields.only("router_jitter_noise", 0, 0.0, default=0.0)
+    window = fields.optional_size("sliding_window")
+    experts, chosen = fields.size("num_local_experts"), fields.size("num_experts_per_tok")
+    return decoder(
+        fields,
+        attention=lambda layer, common: {"window": window},
+        mlp=lambda layer, gated: MoEConfig(experts, chosen, gated.size, gated.activation, normalize=True),
+        default_theta=DEFAULT_THETA,
+        router_loss=fields.router_loss(),
+    )
+
+
+FAMILIES = (
+    Family(
+        "mixtral",
+        mixtral,
+        lambda config: [weight_map(config, experts=names) for names in (EXPERTS, STACKED_EXPERTS)],
+        DEFAULT_THETA,
+    ),
+)

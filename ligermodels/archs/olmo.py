@@ -1,0 +1,35 @@
+"""OLMo 2: norms only after the sublayers, and over whole queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs.compose import SANDWICH, decoder, weight_map
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+from ligermodels.layers import NormConfig, QKNormConfig
+from ligermodels.model import DecoderConfig
+
+DEFAULTS = {
+    "vocab_size": 50304,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of an `Olmo2Config` dict."""
+    fields = Fields({**DEFAULTS, **config})
+    bias = fields.flag("attention_bias", False)
+    norm = NormConfig(fields.number("rms_norm_eps"), cast="after")
+    own = {"bias": bias, "output_bias": bias, "qk_norm": QKNormConfig(norm, over="projection")}
+    return decoder(fields, norm=norm, attention=lambda layer, common: own, block={"pre_norm": False, "post_norm": True})
+
+
+FAMILIES = (Family("olmo2", olmo2, lambda config: [weight_map(config, norms=SANDWICH)]),)

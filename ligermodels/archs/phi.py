@@ -1,0 +1,35 @@
+"""Phi 3, 3.5 and 4: Llama with q, k and v in one tensor, and gate and up in another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs.compose import decoder, weight_map
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+from ligermodels.model import DecoderConfig
+
+DEFAULTS = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def phi3(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Phi3Config` dict."""
+    fields = Fields({**DEFAULTS, **config})
+    for dropout in ("resid_pdrop", "embd_pdrop"):
+        fields.only(dropout, 0, 0.0, default=0.0)
+    window = fields.optional_size("sliding_window")
+    return decoder(fields, attention=lambda layer, common: {"window": window}, partial_rotary=True)
+
+
+FAMILIES = (Family("phi3", phi3, lambda config: [weight_map(config, packed=True)]),)

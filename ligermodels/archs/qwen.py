@@ -1,0 +1,97 @@
+"""Qwen 2, 2.5 and 3, dense and as mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs.compose import EXPERTS, STACKED_EXPERTS, decoder, weight_map
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
+from ligermodels.model import DecoderConfig
+
+QWEN2 = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+QWEN3 = {**QWEN2, "head_dim": 128}
+QWEN3_MOE = {
+    **QWEN2,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "router_aux_loss_coef": 0.001,
+}
+
+
+def _windowed(fields: Fields) -> Fields:
+    """A window counts only where `use_sliding_window` says so."""
+    return fields if fields.flag("use_sliding_window", False) else Fields({**fields.config, "sliding_window": None})
+
+
+def _windows(fields: Fields) -> list[int | None]:
+    fields = _windowed(fields)
+    first = fields.size("max_window_layers", zero=True)
+    return fields.windows(lambda layer: layer >= first and fields.config["sliding_window"] is not None)
+
+
+def _qk_norm(fields: Fields) -> QKNormConfig:
+    return QKNormConfig(NormConfig(fields.number("rms_norm_eps")))
+
+
+def qwen2(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Qwen2Config` dict: q, k and v have biases, the output projection has none."""
+    fields = Fields({**QWEN2, **config})
+    windows = _windows(fields)
+    return decoder(fields, attention=lambda layer, common: {"bias": True, "window": windows[layer]})
+
+
+def qwen3(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Qwen3Config` dict."""
+    fields = Fields({**QWEN3, **config})
+    windows = _windows(fields)
+    bias = fields.flag("attention_bias", False)
+    own = {"bias": bias, "output_bias": bias, "qk_norm": _qk_norm(fields)}
+    return decoder(fields, attention=lambda layer, common: {**own, "window": windows[layer]})
+
+
+def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Qwen3MoeConfig` dict: some layers are mixtures, the others are dense."""
+    # transformers 5 may write the number of experts under its attribute's name.
+    renamed = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    fields = Fields({**QWEN3_MOE, **renamed, **config})
+    bias = fields.flag("attention_bias", False)
+    own = {"bias": bias, "output_bias": bias, "qk_norm": _qk_norm(fields)}
+    own["window"] = _windowed(fields).optional_size("sliding_window")
+    step, dense = fields.size("decoder_sparse_step"), fields.config.get("mlp_only_layers") or []
+    experts, chosen = fields.size("num_experts"), fields.size("num_experts_per_tok")
+    size, normalize = fields.size("moe_intermediate_size"), fields.flag("norm_topk_prob", False)
+
+    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
+        if layer in dense or (layer + 1) % step:
+            return gated
+        return MoEConfig(experts, chosen, size, gated.activation, normalize=normalize)
+
+    return decoder(fields, attention=lambda layer, common: own, mlp=mlp, router_loss=fields.router_loss())
+
+
+FAMILIES = (
+    Family("qwen2", qwen2, lambda c: [weight_map(c)]),
+    Family("qwen3", qwen3, lambda c: [weight_map(c)]),
+    Family("qwen3_moe", qwen3_moe, lambda c: [weight_map(c, experts=names) for names in (EXPERTS, STACKED_EXPERTS)]),
+)

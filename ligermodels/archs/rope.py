@@ -1,0 +1,126 @@
+"""The rotary embedding that a config describes: one reader for each `rope_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+    inverse_frequencies,
+    longrope_attention_factor,
+    yarn_attention_factor,
+)
+
+if TYPE_CHECKING:
+    from ligermodels.archs.fields import Fields
+
+KNOWN = {
+    "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
+    "mscale", "mscale_all_dim", "truncate", "finetuned",
+}  # fmt: skip
+"""Settings that are read, or known to change nothing: `finetuned`, and those of another rope type."""
+
+
+def read_rope(settings: Fields, head_dim: int, context: int, partial: bool) -> RopeConfig:
+    """The RopeConfig of `settings`, as `convert.config_json.rope_parameters` gives them; see `Fields.rope`."""
+    unknown = [name for name, value in settings.config.items() if value is not None and name not in KNOWN]
+    if unknown:
+        raise ConfigError(f"{settings.where}: {', '.join(map(repr, unknown))} not implemented")
+    kind = settings.only("rope_type", *READERS, default="default")
+    theta = settings.number("rope_theta", positive=True)
+    if theta <= 1:
+        raise ConfigError(f"{settings.where}: rope_theta must be above 1, got {theta}")
+    part = settings.number("partial_rotary_factor", 1.0, positive=True)
+    if part != 1 and not partial:
+        raise ConfigError(f"{settings.where}: partial_rotary_factor = {part} is not implemented for this model_type")
+    dim = int(head_dim * part)
+    if not 0 < dim + dim % 2 <= head_dim:
+        raise ConfigError(
+            f"{settings.where}: partial_rotary_factor {part} of head_dim {head_dim} gives {dim} channels to rotate; "
+            f"it must be at least 1, and an even number within the head"
+        )
+    try:
+        rope = READERS[kind](settings, RopeConfig(dim, theta), context)
+        frequencies = inverse_frequencies(rope, "cpu")
+    except (ArithmeticError, RuntimeError) as error:
+        raise ConfigError(f"{settings.where}: {kind} rope cannot be computed: {error}") from None
+    if not (frequencies.isfinite() & (frequencies > 0)).all():
+        raise ConfigError(f"{settings.where}: {kind} rope gives frequencies that are not finite and above 0")
+    return rope
+
+
+def _default(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    return plain
+
+
+def _linear(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    return replace(plain, scaling=LinearScaling(settings.number("factor", positive=True)))
+
+
+def _dynamic(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    if plain.dim <= 2:
+        raise ConfigError(f"{settings.where}: dynamic rope needs more than 2 rotated channels, got {plain.dim}")
+    # The original context is max_position_embeddings, whatever else the settings say: as in transformers.
+    return replace(plain, scaling=DynamicScaling(settings.number("factor", positive=True), context))
+
+
+def _llama3(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    scaling = Llama3Scaling(
+        factor=settings.number("factor", positive=True),
+        low_freq_factor=settings.number("low_freq_factor", positive=True),
+        high_freq_factor=settings.number("high_freq_factor", positive=True),
+        original_context=settings.size("original_max_position_embeddings", context),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ConfigError(f"{settings.where}: high_freq_factor must be above low_freq_factor")
+    return replace(plain, scaling=scaling)
+
+
+def _yarn(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    scaling = YarnScaling(
+        factor=settings.number("factor", positive=True),
+        original_context=settings.size("original_max_position_embeddings", context),
+        beta_fast=settings.number("beta_fast", 32.0, positive=True),
+        beta_slow=settings.number("beta_slow", 1.0, positive=True),
+        truncate=settings.flag("truncate", True),
+    )
+    if scaling.beta_fast < scaling.beta_slow:
+        raise ConfigError(f"{settings.where}: beta_fast must not be below beta_slow")
+    mscales = [settings.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if min(mscales) < 0:
+        raise ConfigError(f"{settings.where}: mscale and mscale_all_dim must not be below 0")
+    usual = yarn_attention_factor(scaling.factor, *mscales)
+    return replace(plain, scaling=scaling, attention_factor=settings.number("attention_factor", usual, positive=True))
+
+
+def _longrope(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    original = settings.size("original_max_position_embeddings", context)
+    if original == 1:
+        raise ConfigError(f"{settings.where}: original_max_position_embeddings must be above 1")
+    count = (plain.dim + 1) // 2
+    scaling = LongRopeScaling(
+        settings.numbers("short_factor", count, positive=True),
+        settings.numbers("long_factor", count, positive=True),
+        original,
+    )
+    usual = longrope_attention_factor(settings.number("factor", context / original, positive=True), original)
+    return replace(plain, scaling=scaling, attention_factor=settings.number("attention_factor", usual, positive=True))
+
+
+READERS: dict[str, Callable[[Fields, RopeConfig, int], RopeConfig]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,311 @@
+"""The main job, small and on this machine: a Llama trained from scratch, Medusa heads on it, and both exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import load_file
+
+import ligermodels as lm
+from ligermodels.console import Update, progress, say, show_table
+from ligermodels.errors import CheckpointError, InputError, LigerModelsError
+from ligermodels.generation import grow
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.training import (
+    Rows,
+    StepMetrics,
+    adamw,
+    batches,
+    encode,
+    evaluate,
+    evaluate_heads,
+    hold_out,
+    pack,
+    race,
+    read_documents,
+    train,
+    warmup_cosine,
+)
+
+END = "<|endoftext|>"
+STAGES = 6
+TOP_K = (1, 5)
+RESULTS = "demo.json"
+"""Marks a folder as a demo's, which the next demo may replace; holds the results in the end."""
+WRITTEN = {
+    "model": "the model: a Hugging Face checkpoint",
+    "exported": "the same, loaded and written again",
+    "medusa": "the heads, as vLLM loads them",
+    RESULTS: "these results",
+}
+NEXT = """
+Next, with what is there now:
+  ligermodels generate {out}/model --medusa {out}/medusa --prompt "def main("
+  ligermodels verify {out}/model
+With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
+  ligermodels medusa train meta-llama/Llama-3.2-1B --data texts.jsonl --out heads
+  ligermodels medusa eval meta-llama/Llama-3.2-1B heads --data held-out.jsonl"""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Sizes of the demo. Those given need two to three minutes."""
+
+    seed: int = 0
+    corpus_bytes: int = 8_000_000
+    held_out: float = 0.06
+    held_out_tokens: int = 4096
+    """At most so many of a held-out file are scored."""
+    vocab_size: int = 512
+    hidden_size: int = 128
+    layers: int = 2
+    length: int = 256
+    rows_per_batch: int = 4
+    steps: int = 1600
+    learning_rate: float = 4e-3
+    heads: int = 4
+    head_steps: int = 500
+    head_learning_rate: float = 3e-3
+    tree_nodes: int = 24
+    prompts: int = 8
+    prompt_tokens: int = 48
+    new_tokens: int = 128
+    tokens_per_step: float = 1.5
+    """Below this the demo fails."""
+
+
+def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSettings | None = None) -> dict[str, Any]:
+    """Do the main job on Python's own sources, show how it goes, and check it.
+
+    Args:
+        output: folder for what is made: `model` (a Hugging Face checkpoint), `exported` (the same, loaded and written
+            again), `medusa` (the heads, in vLLM's format) and demo.json. The folder of an earlier demo is replaced.
+        settings: sizes, and the seed that decides every random choice.
+
+    Returns the results, as in demo.json.
+    Raises CheckpointError when `output` holds something else, and LigerModelsError when a check fails: the tokens with
+    Medusa are not those without, too few of them a step, or the exported checkpoint is not the loaded one.
+    """
+    folder, settings = Path(output), settings or DemoSettings()
+    _claim(folder)
+    with torch.random.fork_rng(devices=[]), _one_thread():
+        torch.manual_seed(settings.seed)
+        results = _main_job(folder, settings)
+    _write_results(folder, results)
+    _show(folder, settings, results)
+    if failed := [check for check, passed in results["checks"].items() if not passed]:
+        raise LigerModelsError(f"the demo failed: it is not so that {'; nor that '.join(failed)}")
+    return results
+
+
+def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
+    seconds: dict[str, float] = {}
+    checkpoint = folder / "model"
+
+    with _stage("tokenizer", "a tokenizer, trained on Python's standard library", seconds):
+        files, held = hold_out(python_sources(s.corpus_bytes), s.held_out, seed=s.seed)
+        tokenizer = train_tokenizer(files, s.vocab_size, checkpoint)
+        end = tokenizer.backend.token_to_id(END)
+        rows = pack(encode(read_documents(files), tokenizer, eos_token_id=end), s.length)
+        held_documents = list(encode(read_documents(held), tokenizer, eos_token_id=end))
+        held_rows = pack((document[: s.held_out_tokens] for document in held_documents), s.length)
+        say(
+            f"  {len(files)} files, {len(rows.tokens):,} tokens; held out: {len(held)} files, {len(held_rows.tokens):,}"
+        )
+
+    with _stage("training", "a Llama, trained from scratch", seconds) as update:
+        (checkpoint / "config.json").write_text(json.dumps(llama_config(s, end)))
+        trained = lm.from_config(checkpoint)
+        optimizer = adamw(trained.parameters(), s.learning_rate)
+        schedule = warmup_cosine(optimizer, s.steps, warmup=s.steps // 20)
+        train(
+            trained,
+            batches(rows, s.rows_per_batch, seed=s.seed),
+            steps=s.steps,
+            optimizer=optimizer,
+            schedule=schedule,
+            on_step=_reported(update),
+            report_every=max(1, s.steps // 20),
+        )
+
+    with _stage("checkpoint", "a Hugging Face checkpoint, written and loaded", seconds):
+        trained.save_pretrained(checkpoint, overwrite=True)
+        model = lm.from_pretrained(checkpoint)
+        loss = evaluate(model, batches(held_rows, s.rows_per_batch, epochs=1))
+        say(f"  loss on held-out text {loss:.3f}, perplexity {exp(loss):.1f} (untrained: {s.vocab_size})")
+
+    with _stage("heads", "Medusa heads, trained on the frozen model", seconds) as update:
+        medusa = lm.MedusaModel.from_base(model, num_heads=s.heads)
+        optimizer = adamw(medusa.head_parameters(), s.head_learning_rate, weight_decay=0.0)
+        schedule = warmup_cosine(optimizer, s.head_steps, warmup=s.head_steps // 20)
+        train(
+            medusa,
+            batches(rows, s.rows_per_batch, seed=s.seed + 1),
+            steps=s.head_steps,
+            optimizer=optimizer,
+            schedule=schedule,
+            on_step=_reported(update),
+            report_every=max(1, s.head_steps // 20),
+        )
+        scores = evaluate_heads(medusa, batches(held_rows, s.rows_per_batch, epochs=1))
+
+    with _stage("decoding", "text, with the heads and without", seconds) as update:
+        tree = grow(scores.hits, s.tree_nodes)
+        thirds = [document[len(document) // 3 :][: s.prompt_tokens] for document in held_documents]
+        decoded = race(medusa, thirds[: s.prompts], tree=tree, max_new_tokens=s.new_tokens, progress=update)
+
+    with _stage("export", "exports, for Hugging Face and for vLLM", seconds):
+        medusa.base.save_pretrained(folder / "exported", overwrite=True)
+        medusa.export(folder / "medusa", profile="vllm", overwrite=True)
+        written, again = (load_file(folder / name / "model.safetensors") for name in ("model", "exported"))
+
+    return {
+        "settings": asdict(s),
+        "seconds": seconds,
+        "loss": loss,
+        "accuracy": {f"top-{k}": scores.accuracy(k).tolist() for k in TOP_K},
+        "baseline": {f"top-{k}": frequency_baseline(rows, held_rows, k) for k in TOP_K},
+        "decoding": asdict(decoded),
+        "checks": {
+            "decoding with the heads gives the same tokens": decoded.same == decoded.prompts,
+            f"it gives more than {s.tokens_per_step} tokens a step": decoded.tokens_per_step > s.tokens_per_step,
+            "the exported checkpoint is the one loaded, to the bit": written.keys() == again.keys()
+            and all(torch.equal(tensor, again[name]) for name, tensor in written.items()),
+        },
+    }
+
+
+def python_sources(limit: int) -> list[Path]:
+    """The modules of Python's standard library, by name, up to `limit` bytes: real text, and on every machine."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files, size = [], 0
+    for path in sorted(folder.glob("*.py")):
+        size += path.stat().st_size
+        if size > limit:
+            break
+        files.append(path)
+    if len(files) < 2:
+        raise InputError(f"{folder}: the sources of Python's standard library are not there; the demo trains on them")
+    return files
+
+
+def train_tokenizer(files: list[Path], vocab_size: int, folder: Path) -> Tokenizer:
+    """Train a byte-level BPE on `files`, and save it as transformers' AutoTokenizer and `Tokenizer` open it."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(read_documents(files), trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return Tokenizer(folder)
+
+
+def llama_config(s: DemoSettings, end: int | None) -> dict[str, Any]:
+    """A Hugging Face config of a small Llama: two query heads to a key/value head, tied embeddings."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": s.vocab_size,
+        "hidden_size": s.hidden_size,
+        "intermediate_size": 8 * s.hidden_size // 3,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.hidden_size // 32,
+        "num_key_value_heads": s.hidden_size // 64,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.06,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "torch_dtype": "float32",
+    }
+
+
+def frequency_baseline(rows: Rows, held_rows: Rows, k: int) -> float:
+    """Top-k accuracy on `held_rows` of always guessing the k most frequent tokens of `rows`."""
+    frequent = rows.tokens.bincount().topk(k).indices
+    return float(torch.isin(held_rows.tokens, frequent).double().mean())
+
+
+def _claim(folder: Path) -> None:
+    """Make `folder`, with the mark of a demo; CheckpointError when something other than a demo's is in it."""
+    try:
+        if folder.exists() and not (folder / RESULTS).is_file() and (folder.is_file() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder}: holds something other than a demo's output; give another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_results(folder, {"finished": False})
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}") from None
+
+
+def _write_results(folder: Path, results: dict[str, Any]) -> None:
+    partial = folder / f".{RESULTS}.partial"
+    partial.write_text(json.dumps(results, indent=2) + "\n")
+    partial.replace(folder / RESULTS)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread: matrices this small gain little from more, which on a busy machine wait for one another (ten
+    times slower, when measured), and sums keep one order on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _stage(name: str, title: str, seconds: dict[str, float]) -> Iterator[Update]:
+    """Announce a stage, give it a bar, and note its seconds."""
+    start = time.perf_counter()
+    say(f"{len(seconds) + 1}/{STAGES} {title}")
+    with progress(f"  {name}") as update:
+        yield update
+    seconds[name] = time.perf_counter() - start
+
+
+def _reported(update: Update) -> Callable[[StepMetrics], None]:
+    return lambda at: update(at.step, at.steps, f"loss {at.loss:.2f}, {at.tokens_per_second:,.0f} tokens/s")
+
+
+def _show(folder: Path, s: DemoSettings, results: dict[str, Any]) -> None:
+    decoding, seconds = results["decoding"], results["seconds"]
+    plain, medusa = (decoding["tokens"] / decoding[f"{name}_seconds"] for name in ("plain", "medusa"))
+    accuracy, baseline = results["accuracy"], results["baseline"]
+    columns = {k: [f"{value:.1%}" for value in (*accuracy[k], baseline[k])] for k in accuracy}
+    guessers = [*(f"{i}, of t+{i + 2}" for i in range(s.heads)), "the most frequent tokens"]
+    show_table(["Medusa head", *columns], zip(guessers, *columns.values(), strict=True), numbers=[1, 2])
+    checks = results["checks"].items()
+    show_table(
+        ["result", ""],
+        [
+            ("loss on held-out text", f"{results['loss']:.3f} (perplexity {exp(results['loss']):.1f})"),
+            ("tokens a step with Medusa", f"{decoding['tokens_per_step']:.2f} (without: 1)"),
+            ("tokens a second", f"{medusa:.0f} with Medusa, {plain:.0f} without"),
+            *((check, "yes" if passed else "NO") for check, passed in checks),
+            *((f"seconds: {name}", f"{taken:.1f}") for name, taken in seconds.items()),
+            ("seconds in all", f"{sum(seconds.values()):.1f}"),
+            *((str(folder / name), what) for name, what in WRITTEN.items()),
+        ],
+    )
+    say(NEXT.format(out=folder))

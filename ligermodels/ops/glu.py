@@ -1,0 +1,205 @@
+"""Gated activations of an MLP: SwiGLU and GeGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+Each activation is g * p(g), where p is the part of the gate that passes; with s the logistic sigmoid:
+
+    silu:       p(g) = s(g)
+    gelu:       p(g) = (1 + erf(g / sqrt(2))) / 2                                    (https://arxiv.org/abs/1606.08415)
+    gelu_tanh:  p(g) = (1 + tanh(z / 2)) / 2 = s(z), with z = sqrt(8 / pi) * (g + 0.044715 * g^3)
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ligermodels.errors import InputError
+from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.library import as_rows, opaque_op
+
+MAX_BLOCK = 2048
+GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) * up, with silu(g) = g * sigmoid(g).
+
+    gate, up: (..., I), any floating dtype and strides; or gate alone, packed (..., 2*I): the gate half, then the up
+    half, whose gradient is then one packed tensor. Returns a contiguous (..., I) of gate's dtype, rounded once: float32
+    inside (float64 for float64). The backward pass recomputes from gate and up; nothing else is saved.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    return _glu("swiglu", gate, up, "silu")
+
+
+def geglu(
+    gate: torch.Tensor, up: torch.Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh"
+) -> torch.Tensor:
+    """gelu(gate) * up, by the error function ("none") or its approximation by tanh, as `torch.nn.functional.gelu`.
+
+    Arguments, result and errors otherwise as those of `swiglu`.
+    """
+    if approximate not in GELU:
+        raise InputError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
+    return _glu("geglu", gate, up, GELU[approximate])
+
+
+def swiglu_reference(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """The specification of `swiglu`, in plain torch."""
+    return _glu_reference(gate, up, "silu")
+
+
+def geglu_reference(
+    gate: torch.Tensor, up: torch.Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh"
+) -> torch.Tensor:
+    """The specification of `geglu`, in plain torch."""
+    return _glu_reference(gate, up, GELU[approximate])
+
+
+def _glu(op: str, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    _check(op, gate, up)
+    if not use_kernels(gate, up):
+        return _glu_reference(gate, up, activation)
+    return _GLU.apply(gate, up, activation)
+
+
+def _glu_reference(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    gate, up = _halves(gate, up)
+    g = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    if activation == "silu":
+        y = functional.silu(g)
+    else:
+        y = functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return (y * up.to(y.dtype)).to(gate.dtype)
+
+
+def _check(op: str, gate: torch.Tensor, up: torch.Tensor | None) -> None:
+    if gate.dim() == 0 or not gate.is_floating_point():
+        raise InputError(f"{op}: gate must be floating, of shape (..., I); got {gate.dtype} {tuple(gate.shape)}")
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise InputError(f"{op}: a packed gate must have an even last dimension, got {tuple(gate.shape)}")
+    elif up.shape != gate.shape or up.dtype != gate.dtype or up.device != gate.device:
+        raise InputError(
+            f"{op}: up must be like gate, {gate.dtype} {tuple(gate.shape)} on {gate.device}; "
+            f"got {up.dtype} {tuple(up.shape)} on {up.device}"
+        )
+
+
+def _halves(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if up is not None:
+        return gate, up
+    size = gate.shape[-1] // 2
+    return gate[..., :size], gate[..., size:]
+
+
+@triton.jit
+def _part(g, ACTIVATION: tl.constexpr):
+    """The part p of the gate that passes, and its slope p', in float32."""
+    if ACTIVATION == "gelu":
+        p = 0.5 + 0.5 * tl.erf(0.7071067811865476 * g)
+        slope = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:
+        z = g
+        if ACTIVATION == "gelu_tanh":
+            z = g * (1.5957691216057308 + 0.07135481627260025 * g * g)
+        e = tl.exp(-tl.abs(z))  # no overflow, and no loss where p nears 0 or 1
+        r = 1.0 / (1.0 + e)
+        p = tl.where(z < 0, e * r, r)
+        slope = e * r * r
+        if ACTIVATION == "gelu_tanh":
+            slope = slope * (1.5957691216057308 + 0.21406444881780073 * g * g)
+    return p, slope
+
+
+@triton.jit
+def _forward_kernel(gate, gate_stride, up, up_stride, out, N, blocks, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) // blocks
+    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = col < N
+    g = tl.load(gate + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+    p, _ = _part(g, ACTIVATION)
+    tl.store(out + row * N + col, (g * p * u).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, N, blocks,
+    ACTIVATION: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // blocks
+    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = col < N
+    d = tl.load(dy + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    p, slope = _part(g, ACTIVATION)
+    if NEED_GATE:
+        u = tl.load(up + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+        value = d * u * (p + g * slope)
+        tl.store(dgate + row * dgate_stride + col, value.to(dgate.dtype.element_ty), mask=mask)
+    if NEED_UP:
+        tl.store(dup + row * dup_stride + col, (d * g * p).to(dup.dtype.element_ty), mask=mask)
+
+
+def _blocks(N: int) -> tuple[int, dict[str, int]]:
+    """Blocks a row, and the launch options."""
+    block = min(power_of_2_above(N), MAX_BLOCK)
+    return -(-N // block), {"BLOCK": block, "num_warps": 4 if block > 512 else 1}
+
+
+def _forward_fake(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    return gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
+
+
+@opaque_op(_forward_fake)
+def _glu_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    out = _forward_fake(gate, up, activation)
+    g, u = map(as_rows, _halves(gate, up))
+    M, N = g.shape
+    blocks, options = _blocks(N)
+    _forward_kernel[(M * blocks,)](
+        g, g.stride(0), u, u.stride(0), out, N, blocks, ACTIVATION=activation, **options
+    )  # fmt: skip
+    return out
+
+
+def _backward_fake(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, need_gate: bool, need_up: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return gate.new_empty(gate.shape if need_gate else (0,)), gate.new_empty(gate.shape if need_up else (0,))
+
+
+@opaque_op(_backward_fake)
+def _glu_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, need_gate: bool, need_up: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate (packed if up is None) and of up; those not needed are empty."""
+    dgate, dup = _backward_fake(dy, gate, up, activation, need_gate, need_up)
+    d, g, u = map(as_rows, (dy, *_halves(gate, up)))
+    to_gate, to_up = as_rows(dgate), as_rows(dup)
+    if up is None:
+        to_gate, to_up = _halves(to_gate, None)
+    M, N = g.shape
+    blocks, options = _blocks(N)
+    _backward_kernel[(M * blocks,)](
+        d, d.stride(0), g, g.stride(0), u, u.stride(0), to_gate, to_gate.stride(0), to_up, to_up.stride(0), N, blocks,
+        ACTIVATION=activation, NEED_GATE=need_gate, NEED_UP=need_up or up is None, **options,
+    )  # fmt: skip
+    return dgate, dup
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return _glu_forward(gate, up, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        need_gate, need_up = ctx.needs_input_grad[:2]
+        dgate, dup = _glu_backward(dy, gate, up, ctx.activation, need_gate, need_up)
+        return dgate if need_gate else None, dup if need_up else None, None

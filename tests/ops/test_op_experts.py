@@ -1,0 +1,158 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Where
+from op_harness import LAYOUTS, check, contiguous
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+
+SHAPES = [  # rows of each group, K, M; those of the last two have a grouped GEMM in bfloat16 on a GPU
+    ((1,), 1, 1),
+    ((3, 0, 7, 1, 0), 5, 3),
+    ((0, 0, 4), 8, 17),
+    ((0, 129, 1, 0, 300, 0), 72, 40),
+    ((1, 0, 0, 0), 16, 8),
+]
+
+
+def ends(counts: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.tensor(counts, device=device).cumsum(0).int()
+
+
+def plain(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Each row against a copy of its own weight."""
+    group = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
+    return torch.cat([w @ row[:, None] for row, w in zip(x, weights[group], strict=True)], dim=1).t()
+
+
+@pytest.mark.parametrize(("counts", "K", "M"), SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_grouped_mm(where: Where, counts: tuple[int, ...], K: int, M: int, layout: Callable) -> None:
+    x = torch.randn(sum(counts), K, dtype=where.dtype, device=where.device)
+    weights = torch.randn(len(counts), M, K, dtype=where.dtype, device=where.device)
+    inputs = [layout(x), layout(weights), ends(counts, where.device)]
+    check(ops.grouped_mm, plain, inputs, frozen=layout is contiguous)
+    check(ops.grouped_mm_reference, plain, inputs)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="torch has no grouped GEMM for the CPU yet")
+@pytest.mark.parametrize(
+    ("counts", "K", "M"), [shape for shape in SHAPES if shape[1] % 8 == shape[2] % 8 == 0], ids=str
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("capability", [9, 10])
+def test_torchs_grouped_gemm(
+    counts: tuple[int, ...], K: int, M: int, layout: Callable, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs, with torch's implementation for the CPU, which wants the same alignment."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(ops.experts, "use_kernels", lambda *tensors: True)
+    monkeypatch.setattr(ops.experts, "_has_grouped_gemm", lambda x, columns: True)
+    monkeypatch.setattr(ops.experts, "grouped_mm_reference", None)
+    x, weights = (layout(torch.randn(s).bfloat16()) for s in ((sum(counts), K), (len(counts), M, K)))
+    check(ops.grouped_mm, plain, [x, weights, ends(counts)])
+    leaf = x.detach().requires_grad_()
+    ops.grouped_mm(leaf, weights, ends(counts)).sum().backward()  # an expanded scalar as gradient
+    assert torch.isfinite(leaf.grad).all()
+
+
+@pytest.mark.parametrize("op", [ops.grouped_mm, ops.grouped_mm_reference])
+def test_grouped_mm_gradients(op: Callable) -> None:
+    x, weights = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((6, 3), (4, 2, 3)))
+    assert torch.autograd.gradcheck(lambda x, w: op(x, w, ends((2, 0, 3, 1))), (x, weights))
+
+
+def test_no_rows() -> None:
+    x, weights = torch.randn(0, 3, requires_grad=True), torch.randn(2, 5, 3, requires_grad=True)
+    y = ops.grouped_mm(x, weights, ends((0, 0)))
+    y.sum().backward()
+    assert y.shape == (0, 5) and x.grad.shape == (0, 3) and not weights.grad.any()
+
+
+def test_grouped_mm_under_autocast() -> None:
+    x, weights = torch.randn(4, 3, requires_grad=True), torch.randn(2, 5, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.grouped_mm(x, weights, ends((1, 3)))
+    assert torch.equal(y, ops.grouped_mm(x.bfloat16(), weights.bfloat16(), ends((1, 3))))
+    y.sum().backward()
+    assert x.grad.dtype == weights.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("tokens", "k", "num_experts"), [(1, 1, 1), (7, 3, 5), (40, 8, 8), (300, 2, 64), (0, 2, 3)])
+def test_rows_go_to_their_experts_and_back(where: Where, tokens: int, k: int, num_experts: int) -> None:
+    scores = torch.rand(tokens, num_experts, device=where.device)
+    scores[:, num_experts // 2] = -1  # nobody's choice, when there is another
+    experts = scores.topk(k).indices
+    order, inverse, offsets = ops.sort_by_expert(experts, num_experts)
+    counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
+    assert torch.equal(counts, experts.flatten().bincount(minlength=num_experts)) and offsets.dtype == torch.int32
+    assert experts.flatten()[order].tolist() == [e for e, count in enumerate(counts.tolist()) for _ in range(count)]
+    assert torch.equal(order[inverse], torch.arange(tokens * k, device=where.device))
+    for start, end in zip([0, *offsets.tolist()], offsets.tolist(), strict=False):
+        assert torch.equal(order[start:end], order[start:end].sort().values)  # in token order
+
+    def there(x: torch.Tensor) -> torch.Tensor:
+        return ops.gather_rows(x, order, inverse, copies=k)
+
+    x = torch.randn(tokens, 11, dtype=where.dtype, device=where.device)
+    check(there, lambda x: x.repeat_interleave(k, 0)[order], [x])
+    check(lambda x: ops.gather_rows(there(x), inverse, order), lambda x: x.repeat_interleave(k, 0), [x])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_compiled_with_varying_sizes(frozen: int | None, kernels_device: torch.device) -> None:
+    """No graph break, one graph for all sizes, and equal bits."""
+    torch._dynamo.reset()
+
+    def op(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        order, inverse, offsets = ops.sort_by_expert(experts, 4)
+        return ops.grouped_mm(ops.gather_rows(x, order, inverse, copies=2), weights, offsets)
+
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 3, 9):
+        experts = torch.rand(tokens, 4, device=kernels_device).topk(2).indices
+        inputs = [torch.randn(s, device=kernels_device, requires_grad=True) for s in ((tokens, 6), (4, 7, 6))]
+        if frozen is not None:
+            inputs[frozen].requires_grad_(False)
+        with torch._dynamo.config.patch(error_on_recompile=tokens != 5):
+            results = [f(*inputs, experts) for f in (op, compiled)]
+        needed = [x for x in inputs if x.requires_grad]
+        gradients = [torch.autograd.grad(y.square().sum(), needed) for y in results]
+        for one, two in zip(*([y, *g] for y, g in zip(results, gradients, strict=True)), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_schemas_and_fakes() -> None:
+    x, weights, dy = torch.randn(6, 3), torch.randn(3, 5, 3), torch.randn(6, 5)
+    for op, args in (
+        (ops.experts._grouped_mm, (x, weights, ends((2, 0, 4)), True)),
+        (ops.experts._grouped_mm, (dy, weights.transpose(1, 2), ends((2, 0, 4)), True)),
+        (ops.experts._grouped_outer, (dy, x, ends((2, 0, 4)), True)),
+    ):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+X, WEIGHTS, OFFSETS = torch.ones(4, 3), torch.ones(2, 5, 3), ends((1, 3))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((X[0], WEIGHTS, OFFSETS), r"x must be floating, of shape \(R, K\)"),
+        ((X.long(), WEIGHTS, OFFSETS), "x must be floating"),
+        ((X, WEIGHTS[0], OFFSETS), r"weights must be \(E, M, 3\)"),
+        ((X, WEIGHTS.transpose(1, 2), OFFSETS), r"weights must be \(E, M, 3\)"),
+        ((X, WEIGHTS[:0], OFFSETS[:0]), r"weights must be \(E, M, 3\)"),
+        ((X, WEIGHTS.double(), OFFSETS), "weights must be of x's dtype"),
+        ((X, WEIGHTS, OFFSETS.long()), "offsets must be int32"),
+        ((X, WEIGHTS, OFFSETS[:1]), "offsets must be int32"),
+        ((X, WEIGHTS, ends((1, 2))), "end at x's 4 rows"),
+        ((X, WEIGHTS, ends((5, -1))), "must not decrease"),
+    ],
+)
+def test_bad_input(inputs: tuple[torch.Tensor, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ops.grouped_mm(*inputs)

@@ -1,0 +1,72 @@
+"""The demo from end to end, at sizes of a few seconds: its checks, its files, its refusals."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ligermodels as lm
+from ligermodels.demo import END, DemoSettings, run_demo
+from ligermodels.errors import CheckpointError, LigerModelsError
+
+TINY = DemoSettings(
+    corpus_bytes=300_000,
+    vocab_size=400,
+    hidden_size=64,
+    layers=2,
+    length=64,
+    rows_per_batch=2,
+    steps=20,
+    heads=2,
+    head_steps=5,
+    tree_nodes=5,
+    prompts=2,
+    prompt_tokens=9,
+    new_tokens=12,
+    held_out=0.4,
+    tokens_per_step=0.0,
+)
+
+
+def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out"
+    state = torch.random.get_rng_state()
+    results = run_demo(folder, TINY)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert json.loads((folder / "demo.json").read_text())["decoding"] == results["decoding"]
+    assert results["decoding"]["same"] == results["decoding"]["prompts"] == 2
+    assert len(results["checks"]) == 3 and all(results["checks"].values())
+    captured = capfd.readouterr()
+    assert str(folder / "medusa") in captured.out and "top-5" in captured.out
+    assert f"ligermodels generate {folder}/model --medusa {folder}/medusa" in captured.err
+
+    model = lm.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    text = "def f(x):\n    return 'é 漢' + x"
+    assert tokenizer.eos_token == END and tokenizer.decode(tokenizer(text).input_ids) == text
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    for name in ("model", "exported"):
+        oracle = AutoModelForCausalLM.from_pretrained(folder / name)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, oracle(ids).logits, rtol=1e-5, atol=1e-5)
+        assert AutoTokenizer.from_pretrained(folder / name).decode(ids[0]) == text
+    medusa = lm.MedusaModel.from_pretrained(model, folder / "medusa")
+    assert torch.equal(medusa.generate(ids, 20), model.generate(ids, 20))
+
+    # The same again in the same place, but for a bar that it cannot pass: an error after the work, not before.
+    with pytest.raises(LigerModelsError, match="tokens a step"):
+        run_demo(folder, replace(TINY, tokens_per_step=99.0))
+    again = json.loads((folder / "demo.json").read_text())
+    assert again["loss"] == results["loss"] and again["checks"]["it gives more than 99.0 tokens a step"] is False
+
+
+def test_demo_leaves_other_peoples_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    for taken in (tmp_path, tmp_path / "thesis.txt"):
+        with pytest.raises(CheckpointError, match="something other than a demo's"):
+            run_demo(taken, TINY)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    assert (tmp_path / "thesis.txt").read_text() == "mine"

@@ -1,0 +1,173 @@
+"""Every family against transformers: modules, logits, loss, every gradient, tokens, packing, heads, exported bytes."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from zoo import BASE, CONFIGS, make_checkpoint, plain, relative_error, stored_as
+
+import ligermodels as lm
+from ligermodels.verify import verify
+
+TOLERANCE = 1e-5
+Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("model")
+    oracle = make_checkpoint(folder, CONFIGS[request.param])
+    return folder, oracle, lm.from_pretrained(folder)
+
+
+def tokens(batch: int = 3, length: int = 41) -> torch.Tensor:
+    return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_every_module(pair: Pair) -> None:
+    report = verify(pair[0], tokens=41, tolerance=TOLERANCE)
+    assert len(report.places) >= 4 * len(pair[2].blocks)
+    assert report.passed, report.parting
+
+
+def test_logits_loss_and_every_gradient(pair: Pair) -> None:
+    _, oracle, model = pair
+    ids, labels = tokens(), tokens()
+    labels[0, :7] = labels[1, 20:30] = -100
+    for module in (oracle, model):
+        module.zero_grad()
+    wanted = oracle(ids, labels=labels)
+    wanted.loss.backward()
+    output = model(ids, labels=labels, return_logits=True)
+    output.loss.backward()
+    assert relative_error(output.logits, wanted.logits) < TOLERANCE
+    assert relative_error(output.loss, wanted.loss) < TOLERANCE
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    ours = stored_as(oracle, {name: read() for name, _, _, read in model.origin.weight_map.export(gradients)})
+    assert set(ours) == set(theirs)
+    errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_greedy_tokens_of_a_padded_batch(pair: Pair) -> None:
+    _, oracle, model = pair
+    ids = tokens(3, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = mask[2, :8] = 0
+    ids[mask == 0] = 0
+    eos = oracle.config.eos_token_id
+    wanted = oracle.generate(
+        ids, attention_mask=mask, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0
+    )
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=40), wanted)
+    alone = model.generate([ids[1, 4:].tolist()], max_new_tokens=40)[0, 5:]
+    assert torch.equal(alone, wanted[1, 9 : 9 + len(alone)])
+
+
+def test_packed_documents_equal_separate_ones(pair: Pair) -> None:
+    model = pair[2]
+    lengths = [13, 1, 27]
+    ids = tokens(1, sum(lengths))
+    bounds = torch.tensor([0, 13, 14, 41], dtype=torch.int32)
+    together = model(ids, cu_seqlens=bounds).logits
+    apart = [model(part).logits for part in ids.split(lengths, dim=1)]
+    assert relative_error(together, torch.cat(apart, dim=1)) < TOLERANCE
+
+
+def test_medusa_heads_train_and_decode(pair: Pair) -> None:
+    model = pair[2]
+    medusa = lm.MedusaModel.from_base(model, num_heads=2)
+    ids = tokens()
+    optimizer = torch.optim.SGD(medusa.head_parameters(), lr=0.05)
+    losses = []
+    for _ in range(2):
+        losses.append(medusa(ids, labels=ids).loss)
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[1] < losses[0]
+    prompts = [ids[0, :5].tolist(), ids[1, :23].tolist()]
+    plain = model.generate(prompts, max_new_tokens=30, eos_token_ids=None, pad_token_id=0)
+    assert torch.equal(medusa.generate(prompts, max_new_tokens=30, eos_token_ids=None, pad_token_id=0), plain)
+    model.requires_grad_(True)
+
+
+def test_export_is_byte_equal_and_opens_in_transformers(pair: Pair, tmp_path: Path) -> None:
+    folder, oracle, model = pair
+    out = tmp_path / "out"
+    model.save_pretrained(out, max_shard_size="50KB")
+    ours = {name: t for shard in out.glob("*.safetensors") for name, t in load_file(shard).items()}
+    theirs = load_file(folder / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == t.dtype and torch.equal(ours[name], t) for name, t in theirs.items())
+    reopened = plain(AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager"))
+    with torch.no_grad():
+        assert torch.equal(reopened(tokens()).logits, oracle(tokens()).logits)
+        assert torch.equal(lm.from_pretrained(out)(tokens()).logits, model(tokens()).logits)
+    config, before = (json.loads((at / "config.json").read_text()) for at in (out, folder))
+    rewritten = {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "rope_local_base_freq"}
+    kept = [{k: v for k, v in found.items() if k not in rewritten} for found in (config, before)]
+    assert kept[0] == kept[1]
+
+
+def test_bf16_is_no_worse_than_transformers(pair: Pair) -> None:
+    folder, oracle, _ = pair
+    with torch.no_grad():
+        ids = tokens(16)
+        exact = copy.deepcopy(oracle).double()(ids).logits
+        ours = lm.from_pretrained(folder, dtype=torch.bfloat16)(ids).logits
+        theirs = plain(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))(ids).logits
+    # Of most tokens: where rounding sends one to another expert, its error is as large as it gets, on either side.
+    errors = [(logits - exact).norm(dim=-1).median() for logits in (ours, theirs)]
+    assert errors[0] <= 1.1 * errors[1]
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_gemma3_beside_a_vision_tower(prefix: str, tmp_path: Path) -> None:
+    """The text model is loaded from either layout, and goes back out alone."""
+    config = CONFIGS["gemma3_text"]
+    oracle = make_checkpoint(tmp_path / "text", config)
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    wrapped = {name.replace("model.", prefix, 1): t for name, t in tensors.items()}
+    tower = "model.vision_tower" if prefix.startswith("model.") else "vision_tower"
+    (tmp_path / "model").mkdir()
+    save_file({**wrapped, f"{tower}.patch.weight": torch.zeros(3)}, tmp_path / "model" / "model.safetensors")
+    outer = {"model_type": "gemma3", "text_config": config, "vision_config": {}, "eos_token_id": [1, 7]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(outer))
+    model = lm.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        assert relative_error(model(tokens()).logits, oracle(tokens()).logits) < TOLERANCE
+        model.save_pretrained(tmp_path / "out")
+        reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+        assert torch.equal(reopened(tokens()).logits, oracle(tokens()).logits)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """The layout that transformers 5 may save: loaded, and written back as it came."""
+    oracle = make_checkpoint(tmp_path / "model", CONFIGS["qwen3_moe"])
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = {name: t.contiguous() for name, t in stored_as(oracle, load_file(file)).items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+    save_file(tensors, file)
+    model = lm.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        assert relative_error(model(tokens()).logits, oracle(tokens()).logits) < TOLERANCE
+    model.save_pretrained(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+
+
+def test_load_balancing_loss_counts_where_the_config_says_so(tmp_path: Path) -> None:
+    config = {**CONFIGS["mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.3}
+    oracle = make_checkpoint(tmp_path / "model", config)
+    model = lm.from_pretrained(tmp_path / "model")
+    wanted, output = oracle(tokens(), labels=tokens()), model(tokens(), labels=tokens())
+    assert relative_error(output.aux_loss, wanted.aux_loss) < TOLERANCE
+    assert relative_error(output.loss, wanted.loss) < TOLERANCE

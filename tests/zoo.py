@@ -1,0 +1,197 @@
+"""Tiny random checkpoints of every family, with awkward sizes, made and saved by transformers, the oracle."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+# Head widths that are not hidden / heads, fewer key/value heads than heads, no round sizes, windows shorter than the
+# sequences of the tests (41 tokens), and layers enough for every kind of layer to occur.
+BASE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 60,
+    "intermediate_size": 97,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 14,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "x_kept_by_export": {"extra": [1, "é"]},
+}
+GEMMA = {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 1}
+SANDWICH = {**GEMMA, "query_pre_attn_scalar": 19, "sliding_window": 11, "num_hidden_layers": 4}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 31}
+PHI_LONGROPE = {
+    "model_type": "phi3",
+    "head_dim": 10,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0 + 0.03 * i for i in range(5)],
+        "long_factor": [1.5 + 0.4 * i for i in range(5)],
+    },
+}
+LLAMA = {
+    **BASE,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMAS: dict[str, dict[str, Any]] = {
+    # Fields left out on purpose: head_dim, num_key_value_heads, rope.
+    "llama-2": {**{k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads")}, "hidden_size": 84},
+    "llama-3": {**LLAMA, "rope_theta": 500_000.0, "rope_scaling": None, "torch_dtype": "float32"},
+    "llama-3.1": {**LLAMA, "rope_theta": 500_000.0, "rope_scaling": LLAMA3_SCALING},
+    "llama-3.2": {
+        **LLAMA,
+        "tie_word_embeddings": True,
+        "eos_token_id": [2, 7],
+        "rope_parameters": {**LLAMA3_SCALING, "factor": 32.0, "rope_theta": 500_000.0},
+    },
+    "biases-linear-one-kv-head": {
+        **LLAMA,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 1,
+        "rope_theta": 1234.5,
+        "rope_scaling": {"type": "linear", "factor": 2.5},
+    },
+}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    **LLAMAS,
+    "mistral-window": {**BASE, "model_type": "mistral", "sliding_window": 9, "rope_theta": 1e4},
+    "mistral-nemo": {**BASE, "model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
+    "ministral": {
+        **BASE,
+        "model_type": "ministral",
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "gemma": {**GEMMA, "model_type": "gemma", "hidden_act": "gelu"},
+    "gemma2": {**SANDWICH, "model_type": "gemma2", "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {
+        **SANDWICH,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 3,
+    },
+    "qwen2": {**BASE, "model_type": "qwen2", "rope_theta": 1e6},
+    "qwen2-windows": {
+        **BASE,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen2-yarn": {
+        **BASE,
+        "model_type": "qwen2",
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    "qwen3": {**BASE, "model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6},
+    "qwen3_moe": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 5,
+        "mlp_only_layers": [3],
+    },
+    "qwen3_moe-normalised": {**BASE, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 5, "norm_topk_prob": True},
+    "phi3": {
+        **BASE,
+        "model_type": "phi3",
+        "sliding_window": 9,
+        "head_dim": 10,
+        "original_max_position_embeddings": 128,
+    },
+    "phi3-short": {**BASE, **PHI_LONGROPE, "original_max_position_embeddings": 128},
+    "phi3-long": {**BASE, **PHI_LONGROPE, "original_max_position_embeddings": 4},
+    "olmo2": {**BASE, "model_type": "olmo2", "head_dim": 10},
+    "granite": {
+        **BASE,
+        "model_type": "granite",
+        "head_dim": 10,
+        "embedding_multiplier": 3.5,
+        "logits_scaling": 2.5,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.21,
+    },
+    "smollm3": {**BASE, "model_type": "smollm3", "head_dim": 10, "num_hidden_layers": 5},
+}
+
+
+def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
+    # transformers writes into what it is given.
+    fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k == "sliding_window"}
+    oracle_config = AutoConfig.for_model(**fields)
+    torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
+    oracle = plain(AutoModelForCausalLM.from_config(oracle_config, attn_implementation="eager", dtype=torch.float32))
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            # Biases and norms too: at their initial values a mistake in them would not show.
+            mean = 1.0 if "norm" in name and "gemma" not in config["model_type"] else 0.0
+            parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
+    oracle.to(dtype).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return oracle
+
+
+def plain(oracle: PreTrainedModel) -> PreTrainedModel:
+    """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
+    if "num_experts_per_tok" in oracle.config.to_dict():
+        oracle.set_experts_implementation("eager")
+    return oracle.eval()
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """max |found - wanted| / max |wanted|."""
+    assert found.shape == wanted.shape
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def stored_as(oracle: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors in the layout of files, in the oracle's own: it keeps all experts of a layer as one tensor."""
+    found = {name: t for name, t in tensors.items() if ".experts." not in name and "block_sparse_moe" not in name}
+    for name, parameter in oracle.named_parameters():
+        if name in found:
+            continue
+        layer, _, part = name.partition(".mlp.")
+        if part == "gate.weight":
+            found[name] = tensors[f"{layer}.block_sparse_moe.gate.weight"]
+            continue
+        mixtral = f"{layer}.block_sparse_moe.gate.weight" in tensors
+        at = f"{layer}.block_sparse_moe.experts" if mixtral else f"{layer}.mlp.experts"
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        each = range(parameter.shape[0])
+        if part == "experts.gate_up_proj":
+            pairs = [torch.cat([tensors[f"{at}.{e}.{x}.weight"] for x in (gate, up)]) for e in each]
+            found[name] = torch.stack(pairs)
+        else:
+            found[name] = torch.stack([tensors[f"{at}.{e}.{down}.weight"] for e in each])
+    return found
