@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -49,5 +50,8 @@ def facts() -> Mapping[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {**found, "gpu": torch.cuda.get_device_name(), "commit": head.stdout.strip() or "unknown"}
+    commit = os.environ.get("COMMIT")  # For a tree that was copied without its history.
+    if commit is None:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = head.stdout.strip() or "unknown"
+    return {**found, "gpu": torch.cuda.get_device_name(), "commit": commit}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import ConfigError
 
 
@@ -27,12 +29,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def short(value: Any) -> str:
+    """`value` for a message: one line of bearable length, however long or deep it is."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no whole numbers of thousands of digits.
+        return f"a {type(value).__name__} too long to show"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlist = _SHORT.maxdict = 8
+
+
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype a config names (`dtype`, or the older `torch_dtype`); float32 when it names none."""
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype: {name!r} is not a torch dtype")
+    """The dtype a config names (`dtype`, or the older `torch_dtype`); float32 when it names none.
+
+    Raises ConfigError when it is none that weights are computed with.
+    """
+    name = _first(config.get("dtype"), config.get("torch_dtype"), "float32")
+    dtype = getattr(torch, str(name).removeprefix("torch."), None) if isinstance(name, str | torch.dtype) else None
+    if dtype not in FLOATS:
+        known = ", ".join(sorted(str(each).removeprefix("torch.") for each in FLOATS))
+        raise ConfigError(f"config.json: dtype: {short(name)} is not one of {known}")
     return dtype
 
 
@@ -87,7 +106,7 @@ def rope_parameters(
 def _object(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{where}{name}: must be an object, got {found!r}")
+        raise ConfigError(f"{where}{name}: must be an object, got {short(found)}")
     return found
 
 

@@ -171,3 +171,9 @@ def test_load_balancing_loss_counts_where_the_config_says_so(tmp_path: Path) -> 
     wanted, output = oracle(tokens(), labels=tokens()), model(tokens(), labels=tokens())
     assert relative_error(output.aux_loss, wanted.aux_loss) < TOLERANCE
     assert relative_error(output.loss, wanted.loss) < TOLERANCE
+
+
+def test_gemma_says_gelu_and_means_the_tanh_form() -> None:
+    """As all loaders but a few versions of transformers read it."""
+    said, meant = (lm.from_config({**CONFIGS["gemma"], "hidden_act": act}) for act in ("gelu", "gelu_pytorch_tanh"))
+    assert said.config == meant.config

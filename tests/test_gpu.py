@@ -1,5 +1,6 @@
 """Whole models on a GPU, on the natively compiled kernels, against transformers on the CPU."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -18,22 +19,33 @@ def tokens(batch: int = 3, length: int = 41) -> torch.Tensor:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_family(config: str, compiled: bool, tmp_path: Path) -> None:
+    """Errors against fp64 stay within those of transformers in the same place: some of these tiny models amplify."""
     oracle = make_checkpoint(tmp_path / "model", CONFIGS[config])
+    exact = copy.deepcopy(oracle).double()
+    oracle.cuda()
     model = lm.from_pretrained(tmp_path / "model", device="cuda")
+    torch.compiler.reset()  # The limit of recompilations counts those of the other cases too.
     step = torch.compile(model, fullgraph=True) if compiled else model
     ids = tokens()
-    wanted = oracle(ids, labels=ids)
-    wanted.loss.backward()
-    output = step(ids.cuda(), labels=ids.cuda())
-    output.loss.backward()
-    assert relative_error(output.loss.cpu(), wanted.loss) < 1e-5
-    gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
-    theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    ours = {name: read() for name, _, _, read in model.origin.weight_map.export(gradients)}
-    for name, gradient in stored_as(oracle, ours).items():
-        assert relative_error(gradient, theirs[name]) < 2e-5, name
-    with torch.no_grad():
-        assert relative_error(step(ids.cuda()).logits.cpu(), wanted.logits) < 1e-5
+    results: list[dict[str, torch.Tensor]] = []
+    for side in (exact, oracle, step):
+        at = ids if side is exact else ids.cuda()
+        loss = side(at, labels=at).loss
+        loss.backward()
+        with torch.no_grad():
+            found = {"loss": loss.detach(), "logits": side(at).logits}
+        if side is step:
+            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+            ours = {name: read() for name, _, _, read in model.origin.weight_map.export(gradients)}
+            found |= stored_as(oracle, ours)
+        else:
+            found |= {name: parameter.grad for name, parameter in side.named_parameters()}
+        results.append({name: tensor.cpu() for name, tensor in found.items()})
+    wanted, theirs, ours = results
+    assert ours.keys() == wanted.keys()
+    for name, truth in wanted.items():
+        limit = 3 * relative_error(theirs[name], truth) + 1e-5
+        assert relative_error(ours[name], truth) < limit, (name, limit)
 
 
 def test_bf16_is_no_worse_than_transformers(tmp_path: Path) -> None:

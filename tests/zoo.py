@@ -85,7 +85,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
-    "gemma": {**GEMMA, "model_type": "gemma", "hidden_act": "gelu"},
+    "gemma": {**GEMMA, "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
     "gemma2": {**SANDWICH, "model_type": "gemma2", "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {
         **SANDWICH,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ligermodels.archs.fields import Fields
+from ligermodels.convert.config_json import short
 from ligermodels.convert.weight_map import (
     Entry,
     WeightMap,
@@ -32,6 +33,20 @@ ACTIVATIONS = {
     "gelu": "gelu",
 }
 """Hugging Face's names of activations, and ours."""
+
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "per_layer_config": (None, {}),
+    "quantization_config": (None,),
+    "quantization": (None,),
+    "compression_config": (None,),
+    "transformers_weights": (None,),
+}
+"""Fields that any config may have and that change the model, or where its weights are, unless they have these values.
+
+A quantised checkpoint is never taken for one of plain weights, whatever its tensors look like.
+"""
 
 
 def decoder(
@@ -63,6 +78,9 @@ def decoder(
 
     Raises ConfigError naming the field that is missing, bad or not implemented.
     """
+    for name, harmless in HARMLESS.items():
+        if name in fields.config and fields.config[name] not in harmless:
+            raise ConfigError(f"{fields.where}: {name} = {short(fields.config[name])} is not implemented")
     fields.only("attention_dropout", 0, 0.0, default=0.0)
     hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
     heads = fields.size("num_attention_heads")
@@ -75,9 +93,10 @@ def decoder(
         )
     head_dim = fields.size("head_dim", hidden // heads)
     if head_dim % 2:
-        raise ConfigError(f"{fields.where}: head_dim {head_dim} must be even for rotary positions")
+        how = "" if fields.config.get("head_dim") else " (hidden_size / num_attention_heads)"
+        raise ConfigError(f"{fields.where}: head_dim {head_dim}{how} must be even for rotary positions")
     context = fields.size("max_position_embeddings")
-    norm = norm or NormConfig(fields.number("rms_norm_eps"))
+    norm = norm or NormConfig(fields.number("rms_norm_eps", negative=False))
     common = AttentionConfig(heads, kv_heads, head_dim, rope=None)
     gated = MLPConfig(
         fields.size("intermediate_size"), ACTIVATIONS[fields.only(activation, *ACTIVATIONS, default=None)], mlp_bias
@@ -94,7 +113,7 @@ def decoder(
         ),
         norm=norm,
         head=HeadConfig(tied=fields.flag("tie_word_embeddings", False), **(head or {})),
-        initializer_range=fields.number("initializer_range", 0.02),
+        initializer_range=fields.number("initializer_range", 0.02, negative=False),
         max_position_embeddings=context,
         **more,
     )

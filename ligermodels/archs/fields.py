@@ -6,12 +6,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ligermodels.archs.rope import read_rope
-from ligermodels.convert.config_json import rope_parameters
+from ligermodels.convert.config_json import rope_parameters, short
 from ligermodels.errors import ConfigError
 from ligermodels.layers import RopeConfig
 
 _REQUIRED = object()
 SLIDING, FULL = "sliding_attention", "full_attention"
+
+MOST = {"num_hidden_layers": 4096, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}
+"""Bounds on sizes by which objects or tables are made before any weight is looked for, far above those in use."""
+
+
+def synonym(config: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
+    """`config` with field `name` even where only its synonym `other` is set; ConfigError where the two contradict."""
+    value, theirs = config.get(name), config.get(other)
+    if theirs is None or theirs == value:
+        return config
+    if value is not None:
+        raise ConfigError(f"config.json: {name} = {short(value)} contradicts {other} = {short(theirs)}; remove one")
+    return {**config, name: theirs}
 
 
 class Fields:
@@ -29,23 +42,27 @@ class Fields:
         return value
 
     def _fail(self, name: str, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.where}: field {name!r} must be {wanted}, got {self.config.get(name)!r}")
+        return ConfigError(f"{self.where}: field {name!r} must be {wanted}, got {short(self.config.get(name))}")
 
     def size(self, name: str, default: Any = _REQUIRED, *, zero: bool = False) -> int:
         """A whole number above zero, or zero where that is allowed."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < (not zero):
             raise self._fail(name, f"a whole number{'' if zero else ' above 0'}")
+        if value > (most := MOST.get(name, 2**31 - 1)):
+            raise ConfigError(f"{self.where}: {name} must be at most {most}, got {short(value)}")
         return value
 
-    def number(self, name: str, default: Any = _REQUIRED, *, positive: bool = False) -> float:
-        """A finite number, above zero when `positive`."""
+    def number(self, name: str, default: Any = _REQUIRED, *, positive: bool = False, negative: bool = True) -> float:
+        """A finite number, above zero when `positive`, and not below it unless `negative`."""
         value = self._get(name, default)
         # The bound, within fp32's range, also turns NaN away.
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
             raise self._fail(name, "a finite number")
         if positive and value <= 0:
             raise self._fail(name, "above 0")
+        if not negative and value < 0:
+            raise self._fail(name, "0 or above")
         return float(value)
 
     def optional_size(self, name: str) -> int | None:
@@ -76,6 +93,20 @@ class Fields:
             raise self._fail(name, f"a list of {count} times 0 or 1")
         return [bool(each) for each in found]
 
+    def layers(self, name: str) -> frozenset[int]:
+        """A list of layers' numbers, from 0 on; null or nothing is an empty one."""
+        found = self._get(name, [])
+        if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
+            raise self._fail(name, "a list of whole numbers")
+        return frozenset(found)
+
+    def experts(self, name: str) -> tuple[int, int]:
+        """How many experts there are, which field `name` says, and how many of them a token meets."""
+        experts, chosen = self.size(name), self.size("num_experts_per_tok")
+        if chosen > experts:
+            raise ConfigError(f"{self.where}: num_experts_per_tok {chosen} is above {name} {experts}")
+        return experts, chosen
+
     def router_loss(self) -> float:
         """Weight of the load-balancing loss, which counts only with `output_router_logits`."""
         return self.number("router_aux_loss_coef") if self.flag("output_router_logits", False) else 0.0
@@ -92,14 +123,14 @@ class Fields:
         value = self._get(name, default)
         if value not in implemented:
             known = ", ".join(map(repr, implemented))
-            raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented; implemented: {known}")
+            raise ConfigError(f"{self.where}: {name} = {short(value)} is not implemented; implemented: {known}")
         return value
 
     def numbers(self, name: str, count: int, *, positive: bool = False) -> tuple[float, ...]:
         """A list of `count` finite numbers, above zero when `positive`."""
         values = self._get(name, _REQUIRED)
         if not isinstance(values, list | tuple) or len(values) != count:
-            length = f" of {len(values)}" if isinstance(values, list | tuple) else f": {values!r}"
+            length = f" of {len(values)}" if isinstance(values, list | tuple) else f": {short(values)}"
             raise ConfigError(f"{self.where}: field {name!r} must be a list of {count} numbers, got one{length}")
         each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
         return tuple(each.number(key, positive=positive) for key in each.config)

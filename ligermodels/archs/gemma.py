@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import SANDWICH, decoder, weight_map
+from ligermodels.archs.compose import HARMLESS, SANDWICH, decoder, weight_map
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
+from ligermodels.convert.config_json import short
+from ligermodels.errors import ConfigError
 from ligermodels.layers import NormConfig, QKNormConfig
 from ligermodels.model import DecoderConfig
 
@@ -47,12 +49,14 @@ GEMMA3 = {
 
 
 GEMMA3_THETAS = {SLIDING: 1e4, FULL: 1e6}
-SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+SHARED = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings", *HARMLESS,
+)  # fmt: skip
 """Fields of a config with vision that speak of its text model too."""
 
 
 def _norm(fields: Fields) -> NormConfig:
-    return NormConfig(fields.number("rms_norm_eps"), offset=1.0, cast="after")
+    return NormConfig(fields.number("rms_norm_eps", negative=False), offset=1.0, cast="after")
 
 
 def gemma(config: Mapping[str, Any]) -> DecoderConfig:
@@ -78,9 +82,8 @@ def gemma2(config: Mapping[str, Any]) -> DecoderConfig:
 
 def gemma3_text(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Gemma3TextConfig` dict: layers with a window have other positions than the others."""
-    found = {**GEMMA3, **config}
-    pattern = config.get("_sliding_window_pattern")
-    fields = Fields(found if pattern is None else {**found, "sliding_window_pattern": pattern})
+    fields = Fields({**GEMMA3, **config})
+    fields.only("attn_logit_softcapping", None, default=None)  # A field that transformers has, and does not heed.
     every = fields.size("sliding_window_pattern")
     windows = fields.windows(lambda layer: (layer + 1) % every != 0)
     ropes = {
@@ -95,6 +98,8 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The `Gemma3TextConfig` dict within a `Gemma3Config` dict."""
     shared = {name: config[name] for name in SHARED if name in config}
     text = config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"config.json: field 'text_config' must be an object, got {short(text)}")
     return {**shared, **text, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ligermodels.archs.compose import STACKED_EXPERTS, decoder, weight_map
 from ligermodels.archs.family import Family
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.fields import Fields, synonym
 from ligermodels.layers import MoEConfig
 from ligermodels.model import DecoderConfig
 
@@ -36,10 +36,10 @@ EXPERTS = {
 
 def mixtral(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `MixtralConfig` dict."""
-    fields = Fields({**DEFAULTS, **config})
+    fields = Fields({**DEFAULTS, **synonym(config, "num_local_experts", "num_experts")})
     fields.only("router_jitter_noise", 0, 0.0, default=0.0)
     window = fields.optional_size("sliding_window")
-    experts, chosen = fields.size("num_local_experts"), fields.size("num_experts_per_tok")
+    experts, chosen = fields.experts("num_local_experts")
     return decoder(
         fields,
         attention=lambda layer, common: {"window": window},

@@ -27,7 +27,7 @@ def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of an `Olmo2Config` dict."""
     fields = Fields({**DEFAULTS, **config})
     bias = fields.flag("attention_bias", False)
-    norm = NormConfig(fields.number("rms_norm_eps"), cast="after")
+    norm = NormConfig(fields.number("rms_norm_eps", negative=False), cast="after")
     own = {"bias": bias, "output_bias": bias, "qk_norm": QKNormConfig(norm, over="projection")}
     return decoder(fields, norm=norm, attention=lambda layer, common: own, block={"pre_norm": False, "post_norm": True})
 

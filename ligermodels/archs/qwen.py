@@ -7,7 +7,7 @@ from typing import Any
 
 from ligermodels.archs.compose import EXPERTS, STACKED_EXPERTS, decoder, weight_map
 from ligermodels.archs.family import Family
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.fields import Fields, synonym
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
 from ligermodels.model import DecoderConfig
 
@@ -51,7 +51,7 @@ def _windows(fields: Fields) -> list[int | None]:
 
 
 def _qk_norm(fields: Fields) -> QKNormConfig:
-    return QKNormConfig(NormConfig(fields.number("rms_norm_eps")))
+    return QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
 
 
 def qwen2(config: Mapping[str, Any]) -> DecoderConfig:
@@ -73,13 +73,12 @@ def qwen3(config: Mapping[str, Any]) -> DecoderConfig:
 def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Qwen3MoeConfig` dict: some layers are mixtures, the others are dense."""
     # transformers 5 may write the number of experts under its attribute's name.
-    renamed = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
-    fields = Fields({**QWEN3_MOE, **renamed, **config})
+    fields = Fields({**QWEN3_MOE, **synonym(config, "num_experts", "num_local_experts")})
     bias = fields.flag("attention_bias", False)
     own = {"bias": bias, "output_bias": bias, "qk_norm": _qk_norm(fields)}
     own["window"] = _windowed(fields).optional_size("sliding_window")
-    step, dense = fields.size("decoder_sparse_step"), fields.config.get("mlp_only_layers") or []
-    experts, chosen = fields.size("num_experts"), fields.size("num_experts_per_tok")
+    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
+    experts, chosen = fields.experts("num_experts")
     size, normalize = fields.size("moe_intermediate_size"), fields.flag("norm_topk_prob", False)
 
     def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:

@@ -221,8 +221,8 @@ def _find(name: str) -> bool:
 
 _INSTALLED = {name: _find(name) for name in _MODULES}
 
-# flash-attn 4.0.0b36 gave wrong gradients for packed sequences with head_dim 16 on an H200; 64 to 256 were right.
-_LEAST_HEAD_DIM = {"flash-attn-4": 64}
+# Packed, flash-attn 4.0.0b36 gave wrong gradients with head_dim 16 and 80 on an H200, and right ones with these.
+_PACKED_HEAD_DIMS = {"flash-attn-4": (64, 128, 256)}
 
 
 def _flash_refuses(name: str) -> Callable[[AttentionRequest], str | None]:
@@ -233,9 +233,10 @@ def _flash_refuses(name: str) -> Callable[[AttentionRequest], str | None]:
             return f"{_MODULES[name]} is not installed"
         if request.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, not {request.dtype}"
-        least = _LEAST_HEAD_DIM.get(name, 8)
-        if not least <= request.head_dim <= 256 or request.head_dim % 8:
-            return f"head_dim {request.head_dim} is not a multiple of 8 from {least} to 256"
+        if request.head_dim > 256 or request.head_dim % 8:
+            return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
+        if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
+            return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
         if request.compiling:
             return "torch.compile cannot trace it"
         return "it takes no arbitrary mask" if request.masked else None

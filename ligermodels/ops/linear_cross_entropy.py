@@ -179,7 +179,7 @@ def _linear_cross_entropy(
             _accumulate(dw, logits, x, first=start == 0)
         if need_bias:
             db += logits.sum(0, dtype=db.dtype)
-    del workspace
+    logits = workspace = hidden.new_empty(0)  # frees the chunk before the sum is rounded
     if T == 0:
         dw.zero_()
     return losses, ranks, dx, dw.to(weight.dtype), db.to(weight.dtype)
