@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ligermodels.archs import family_of
 from ligermodels.convert import hub
@@ -17,7 +19,7 @@ from ligermodels.convert.files import COMPANIONS
 from ligermodels.convert.origin import Origin
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import BackendError
+from ligermodels.errors import BackendError, ConfigError
 from ligermodels.model import CausalLM, DecoderConfig
 from ligermodels.ops.attention import backends
 
@@ -59,8 +61,7 @@ def from_pretrained(
     config = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
     with Checkpoint(folder) as checkpoint:
         weight_map = choose_layout(hf_config, config, checkpoint.headers)
-        with torch.device("meta"):
-            model = CausalLM(config, _origin(hf_config, config, folder, weight_map))
+        model = _skeleton(config, _origin(hf_config, config, folder, weight_map))
         weight_map.plan(checkpoint.headers, dict(model.named_parameters()))
         model.to(dtype_of(hf_config) if dtype is None else dtype).to_empty(device=device)
         weight_map.load(checkpoint, dict(model.named_parameters()), progress=progress)
@@ -86,8 +87,7 @@ def from_config(
         hf_config = read_json(path / "config.json" if path.is_dir() else path)
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
-    with torch.device("meta"):
-        model = CausalLM(composed, _origin(hf_config, composed, folder, family.layouts(composed)[0]))
+    model = _skeleton(composed, _origin(hf_config, composed, folder, family.layouts(composed)[0]))
     model.to(dtype_of(hf_config) if dtype is None else dtype).to_empty(device=device)
     model.reset_parameters()
     return model
@@ -96,6 +96,28 @@ def from_config(
 def choose_layout(hf_config: Mapping[str, Any], config: DecoderConfig, names: Collection[str]) -> WeightMap:
     """Of the layouts in which this family's checkpoints are found, the one that lacks the fewest of its tensors."""
     return min(family_of(hf_config).layouts(config), key=lambda layout: len(layout.sources() - set(names)))
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Leaves new parameters as they are: on the meta device, filling them would first import half of torch."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def _skeleton(config: DecoderConfig, origin: Origin) -> CausalLM:
+    """The model on the meta device; ConfigError when a tensor would have more elements than can be counted."""
+    try:
+        with torch.device("meta"), _NoInitialisation():
+            return CausalLM(config, origin)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"config.json: hidden_size, or a size beside it, is too large: {reason}") from None
 
 
 def _origin(hf_config: dict[str, Any], config: DecoderConfig, folder: Path | None, weight_map: WeightMap) -> Origin:

@@ -110,16 +110,14 @@ class Attention(nn.Module):
     def _project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q (B, T, Hq, D) and k (B, T, Hkv, D), and v as k."""
         config, qkv = self.config, self.qkv(x)
-        if config.qk_norm is None and config.rope is not None:
-            return ops.rope_qkv(
-                qkv, *context.tables[config.rope], config.num_kv_heads, config.group_size, config.head_dim
-            )
-        groups = qkv.unflatten(-1, (config.num_kv_heads, config.group_size + 2, config.head_dim))
-        q, k, v = (part.flatten(2, 3) for part in groups.split([config.group_size, 1, 1], dim=-2))
-        if config.qk_norm is not None and config.qk_norm.over == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        elif config.qk_norm is not None:
-            q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
-        if config.rope is not None:
-            q, k = ops.rope(q, k, *context.tables[config.rope])
-        return q, k, v
+        cos, sin = (None, None) if config.rope is None else context.tables[config.rope]
+        shape = (config.num_kv_heads, config.group_size, config.head_dim)
+        if config.qk_norm is None:
+            return ops.rope_qkv(qkv, cos, sin, *shape)
+        norm = config.qk_norm.norm
+        if config.qk_norm.over == "head":
+            weights = (self.q_norm.weight, self.k_norm.weight)
+            return ops.rope_qkv(qkv, cos, sin, *shape, *weights, eps=norm.eps, offset=norm.offset, cast=norm.cast)
+        q, k, v = ops.rope_qkv(qkv, None, None, *shape)
+        q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
+        return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)

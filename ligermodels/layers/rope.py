@@ -196,12 +196,16 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: RopeConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("frequencies", _ahead(config, None), persistent=False)
+        self.register_buffer("frequencies", self._made(torch.get_default_device()), persistent=False)
+
+    def _made(self, device: torch.device) -> Tensor:
+        # On the CPU first: the same bits on every device; and arithmetic on the meta device would import half of torch.
+        return _ahead(self.config, "cpu").to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Frequencies stay fp32 whatever the model is cast to, and are made afresh on leaving the meta device.
         super()._apply(fn, recurse)
-        self.frequencies = _ahead(self.config, self.frequencies.device)
+        self.frequencies = self._made(self.frequencies.device)
         return self
 
     @property

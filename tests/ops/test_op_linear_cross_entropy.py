@@ -43,8 +43,9 @@ def head(where: Where, T: tuple[int, ...], H: int, V: int) -> tuple[torch.Tensor
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
 def test_options(where: Where, name: str, memory_budget: int) -> None:
-    hidden, weight, bias = head(where, (2, 5), 12, 50)
-    y = targets((2, 5), 50, where.device)
+    # Enough elements for an error in the root mean square to be more than chance.
+    hidden, weight, bias = head(where, (2, 5), 12, 300)
+    y = targets((2, 5), 300, where.device)
     options = options_for(name, y)
     y = y.masked_fill(y == -100, options.get("ignore_index", -100))
     compare(hidden, weight, y, bias, memory_budget=memory_budget, **options)
@@ -231,7 +232,7 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
     )
     assert done.returncode == 0, done.stderr
     used = int(re.search(r"used (-?\d+)", done.stdout)[1])
-    allowance = 3 * 2**20  # what the matrix library packs, and the allocator's own
+    allowance = 5 * 2**20  # what the matrix library packs, and the allocator's own; twice the budget would still show
     assert budget / 4 < used < budget + allowance, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
 
 
