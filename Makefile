@@ -1,4 +1,4 @@
-# make demo | test | lint | format | bench. Each first makes .venv, and again whenever what it installs has changed.
+# make demo | test | lint | format | matrix | bench. Each first makes .venv, again whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
 PYTHON ?= python3
 JOBS ?= 2
@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 LINKS := build/lint
 
-.PHONY: demo test lint format bench
+.PHONY: demo test test-slow test-transformers4 lint format matrix bench
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -14,6 +14,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+# What `make test` leaves out, one at a time: some of it is measured.
+test-slow: $(READY)
+	$(BIN)/pytest -m slow
+
+# Exports opened by the last transformers before 5.
+test-transformers4: $(READY) build/transformers4/.ready
+	LIGERMODELS_OTHER_PYTHON="$(CURDIR)/build/transformers4/bin/python" $(BIN)/pytest tests/test_other_transformers.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -29,6 +37,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+matrix: $(READY)
+	$(BIN)/python tests/matrix.py
+
 bench: $(READY)
 	@$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('make bench needs a CUDA GPU; torch sees none')"
 	$(BIN)/python -m benchmarks
@@ -38,4 +49,9 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt $(shell grep '^torch==' constraints.txt) setuptools
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+build/transformers4/.ready: constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(shell grep '^torch==' constraints.txt) transformers==4.57.6
 	@touch $@

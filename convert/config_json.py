@@ -47,11 +47,12 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 
     Raises ConfigError when it is none that weights are computed with.
     """
-    name = _first(config.get("dtype"), config.get("torch_dtype"), "float32")
+    field = "torch_dtype" if config.get("dtype") is None else "dtype"
+    name = _first(config.get(field), "float32")
     dtype = getattr(torch, str(name).removeprefix("torch."), None) if isinstance(name, str | torch.dtype) else None
     if dtype not in FLOATS:
         known = ", ".join(sorted(str(each).removeprefix("torch.") for each in FLOATS))
-        raise ConfigError(f"config.json: dtype: {short(name)} is not one of {known}")
+        raise ConfigError(f"config.json: {field}: {short(name)} is not one of {known}")
     return dtype
 
 
@@ -130,16 +131,23 @@ def _first(*values: Any) -> Any:
 
 
 def for_export(
-    config: Mapping[str, Any], dtype: torch.dtype, default_theta: float | Mapping[str, float] = 10_000.0
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    default_theta: float | Mapping[str, float] = 10_000.0,
+    synonyms: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """`config` with every field kept, the dtype set, and rope settings in both schemas.
 
     A reader that knows only one schema would otherwise fall back to the default theta without a word. `default_theta`
     has one base for each layer type in a family that has one rope for each. Scaling of other layers than those of full
-    attention, and an explicit `factor` of longrope, are beyond the v4 schema.
+    attention, and an explicit `factor` of longrope, are beyond the v4 schema. `synonyms` has fields that v5 may write
+    under another name: v4's name -> v5's, which v4 would not read.
     """
     name = str(dtype).removeprefix("torch.")
     exported = {**config, "dtype": name, "torch_dtype": name}
+    for older, newer in (synonyms or {}).items():
+        if config.get(older) is None and config.get(newer) is not None:
+            exported[older] = config[newer]
     thetas = default_theta if isinstance(default_theta, Mapping) else {}
     layer_types = dict.fromkeys([*thetas, *_layer_types(_object(config, "rope_parameters"))])
     if layer_types:

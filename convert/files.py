@@ -15,7 +15,7 @@ from ligermodels.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-WEIGHTS = (SINGLE, "model-*-of-*.safetensors", INDEX)
+WEIGHTS = (SINGLE, "model-*-of-*.safetensors", INDEX, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 COMPANIONS = (
     "config.json",
@@ -33,6 +33,12 @@ COMPANIONS = (
     "chat_template.json",
 )
 """What may stand beside the weights and belongs to them."""
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What does so where a model takes more than text."""
+
+CHECKPOINT = (*WEIGHTS, *COMPANIONS, *PROCESSORS)
+"""Patterns of all the files of a checkpoint."""
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -94,7 +100,7 @@ def _replace(folder: Path, temporary: Path) -> None:
     new = {path.name for path in temporary.iterdir()}
     if folders := [name for name in new if (folder / name).is_dir()]:
         raise OSError(f"{folders[0]} is a folder there")
-    old = [path for path in folder.iterdir() if any(fnmatch.fnmatch(path.name, p) for p in (*WEIGHTS, *COMPANIONS))]
+    old = [path for path in folder.iterdir() if any(fnmatch.fnmatch(path.name, p) for p in CHECKPOINT)]
     for name in new:
         (temporary / name).replace(folder / name)
     for path in old:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ligermodels.convert.files import COMPANIONS, INDEX, SINGLE, read_index
+from ligermodels.convert.files import COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
 from ligermodels.errors import CheckpointError, HubError
 
 # The first class that an error is of tells what to say; some are subclasses of later ones.
@@ -82,7 +82,7 @@ def resolve(
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:
-    folder = _snapshot(name, revision, COMPANIONS, options)
+    folder = _snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options)
     commit = folder.name  # From here on, so that files of two commits never mix.
     _require(name, commit, "config.json", options)
     if weights:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,71 +48,128 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class Header(NamedTuple):
-    """What is known of a tensor before it is read; `file` is the name of the file in the folder that holds it."""
+    """What is known of a tensor before it is read: its bytes are those of `file`, in the folder, from `start` on."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: str
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Where in the file its bytes end."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+
+class _File(NamedTuple):
+    """An open file, and its bytes mapped into memory: private, so that writing to them changes no file."""
+
+    file: FileIO
+    mapped: torch.UntypedStorage
 
 
 class Checkpoint:
-    """The safetensors of a folder: `model.safetensors`, else the shards that `model.safetensors.index.json` names.
+    """The safetensors of a folder: the file `single`, else the shards that `model.safetensors.index.json` names.
 
     A context manager: leaving it closes the files. `headers` maps tensor name to `Header`.
 
     Raises CheckpointError, naming the file, when weights are missing, truncated, damaged or contradict the index.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, single: str = SINGLE) -> None:
         self.folder = Path(folder)
         self.headers: dict[str, Header] = {}
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, _File] = {}
+        self._open_files = ExitStack()
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
         # As in transformers: a single file wins over an index beside it.
-        single = (self.folder / SINGLE).is_file()
-        if not single and not (self.folder / INDEX).is_file():
+        alone = (self.folder / single).is_file()
+        if not alone and not (self.folder / INDEX).is_file():
             raise CheckpointError(_no_weights(self.folder))
-        index = {} if single else read_index(self.folder)
-        files = [SINGLE] if single else sorted(set(index.values()))
+        index = {} if alone else read_index(self.folder)
+        files = [single] if alone else sorted(set(index.values()))
         if missing := [file for file in files if not (self.folder / file).is_file()]:
             raise CheckpointError(
                 f"{self.folder}: {len(missing)} of {len(files)} shards are missing: {missing[0]} first; fetch them"
             )
-        for file in files:
-            self._open(file)
-        for name, file in index.items():
-            if name not in self.headers or self.headers[name].file != file:
-                raise CheckpointError(
-                    f"{self.folder / INDEX}: says that {file} holds {name!r}, which it does not; fetch both again"
-                )
+        with self._open_files:
+            for file in files:
+                self._open(file)
+            for name, file in index.items():
+                if name not in self.headers or self.headers[name].file != file:
+                    raise CheckpointError(
+                        f"{self.folder / INDEX}: says that {file} holds {name!r}, which it does not; fetch both again"
+                    )
+            self._open_files = self._open_files.pop_all()
 
     def _open(self, file: str) -> None:
         path = self.folder / file
         if path.stat().st_size == 0:
             raise CheckpointError(f"{path}: is empty; fetch it again")
         with _explained(path):
-            self._files[file] = opened = safe_open(path, framework="pt")
-            specs = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, it is not a mapping
-        for name, spec in specs.items():
+            with safe_open(path, framework="pt"):
+                pass  # Refuses a file that is damaged or too short; what follows can rely on its header.
+            opened = self._open_files.enter_context(FileIO(path))
+            size = os.fstat(opened.fileno()).st_size
+            mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
+            self._files[file] = _File(opened, mapped.untyped_storage())
+            length = int.from_bytes(opened.read(8), "little")
+            specs = json.loads(os.pread(opened.fileno(), length, 8))
+        specs.pop("__metadata__", None)
+        for name, spec in sorted(specs.items()):
             if name in self.headers:
                 raise CheckpointError(f"{path}: holds {name!r}, but so does {self.headers[name].file}; remove one")
-            if (dtype := DTYPES.get(spec.get_dtype())) is None:
-                raise CheckpointError(f"{path}: {name!r} has dtype {spec.get_dtype()}, which this torch does not have")
-            self.headers[name] = Header(dtype, tuple(spec.get_shape()), file)
+            if (dtype := DTYPES.get(spec["dtype"])) is None:
+                raise CheckpointError(f"{path}: {name!r} has dtype {spec['dtype']}, which this torch does not have")
+            self.headers[name] = Header(dtype, tuple(spec["shape"]), file, 8 + length + spec["data_offsets"][0])
 
     def read(self, name: str) -> Tensor:
-        """Tensor `name`, on the CPU, as stored."""
+        """Tensor `name`, on the CPU, as stored: mapped from its file, so that its bytes are read as they are used."""
+        header = self._header(name)
+        found = self._bytes(header.file, header.start, header.end)
+        if header.start % header.dtype.itemsize:
+            found = found.clone()  # The format asks for no alignment; the processor might.
+        return found.view(header.dtype).view(header.shape)
+
+    def read_together(self, names: Sequence[str]) -> Tensor | None:
+        """The bytes of tensors that lie in one file one after another, mapped as by `read`; None when they do not."""
+        headers = [self._header(name) for name in names]
+        places = [(header.file, header.start) for header in headers]
+        if places[1:] != [(header.file, header.end) for header in headers[:-1]]:
+            return None
+        return self._bytes(headers[0].file, headers[0].start, headers[-1].end)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of tensor `name` from its byte `start` on. Threads may do so side by side."""
+        header = self._header(name)
+        path, at = self.folder / header.file, header.start + start
+        if start < 0 or at + len(buffer) > header.end:
+            raise CheckpointError(f"{path}: {name!r} does not have {len(buffer)} bytes from {start} on")
+        file = self._file(header.file).file
+        with _explained(path):
+            while buffer:
+                if not (count := os.preadv(file.fileno(), [buffer], at)):
+                    raise CheckpointError(f"{path}: is shorter than it was; fetch it again")
+                buffer, at = buffer[count:], at + count
+
+    def _header(self, name: str) -> Header:
         if name not in self.headers:
             raise CheckpointError(f"{self.folder}: holds no tensor {name!r}")
-        file = self.headers[name].file
-        with _explained(self.folder / file):
-            tensor: Tensor = self._files[file].get_tensor(name)
-        return tensor
+        return self.headers[name]
+
+    def _file(self, name: str) -> _File:
+        if name not in self._files:
+            raise CheckpointError(f"{self.folder / name}: was closed")
+        return self._files[name]
+
+    def _bytes(self, file: str, start: int, end: int) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._file(file).mapped[start:end])
 
     def close(self) -> None:
         """Close the files; tensors that were read stay valid."""
         self._files.clear()
+        self._open_files.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -135,5 +195,5 @@ def _no_weights(folder: Path) -> str:
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; if truncated or damaged, fetch it again") from error

@@ -29,31 +29,35 @@ def save_checkpoint(
     folder: str | os.PathLike[str],
     tensors: Iterable[Lazy],
     *,
+    name: str = "model",
     max_shard_size: int | str = "5GB",
     files: Mapping[str, bytes | str | Path] | None = None,
     overwrite: bool = False,
+    check: Callable[[Path], object] | None = None,
 ) -> None:
     """Write `model.safetensors`, or shards of at most `max_shard_size` and their index, named as transformers does.
 
     Args:
         folder: created with its parents if need be.
         tensors: fetched one shard at a time, so the host holds no more copies than that.
+        name: what the files are called instead of "model".
         max_shard_size: bytes, or text such as "5GB" (10^9) or "5GiB" (2^30); a larger tensor has a shard to itself.
         files: name -> content, or the path of a file to copy.
         overwrite: replace a checkpoint in `folder`; files there that are no part of one stay.
+        check: called with the folder that holds the files before they become those of `folder`; may raise.
 
     Raises:
         CheckpointError: `folder` is a file, is not empty, or cannot be written (a full disk); nothing is left behind.
         InputError: `max_shard_size` is not a size.
     """
     limit, found, files = parse_size(max_shard_size), list(tensors), files or {}
-    by_name = {name: (shape, dtype, read) for name, shape, dtype, read in found}
+    by_name = {key: (shape, dtype, read) for key, shape, dtype, read in found}
     if not found or len(by_name) < len(found):
         raise CheckpointError(f"{folder}: {'two tensors have the same name' if found else 'there are no tensors'}")
     split = split_state_dict_into_shards_factory(
         by_name,
         get_storage_size=lambda tensor: math.prod(tensor[0]) * tensor[1].itemsize,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern=f"{name}{{suffix}}.safetensors",
         max_shard_size=limit,
     )
     if split.is_sharded:
@@ -61,10 +65,12 @@ def save_checkpoint(
         files = {**files, INDEX: json.dumps(index, indent=2, sort_keys=True) + "\n"}
     needed = split.metadata["total_size"] + sum(map(_size, files.values()))
     with written_whole(Path(folder), needed, overwrite=overwrite) as temporary:
-        for name, content in files.items():
-            _write(temporary / name, content)
-        for file, names in split.filename_to_tensors.items():
-            _write_shard(temporary / file, {name: by_name[name][2] for name in names})
+        for file, content in files.items():
+            _write(temporary / file, content)
+        for file, keys in split.filename_to_tensors.items():
+            _write_shard(temporary / file, {key: by_name[key][2] for key in keys})
+        if check is not None:
+            check(temporary)
 
 
 def parse_size(size: int | str) -> int:

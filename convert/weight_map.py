@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ligermodels.convert import loading
 from ligermodels.errors import CheckpointError
 
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
@@ -36,12 +37,11 @@ class Spec(Protocol):
     def shape(self) -> Sequence[int]: ...
 
 
-class Reader(Protocol):
+class Reader(loading.Reader, Protocol):
     """Where tensors are loaded from: `safetensors_reader.Checkpoint`, or anything like it."""
 
     @property
     def headers(self) -> Mapping[str, Spec]: ...
-    def read(self, name: str) -> Tensor: ...
 
 
 class LazyTensor(NamedTuple):
@@ -209,14 +209,21 @@ class WeightMap:
         _raise("the checkpoint does not fit the model", faults)
 
     def load(
-        self, reader: Reader, state: Mapping[str, Tensor], progress: Callable[[int, int], None] | None = None
+        self,
+        reader: Reader,
+        state: Mapping[str, Tensor],
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        mapped: bool = False,
     ) -> None:
-        """Fill `state` tensor by tensor: read, cast, placed on its device. The host holds one or two tensors at a time.
+        """Fill `state`, casting as needed. Beside it the host holds a few buffers at most.
 
         Args:
             reader: the checkpoint.
             state: native name -> tensor with storage, of any float dtype, on any device.
             progress: called with bytes done and bytes in all.
+            mapped: give a tensor on the host the memory of its file (as its `data`) where that holds it in the right
+                dtype and order: nothing is read before it is used, and writing to the tensor leaves the file alone.
 
         Raises CheckpointError as `plan`, before anything is read; or when an alias differs from what it repeats.
         """
@@ -230,17 +237,21 @@ class WeightMap:
                     f"{alias}: differs from {original}, but the config ties the two; set tie_word_embeddings to false, "
                     f"or remove {alias}"
                 )
-        views, _ = self._split(state)
-        stored = {self._stored(source, headers): parts for source, parts in _by_source(views).items()}
-        done, total = 0, sum(_bytes(headers[name]) for name in stored)
-        for name, parts in stored.items():
-            tensor = reader.read(name)
-            for part, view in parts:
-                rows = tensor if len(parts) == 1 else tensor.narrow(0, part.start, part.shape(view)[0])
-                view.copy_(rows.reshape(view.shape))
-            done += _bytes(headers[name])
+        tensors = [(state[entry.target], self._pieces(entry, state[entry.target], headers)) for entry in self.entries]
+        done, total = 0, sum(piece.bytes for _, pieces in tensors for piece in pieces)
+        for count in loading.fill(reader, tensors, mapped=mapped):
+            done += count
             if progress is not None:
                 progress(done, total)
+
+    def _pieces(self, entry: Entry, tensor: Tensor, headers: Mapping[str, Spec]) -> list[loading.Piece]:
+        pieces = []
+        for part, view in entry.views(tensor.detach()):
+            name = self._stored(part.source, headers)
+            size, row = math.prod(headers[name].shape), math.prod(headers[name].shape[1:])
+            whole = view.numel() == size
+            pieces.append(loading.Piece(view, name, part.start * row, headers[name].dtype, whole))
+        return pieces
 
     def export(self, state: Mapping[str, Tensor]) -> list[LazyTensor]:
         """The checkpoint tensors of `state`; each is a view of it, or a copy made on `read` where its order differs.
@@ -310,10 +321,6 @@ def _raise(what: str, faults: Mapping[str, Sequence[str]]) -> None:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
-
-
-def _bytes(spec: Spec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from ligermodels.archs import family_of
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import dtype_of, read_json
-from ligermodels.convert.files import COMPANIONS
-from ligermodels.convert.origin import Origin
+from ligermodels.convert.files import COMPANIONS, PROCESSORS
+from ligermodels.convert.medusa_profiles import without_heads
+from ligermodels.convert.origin import Origin, Whole
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError
@@ -37,9 +38,12 @@ def from_pretrained(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     attention: str = "auto",
+    mapped: bool = True,
     progress: Progress | None = None,
 ) -> CausalLM:
-    """Load a checkpoint, tensor by tensor: read, cast, placed on `device`.
+    """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
+
+    Of one that holds Medusa heads too (`full-hf`) this is the model alone; `MedusaModel.from_pretrained` loads those.
 
     Args:
         name_or_path: a hub repo id or a local folder.
@@ -47,6 +51,9 @@ def from_pretrained(
         device: where the parameters go.
         revision, token, cache_dir, local_files_only: as in huggingface_hub.
         attention: name of an attention backend, or "auto".
+        mapped: on the CPU, let weights that are stored as they are wanted stay in their files, mapped, to be read when
+            they are used. Changing them changes no file; but while the model lives, replace those files (as
+            `save_pretrained` does) or leave them, and do not write into them.
         progress: called with bytes done and bytes in all.
 
     Raises:
@@ -57,14 +64,18 @@ def from_pretrained(
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    hf_config = read_json(folder / "config.json")
+    found = read_json(folder / "config.json")
+    hf_config, _ = without_heads(found)
     config = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
     with Checkpoint(folder) as checkpoint:
-        weight_map = choose_layout(hf_config, config, checkpoint.headers)
-        model = _skeleton(config, _origin(hf_config, config, folder, weight_map))
+        weight_map = choose_layout(found, config, checkpoint.headers)
+        beside = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
+        nested = family_of(hf_config).text is not None
+        whole = Whole(folder.absolute(), found, weight_map, sorted(beside), nested, _present(folder, PROCESSORS))
+        model = _skeleton(config, replace(_origin(hf_config, config, folder, weight_map), whole=whole))
         weight_map.plan(checkpoint.headers, dict(model.named_parameters()))
-        model.to(dtype_of(hf_config) if dtype is None else dtype).to_empty(device=device)
-        weight_map.load(checkpoint, dict(model.named_parameters()), progress=progress)
+        _allocate(model, dtype_of(hf_config) if dtype is None else dtype, device)
+        weight_map.load(checkpoint, dict(model.named_parameters()), progress=progress, mapped=mapped)
     return model.eval()
 
 
@@ -88,14 +99,17 @@ def from_config(
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
     model = _skeleton(composed, _origin(hf_config, composed, folder, family.layouts(composed)[0]))
-    model.to(dtype_of(hf_config) if dtype is None else dtype).to_empty(device=device)
+    _allocate(model, dtype_of(hf_config) if dtype is None else dtype, device)
     model.reset_parameters()
     return model
 
 
 def choose_layout(hf_config: Mapping[str, Any], config: DecoderConfig, names: Collection[str]) -> WeightMap:
     """Of the layouts in which this family's checkpoints are found, the one that lacks the fewest of its tensors."""
-    return min(family_of(hf_config).layouts(config), key=lambda layout: len(layout.sources() - set(names)))
+    _, heads = without_heads(hf_config)
+    layouts = family_of(hf_config).layouts(config)
+    layout = min(layouts, key=lambda layout: len(layout.sources() - set(names)))
+    return replace(layout, ignored=[*layout.ignored, *heads])
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -120,13 +134,18 @@ def _skeleton(config: DecoderConfig, origin: Origin) -> CausalLM:
         raise ConfigError(f"config.json: hidden_size, or a size beside it, is too large: {reason}") from None
 
 
+def _allocate(model: CausalLM, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give a model on the meta device memory, as it comes; `to_empty` would import half of torch for that."""
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device=device))
+
+
 def _origin(hf_config: dict[str, Any], config: DecoderConfig, folder: Path | None, weight_map: WeightMap) -> Origin:
     """What the model goes back out as: the layout it came in, or that of the language model alone."""
     text = family_of(hf_config).text
     if text is not None:
         hf_config = text(hf_config)
         weight_map = family_of(hf_config).layouts(config)[0]
-    files = {name: folder / name for name in COMPANIONS if (folder / name).is_file()} if folder else {}
+    files = _present(folder, COMPANIONS) if folder else {}
     files.pop("config.json", None)
     generation = files.pop("generation_config.json", None)
     return Origin(
@@ -134,8 +153,13 @@ def _origin(hf_config: dict[str, Any], config: DecoderConfig, folder: Path | Non
         weight_map=weight_map,
         generation_config=None if generation is None else read_json(generation),
         default_theta=family_of(hf_config).default_theta,
+        synonyms=family_of(hf_config).synonyms,
         files=files,
     )
+
+
+def _present(folder: Path, names: Collection[str]) -> dict[str, Path]:
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -27,6 +28,25 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds (most often a BOS)."""
         return list(self.backend.encode(text).ids)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of `text`, in which special tokens are written out, and where [start, end) each stands in it.
+
+        No special token is added. Offsets count characters, and hold the white space that belongs to a token.
+        """
+        encoding = self._verbatim.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
+    @cached_property
+    def _verbatim(self) -> tokenizers.Tokenizer:
+        """The tokenizer without post-processing: some take white space out of the offsets, up to whole tokens of it."""
+        copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        copy.post_processor = None
+        return copy
+
+    def special_tokens(self) -> list[str]:
+        """Texts of the special tokens."""
+        return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

@@ -159,7 +159,7 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) ->
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": part}) + "\n" for part in CORPUS.split("\n\n\n")))
     heads = tmp_path / "heads"
-    setting = ["--heads", 3, "--lm-head", "shared", "--length", 50, "--batch-size", 4, "--held-out", 0.2]
+    setting = ["--heads", 3, "--lm-head", "shared", "--length", 50, "--batch-tokens", 200, "--held-out", 0.2]
     trained = ok(
         run("medusa", "train", checkpoint, "--data", data, "--out", heads, *setting, "--steps", 12, "--lr", 0.02)
     )

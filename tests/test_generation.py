@@ -14,10 +14,14 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from zoo import CONFIGS
 
+import ligermodels as lm
 from ligermodels.errors import InputError
 from ligermodels.generation import KVCache, Tree, chain, default_tree, generate, medusa_generate, sample
+from ligermodels.generation.acceptance import Typical
 from ligermodels.generation.sampling import warp
+from ligermodels.generation.speculative import TreeStep
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 13, 12, 4, 2, 3, 2
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9], [7, 9]]
@@ -45,19 +49,22 @@ class Toy(nn.Module):
         input_ids: Tensor,
         *,
         position_ids: Tensor | None = None,
-        mask: Tensor | None = None,
         cache: KVCache | None = None,
+        tree_mask: Tensor | None = None,
     ) -> Tensor:
         rows, length = input_ids.shape
         self.passes.append((rows, length))
-        start = 0 if cache is None else cache.length
-        total = start + length
+        start = torch.zeros(rows, dtype=torch.long)
+        if cache is not None:
+            start = start + (cache.length if cache.lengths is None else cache.lengths)
         if position_ids is None:
-            position_ids = torch.arange(start, total).expand(rows, length)
+            position_ids = start[:, None] + torch.arange(length)
         assert position_ids.shape == (rows, length)
-        if mask is None:
-            mask = torch.ones(total, total, dtype=torch.bool).tril()[start:].expand(rows, length, total)
-        assert mask.dtype == torch.bool and mask.shape == (rows, length, total)
+        total = length if cache is None or cache.lengths is None else cache.max_length
+        mask = torch.arange(total) < start[:, None, None].expand(rows, length, 1)
+        own = torch.ones(length, length, dtype=torch.bool).tril() if tree_mask is None else tree_mask
+        for row, first in enumerate(start.tolist()):
+            mask[row, :, first : first + length] = own
         angles = position_ids[..., None] / torch.arange(1, HIDDEN + 1).double()
         x = self.embed(input_ids) + 2 * torch.sin(3 * angles)
         for layer, projections in enumerate(self.qkv):
@@ -65,7 +72,10 @@ class Toy(nn.Module):
                 projection(x).unflatten(-1, (heads, HEAD_DIM))
                 for projection, heads in zip(projections, (HEADS, KV_HEADS, KV_HEADS), strict=True)
             )
-            if cache is not None:
+            if cache is not None and cache.lengths is not None:
+                cache.write(layer, k, v)
+                k, v = cache.layers[layer].clone().clamp(max=1e9)
+            elif cache is not None:
                 k, v = cache.update(layer, k, v)
             k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=2) for t in (k, v))
             scores = torch.einsum("bthd,bshd->bhts", q, k).masked_fill(~mask[:, None], -math.inf)
@@ -78,7 +88,7 @@ class Toy(nn.Module):
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         cache = KVCache([(KV_HEADS, HEAD_DIM)] * LAYERS, batch_size, max_length, dtype=torch.float64)
         for stored in cache.layers:
-            stored.fill_(math.nan)  # what was not written must not be read
+            stored.fill_(1e30)  # what was not written must not be seen
         return cache
 
 
@@ -297,18 +307,18 @@ def prophet(
     states = [model.hidden_states(torch.tensor([text]))[0] for text in texts]
 
     def propose(hidden: Tensor) -> Tensor:
-        assert hidden.shape == (1, HIDDEN)
-        distance, place, text = min(
-            (float((state - hidden).norm(dim=1).min()), int((state - hidden).norm(dim=1).argmin()), text)
-            for state, text in zip(states, texts, strict=True)
-        )
-        assert distance < 1e-9  # a state of the accepted text, never of a rejected branch
-        logits = torch.randn(1, num_heads, VOCAB).clamp(-5, 5)
-        for k in range(num_heads):
-            truth, rank = text[place + 2 + k], rank_of(place, k)
-            logits[0, k, truth] = -math.inf
-            if rank is not None:
-                logits[0, k, truth] = logits[0, k].sort(descending=True).values[:rank].min() - 1e-6 if rank else 9.0
+        logits = torch.randn(len(hidden), num_heads, VOCAB).clamp(-5, 5)
+        for row, one in zip(logits, hidden, strict=True):
+            distance, place, text = min(
+                (float((state - one).norm(dim=1).min()), int((state - one).norm(dim=1).argmin()), text)
+                for state, text in zip(states, texts, strict=True)
+            )
+            assert distance < 1e-9  # a state of the accepted text, never of a rejected branch
+            for k in range(num_heads):
+                truth, rank = text[place + 2 + k], rank_of(place, k)
+                row[k, truth] = -math.inf
+                if rank is not None:
+                    row[k, truth] = row[k].sort(descending=True).values[:rank].min() - 1e-6 if rank else 9.0
         return logits
 
     return propose
@@ -337,16 +347,16 @@ TREES = {
 
 @pytest.mark.parametrize("rank_of", [silent, perfect, partly])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "batch"])
 def test_medusa_equals_greedy_at_every_length(
-    model: Toy, tree: Tree, rank_of: Callable[[int, int], int | None]
+    model: Toy, tree: Tree, rank_of: Callable[[int, int], int | None], prompts: list[list[int]]
 ) -> None:
-    for prompt in (PROMPTS[0], PROMPTS[1]):
-        propose = prophet(model, [prompt], 20, rank_of)
-        expected = recomputed(model, prompt, 20)
-        for new_tokens in (*range(1, 9), 20):
-            out = medusa_generate(model, propose, [prompt], tree=tree, max_new_tokens=new_tokens)
-            assert out.sequences.tolist() == [prompt + expected[:new_tokens]]
-            assert out.new_tokens == new_tokens
+    propose = prophet(model, prompts, 20, rank_of)
+    expected = [recomputed(model, prompt, 20) for prompt in prompts]
+    for new_tokens in (*range(1, 9), 20):
+        out = medusa_generate(model, propose, prompts, tree=tree, max_new_tokens=new_tokens, pad_token_id=99)
+        assert out.sequences.tolist() == batched(prompts, [row[:new_tokens] for row in expected], 99)
+        assert out.new_tokens == new_tokens * len(prompts)
 
 
 @pytest.mark.parametrize("rank_of", [silent, perfect, partly])
@@ -361,6 +371,45 @@ def test_medusa_equals_generate_in_batches_with_eos(
     out = medusa_generate(model, propose, PROMPTS, tree=TREES["bushy"], **options)
     assert out.sequences.equal(expected)
     assert out.new_tokens == sum(len(recomputed(model, prompt, 23, eos)) for prompt in PROMPTS)
+    # Each row goes at its own pace: its steps are those that it takes alone, and no row waits for another.
+    alone = [medusa_generate(model, propose, [prompt], tree=TREES["bushy"], **options).steps for prompt in PROMPTS]
+    assert (out.steps, out.passes) == (sum(alone), max(alone))
+
+
+@torch.no_grad()
+def test_rows_accept_different_counts_in_one_step(model: Toy) -> None:
+    """What the tests above rest on: in most steps, under `partly`, rows do not gain the same number of tokens."""
+    propose = prophet(model, PROMPTS, 40, partly)
+    tree = TREES["bushy"]
+    cache = model.new_cache(4, 60 + len(tree))
+    step = TreeStep(model.eval(), propose, cache, tree, 40, [])
+    ids = torch.tensor(batched(PROMPTS, [[]] * 4, 0))
+    rows = step.start(ids, torch.arange(7) >= 7 - torch.tensor([[len(prompt)] for prompt in PROMPTS]))
+    gained = []
+    while not rows.done.all():
+        before = rows.count.clone()
+        step(rows)
+        gained.append((rows.count - before).tolist())
+    for row, prompt in zip(rows.text.tolist(), PROMPTS, strict=True):
+        assert row[: len(prompt) + 40] == prompt + recomputed(model, prompt, 40)
+    assert sum(len(set(row)) > 1 for row in gained) > len(gained) / 2
+    assert {1, 2, 3} <= {count for row in gained for count in row}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("typical", [None, Typical(0.7)], ids=["greedy", "typical"])
+def test_a_step_waits_for_nothing(typical: Typical | None) -> None:
+    """On the meta device no value can be looked at: a step does not wait for a GPU either, and a graph can hold it."""
+    model = lm.from_config(CONFIGS["gemma2"], device="meta").eval()
+    tree, vocab = TREES["bushy"], model.config.vocab_size
+    heads = torch.empty(model.config.hidden_size, 3 * vocab, device="meta")
+    step = TreeStep(
+        model, lambda h: (h @ heads).unflatten(1, (3, vocab)), model.new_cache(3, 40), tree, 9, [2, 5], typical
+    )
+    rows = step.start(torch.zeros(3, 7, dtype=torch.long, device="meta"), torch.ones(3, 7, dtype=bool, device="meta"))
+    places = list(map(id, vars(rows).values()))
+    step(rows)
+    assert list(map(id, vars(rows).values())) == places
 
 
 def test_medusa_takes_padded_tensors(model: Toy) -> None:
@@ -393,10 +442,8 @@ def test_tokens_a_step(model: Toy, tree: Tree, rank_of: Callable[[int, int], int
     propose = prophet(model, PROMPTS[:2], 1 + steps * per_step, rank_of)
     model.passes.clear()
     out = medusa_generate(model, propose, PROMPTS[:2], tree=tree, max_new_tokens=1 + steps * per_step, pad_token_id=0)
-    assert (out.steps, out.tokens_per_step) == (2 * steps, per_step)
-    for row in range(2):
-        prefill, *decoding = model.passes[row * (steps + 1) : (row + 1) * (steps + 1)]
-        assert prefill == (1, len(PROMPTS[row])) and decoding == [(1, len(tree))] * steps
+    assert (out.steps, out.passes, out.tokens_per_step) == (2 * steps, steps, per_step)
+    assert model.passes == [(2, 5)] + [(2, len(tree))] * steps
 
 
 def test_tokens_a_step_without_a_step(model: Toy) -> None:
@@ -405,11 +452,127 @@ def test_tokens_a_step_without_a_step(model: Toy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"), [((1, 2, VOCAB), "needs 3 heads"), ((1, 3, 2), "3 candidates"), ((2, VOCAB), "shape")]
+    ("shape", "message"),
+    [
+        ((1, 2, VOCAB), "needs 3 heads"),
+        ((1, 3, 2), "3 candidates"),
+        ((2, VOCAB), "shape"),
+        ((2, 3, VOCAB), r"shape \(1, heads"),
+    ],
 )
 def test_proposals_too_small_for_the_tree(model: Toy, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         medusa_generate(model, lambda hidden: torch.zeros(shape), [1], tree=TREES["bushy"], max_new_tokens=5)
+
+
+# -- typical acceptance ------------------------------------------------------------------------------------------------
+
+
+def accepted(logits: list[float], token: int, temperature: float, epsilon: float, delta: float) -> tuple[bool, float]:
+    """The rule, number by number: whether `token` is accepted, and its probability."""
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    p = [weight / sum(weights) for weight in weights]
+    entropy = -sum(each * math.log(each) for each in p if each > 0)
+    return p[token] > min(epsilon, delta * math.exp(-entropy)), p[token]
+
+
+RULES = [(1.0, 0.09, 0.3), (0.2, 0.09, 0.3), (30.0, 0.09, 0.3), (3.0, 0.5, 5.0), (100.0, 0.02, 9.0), (9.0, 0.3, 0.1)]
+
+
+@pytest.mark.parametrize(("temperature", "epsilon", "delta"), RULES)
+def test_typical_rule_by_hand(temperature: float, epsilon: float, delta: float) -> None:
+    logits = 4 * torch.randn(2, 5, VOCAB)
+    logits[0, 0, ::2] = -math.inf
+    logits[1, 1] = 0.0
+    tokens, parent = torch.randint(VOCAB, (2, 60)), torch.randint(5, (60,))
+    right, log_p = Typical(temperature, epsilon, delta).judge(logits, tokens, parent)
+    found = 0
+    for row in range(2):
+        for node in range(60):
+            given = logits[row, parent[node]].double().tolist()
+            wanted, p = accepted(given, int(tokens[row, node]), temperature, epsilon, delta)
+            assert bool(right[row, node]) == wanted
+            assert float(log_p[row, node].exp()) == pytest.approx(p, rel=1e-4, abs=1e-30)
+            found += wanted
+    assert 0 < found < 120
+
+
+def typical_by_hand(
+    model: Toy, heads: Tensor, prompt: list[int], tree: Tree, new_tokens: int, rule: tuple[float, float, float]
+) -> tuple[list[int], int]:
+    """The tokens and the steps that they take: every path tried by itself, without a cache."""
+
+    def states(text: list[int]) -> Tensor:
+        return model.hidden_states(torch.tensor([text]))[0, -1]
+
+    text, steps = list(prompt), 0
+    hidden = states(text)
+    text.append(int(model.head(hidden).argmax()))
+    while len(text) < len(prompt) + new_tokens:
+        candidates = (heads @ hidden).topk(tree.width).indices.tolist() if tree.width else []
+        found = [(0, 0.0, text)]
+        for path in tree.paths:
+            longer, likelihood = list(text), 0.0
+            for head, rank in enumerate(path):
+                token = candidates[head][rank]
+                right, p = accepted(model.head(states(longer)).tolist(), token, *rule)
+                if not right:
+                    break
+                longer, likelihood = [*longer, token], likelihood + math.log(p)
+            else:
+                found.append((len(path), likelihood, longer))
+        text = max(found)[2]
+        hidden = states(text)
+        text.append(int(model.head(hidden).argmax()))
+        steps += 1
+    return text[len(prompt) : len(prompt) + new_tokens], steps
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tree", [TREES["chain"], TREES["bushy"]], ids=["chain", "bushy"])
+def test_typical_decoding_by_hand(model: Toy, tree: Tree, rule: tuple[float, float, float]) -> None:
+    """In a batch, token by token and step by step; tokens a step are then those of the rule, too."""
+    model.eval()
+    heads = torch.randn(3, VOCAB, HIDDEN, dtype=torch.float64)
+    by_hand = [typical_by_hand(model, heads, prompt, tree, 17, rule) for prompt in PROMPTS]
+    names = ("temperature", "epsilon", "delta")
+    out = medusa_generate(
+        model,
+        lambda hidden: torch.einsum("kvh,bh->bkv", heads, hidden),
+        PROMPTS,
+        tree=tree,
+        max_new_tokens=17,
+        pad_token_id=0,
+        **dict(zip(names, rule, strict=True)),
+    )
+    assert out.sequences.tolist() == batched(PROMPTS, [tokens for tokens, _ in by_hand], 0)
+    assert out.steps == sum(steps for _, steps in by_hand)
+    assert out.steps < 4 * 16 or tree is TREES["chain"]  # Something was accepted.
+
+
+def test_typical_is_greedy_when_cold_and_takes_all_when_hot(model: Toy) -> None:
+    propose = prophet(model, PROMPTS, 20, partly)
+    options: dict[str, Any] = {"tree": TREES["bushy"], "max_new_tokens": 20, "pad_token_id": 0}
+    cold = medusa_generate(model, propose, PROMPTS, temperature=1e-3, **options)
+    assert cold.sequences.equal(generate(model, PROMPTS, max_new_tokens=20, pad_token_id=0))
+    hot = medusa_generate(model, lambda hidden: torch.randn(len(hidden), 3, VOCAB), [1], temperature=1e9, **options)
+    assert hot.tokens_per_step > 3  # 1 / 13 is above 0.3 / 13: four tokens in every step but, perhaps, the last
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 1.0, "epsilon": 0.0}, "epsilon"),
+        ({"temperature": 1.0, "delta": -0.3}, "delta"),
+    ],
+)
+def test_bad_acceptance(model: Toy, options: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        medusa_generate(model, lambda hidden: hidden, [1], tree=chain(1), max_new_tokens=2, **options)
+    assert not model.passes
 
 
 # -- cache -------------------------------------------------------------------------------------------------------------
@@ -428,16 +591,29 @@ def filled(batch: int, slots: int, count: int) -> tuple[KVCache, list[tuple[Tens
     return cache, written
 
 
-@pytest.mark.parametrize("indices", [[], [0], [0, 1, 2], [0, 2, 3], [3], [0, 1, 3], [2, 0, 1], [3, 3]])
-@pytest.mark.parametrize("start", [0, 3])
-def test_cache_keeps_accepted_slots(start: int, indices: list[int]) -> None:
-    cache, written = filled(2, 9, 7)
-    cache.keep(start, indices)
-    assert cache.length == start + len(indices)
-    slots = [*range(start), *(start + index for index in indices)]
-    for layer, (k, v) in enumerate(written):
-        keys, values = cache.update(layer, k[:, :1], v[:, :1])  # what comes next follows what was kept
-        assert keys.equal(k[:, [*slots, 0]]) and values.equal(v[:, [*slots, 0]])
+def test_cache_rows_of_different_lengths() -> None:
+    cache, written = filled(2, 12, 7)
+    lengths = torch.tensor([3, 7])
+    new = [(torch.randn(2, 4, *k.shape[2:]), torch.randn(2, 4, *k.shape[2:])) for k, _ in written]
+    with cache.rows(lengths):
+        for layer, (k, v) in enumerate(new):
+            cache.write(layer, k, v)
+        cache.advance(4)
+    assert cache.length == 7 and cache.lengths is None
+    for old, fresh, now in zip(written, new, cache.layers, strict=True):
+        for kind in range(2):
+            for row, length in enumerate([3, 7]):
+                assert now[kind][row, :length].equal(old[kind][row, :length])
+                assert now[kind][row, length : length + 4].equal(fresh[kind][row])
+    # Accepted paths go to the front, over one another.
+    paths = torch.tensor([[0, 2, 3], [0, 1, 1]])
+    cache.compact(lengths, paths)
+    for fresh, now in zip(new, cache.layers, strict=True):
+        for kind in range(2):
+            for row, length in enumerate([3, 7]):
+                assert now[kind][row, length : length + 3].equal(fresh[kind][row, paths[row]])
+    cache.clear()
+    assert cache.update(0, *(t[:, :1] for t in written[0]))[0].shape[1] == 1
 
 
 def test_cache_errors() -> None:
@@ -450,12 +626,9 @@ def test_cache_errors() -> None:
     for bad_k, bad_v, name in ((k[:1, :1], v[:, :1], "k"), (k[:, :1], v[:, :1, :1], "v")):
         with pytest.raises(InputError, match=f"{name} of layer 0 has shape"):
             cache.update(0, bad_k, bad_v)
-    for start, indices in ((8, []), (-1, [0]), (3, [4]), (3, [-1])):
-        with pytest.raises(InputError, match="cannot keep"):
-            cache.keep(start, indices)
-    with pytest.raises(InputError, match="the cache has 8"):
-        cache.keep(6, [0, 0, 0])
-    assert cache.length == 7
+    with pytest.raises(InputError, match="use it within KVCache"):
+        cache.write(0, k, v)
+    assert cache.length == 7 and cache.lengths is None
     for heads, batch, slots in (([], 1, 1), ([(1, 1)], 0, 1), ([(1, 1)], 1, 0)):
         with pytest.raises(InputError, match="needs layers, rows and slots"):
             KVCache(heads, batch, slots)

@@ -82,3 +82,23 @@ def test_packing_generation_and_medusa(tmp_path: Path) -> None:
     out = medusa.generate(prompts, max_new_tokens=40, eos_token_ids=None, pad_token_id=0, return_stats=True)
     assert torch.equal(out.sequences, plain)
     assert out.tokens_per_step > 1.2
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_generation_by_graphs(config: str, tmp_path: Path) -> None:
+    """Plain and tree decoding replayed as CUDA graphs: the tokens of the CPU, rows of several lengths, one sliding."""
+    make_checkpoint(tmp_path / "model", CONFIGS[config])
+    prompts = [[5, 9, 11], [77], list(range(30, 50))]
+    options = {"max_new_tokens": 24, "eos_token_ids": None, "pad_token_id": 0}
+    found = []
+    for device in ("cpu", "cuda"):
+        model = lm.from_pretrained(tmp_path / "model", dtype=torch.float32, device=device)
+        torch.manual_seed(0)
+        medusa = lm.MedusaModel.from_base(model, 3)
+        found += [model.generate(prompts, **options).cpu(), medusa.generate(prompts, **options).cpu()]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    found = [
+        model.generate(prompts, **options, cuda_graph=False),
+        medusa.generate(prompts, **options, cuda_graph=False),
+    ]
+    assert all(torch.equal(found[0], other) for other in found[1:])

@@ -1,16 +1,18 @@
 """Medusa heads: loss and gradients against plain torch, shifts, document bounds, files, and lossless tree decoding."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from zoo import BASE, CONFIGS, make_checkpoint, relative_error
+from transformers import PreTrainedModel
+from zoo import BASE, CONFIGS, LLAMA, PHI_LONGROPE, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.generation import default_tree, medusa_generate
 
 
 @pytest.fixture(scope="module", params=["llama-3.1", "llama-3.2"], ids=["untied", "tied"])
@@ -139,32 +141,6 @@ def test_heads_survive_saving(base: lm.CausalLM, lm_head: str, tmp_path: Path) -
         assert torch.equal(ours, theirs)
 
 
-def test_vllm_export_has_the_names_and_shapes_its_loader_reads(base: lm.CausalLM, tmp_path: Path) -> None:
-    hidden, vocab = BASE["hidden_size"], BASE["vocab_size"]
-    expected = {f"blocks.{i}.layers.{j}.weight": (hidden, hidden) for i in range(3) for j in range(2)}
-    expected |= {f"blocks.{i}.layers.{j}.bias": (hidden,) for i in range(3) for j in range(2)}
-    expected |= {f"lm_heads.{i}.weight": (vocab, hidden) for i in range(3)}
-    for lm_head in ("own", "shared"):
-        model = stir(lm.MedusaModel.from_base(base, 3, 2, lm_head))
-        model.export(tmp_path / lm_head, profile="vllm")
-        found = load_file(tmp_path / lm_head / "model.safetensors")
-        assert {name: tuple(t.shape) for name, t in found.items()} == expected
-        assert torch.equal(found["blocks.2.layers.1.weight"], model.heads[2].layers[1].linear.weight)
-        wanted = base.head.weight if lm_head == "shared" else model.heads[1].lm_head.weight
-        assert torch.equal(found["lm_heads.1.weight"], wanted)
-        config = json.loads((tmp_path / lm_head / "config.json").read_text())
-        assert config == {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": hidden,
-            "vocab_size": vocab,
-            "num_heads": 3,
-            "num_hidden_layers": 2,
-            "truncated_vocab_size": None,
-            "medusa_fc_bias": True,
-        }
-
-
 def test_bad_heads_are_refused(base: lm.CausalLM, tmp_path: Path) -> None:
     model = stir(lm.MedusaModel.from_base(base, 2, 1, "shared"))
     model.save_pretrained(tmp_path / "heads")
@@ -177,13 +153,8 @@ def test_bad_heads_are_refused(base: lm.CausalLM, tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match="no Medusa heads"):
         lm.MedusaModel.from_pretrained(base, tmp_path / "base")
-    with pytest.raises(InputError, match="own"):
-        lm.MedusaModel.from_base(base, 2).export(tmp_path / "x", "vllm-shared")
-    with pytest.raises(InputError, match=r"unknown.*vllm"):
-        model.export(tmp_path / "x", "nope")
     with pytest.raises(InputError, match="num_heads"):
         lm.MedusaModel.from_base(base, 0)
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
@@ -203,3 +174,75 @@ def test_tree_decoding_gives_the_tokens_of_plain_decoding(base: lm.CausalLM, lm_
         assert torch.equal(out.sequences, plain)
         assert out.tokens_per_step > 1.2
     assert torch.equal(model.generate(prompts, max_new_tokens=40, pad_token_id=0, **options), plain)
+
+
+# -- decoding in batches, over the kinds of attention and position that a cache could get wrong ------------------------
+
+LIMIT = 20
+"""Tokens in the original context of the rotary embeddings whose frequencies follow the length."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: CONFIGS[name] for name in ("mistral-window", "gemma2", "gemma3_text", "mixtral", "qwen3_moe")},
+    "longrope": {**BASE, **PHI_LONGROPE, "sliding_window": 9, "original_max_position_embeddings": LIMIT},
+    "dynamic": {**LLAMA, "max_position_embeddings": LIMIT, "rope_scaling": {"type": "dynamic", "factor": 3.0}},
+}
+PROMPTS = [list(range(40, 45)), list(range(60, 83)), [7], list(range(20, 40)), list(range(9, 28))]
+NEW = 33
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Name, model, oracle, and what plain decoding makes of each prompt by itself."""
+    folder = tmp_path_factory.mktemp("kind")
+    oracle = make_checkpoint(folder, KINDS[request.param])
+    model = lm.from_pretrained(folder, dtype=torch.float64)
+    alone = [model.generate([prompt], NEW, eos_token_ids=None)[0].tolist() for prompt in PROMPTS]
+    return request.param, model, oracle.double(), alone
+
+
+def half_right(model: lm.CausalLM, texts: list[list[int]]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Three heads that know these texts by their states, and say the right token in about two places of three."""
+    states = torch.cat([model.hidden_states(torch.tensor([text]))[0] for text in texts])
+    ahead = torch.cat([F.pad(torch.tensor(text), (0, 4), value=3).unfold(0, 5, 1)[:, 2:] for text in texts])
+    wrong = torch.rand(ahead.shape, generator=torch.Generator().manual_seed(3)) < 1 / 3
+    told = F.one_hot(torch.where(wrong, 5, ahead), model.config.vocab_size).double()
+    return lambda hidden: told[torch.cdist(hidden, states).argmin(dim=1)]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_batches_decode_as_each_row_alone(kind: Any, batch: int) -> None:
+    name, model, _, alone = kind
+    with torch.no_grad():
+        propose = half_right(model, alone)
+    tree = default_tree(3, 12)
+    for first in range(0, 6 - batch, 3):
+        prompts, wanted = PROMPTS[first : first + batch], [row[-NEW:] for row in alone[first : first + batch]]
+        for eos in ([], [wanted[0][11], wanted[-1][6]]):
+            ends = [next((i + 1 for i, token in enumerate(row) if token in eos), NEW) for row in wanted]
+            rows = [row[:end] + [0] * (max(ends) - end) for row, end in zip(wanted, ends, strict=True)]
+            options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_ids": eos, "pad_token_id": 0}
+            assert model.generate(prompts, **options)[:, -max(ends) :].tolist() == rows
+            out = medusa_generate(model, propose, prompts, tree=tree, **options)
+            assert out.sequences[:, -max(ends) :].tolist() == rows
+            assert out.new_tokens == sum(ends)
+            # Past its original context a dynamic rope gives each token frequencies of its own: one token a step.
+            assert out.tokens_per_step >= (1.0 if name == "dynamic" else 1.3) or eos
+
+
+def without_cache(oracle: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(NEW):
+        ids.append(int(oracle(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids
+
+
+@torch.no_grad()
+def test_each_row_alone_is_what_transformers_gives(kind: Any) -> None:
+    """Across the switch of longrope: as transformers' generation, which starts over there, and as without a cache."""
+    name, _, oracle, alone = kind
+    for prompt, wanted in zip(PROMPTS, alone, strict=True):
+        oracle(torch.tensor([[7]]))  # A dynamic rope remembers the longest text until it meets a short one.
+        found = oracle.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        assert found[0].tolist() == wanted
+        if name == "longrope":
+            assert without_cache(oracle, prompt) == wanted

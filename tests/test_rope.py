@@ -162,9 +162,9 @@ def theirs(family: str, config: dict[str, Any], layer_type: str | None, position
 
 
 def positions_to(length: int) -> Tensor:
-    """(2, 9) whose highest position is length - 1, and not the last."""
+    """(2, 9) whose highest position in each row is length - 1, and not the last."""
     positions = torch.randint(length, (2, 9), generator=torch.Generator().manual_seed(length))
-    positions[1, 3] = length - 1
+    positions[:, 3] = length - 1
     return positions
 
 

@@ -31,6 +31,7 @@ from ligermodels.training import (
     train,
     warmup_cosine,
 )
+from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
 
 def small(**changes: object) -> lm.CausalLM:
@@ -197,6 +198,23 @@ def test_schedule_rises_to_one_and_falls_to_its_floor() -> None:
         warmup_cosine(optimizer, 4, warmup=5)
 
 
+def test_groups_have_their_own_rates_on_one_way() -> None:
+    medusa = lm.MedusaModel.from_base(small(), num_heads=2)
+    medusa.base.requires_grad_()
+    rates = [(medusa.head_parameters(), 4e-3), (medusa.base.parameters(), 1e-3)]
+    for kind in ("adamw", "adafactor"):
+        groups = parameter_groups(((list(parameters), lr) for parameters, lr in rates), 0.5)
+        rates = [(medusa.head_parameters(), 4e-3), (medusa.base.parameters(), 1e-3)]
+        optimizer = optimizer_named(kind, groups, betas=(0.9, 0.99))
+        schedule = warmup_cosine(optimizer, 10, warmup=2)
+        assert [group["lr"] for group in optimizer.param_groups] == [2e-3, 2e-3, 5e-4, 5e-4]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0, 0.5, 0.0]
+        optimizer.step()
+        schedule.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [4e-3, 4e-3, 1e-3, 1e-3]
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(medusa.parameters()))
+
+
 def test_only_matrices_decay_and_frozen_parameters_stay_out() -> None:
     medusa = lm.MedusaModel.from_base(small(), num_heads=2)
     decayed, other = adamw(medusa.parameters(), 1.0, weight_decay=0.5).param_groups
@@ -288,6 +306,89 @@ def test_training_lowers_the_loss_and_reports_it() -> None:
     assert seen[-1].learning_rate == pytest.approx(1e-3)
     assert seen[0].loss > seen[1].loss > seen[2].loss > 0 and all(m.tokens_per_second > 0 for m in seen)
     assert evaluate(model, batches(rows, 4, epochs=1)) < 0.8 * before
+
+
+def test_hooks_stops_and_starts() -> None:
+    rows, heard, options = corpus(), [], []
+    model = model_of("lm")
+
+    def run_to(steps: int, start: int, stop_after: int) -> int:
+        return train(
+            model,
+            batches(rows, 2, seed=0, skip=start),
+            steps=steps,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+            on_step=lambda metrics: heard.append(("report", metrics.step, [one.step for one in metrics.each])),
+            report_every=4,
+            hooks=[
+                (3, lambda step: heard.append(("three", step))),
+                (5, lambda step: (heard.append(("five", step)), model.eval())),
+            ],
+            start=start,
+            stop=lambda: heard[-1:] != [] and heard[-1][1] >= stop_after,
+            loss_options=lambda step: options.append((step, model.training)) or {"z_loss": 0.0},
+        )
+
+    assert run_to(7, 0, 99) == 7
+    assert heard == [
+        ("report", 3, [1, 2, 3]), ("three", 3), ("report", 4, [4]), ("report", 5, [5]), ("five", 5),
+        ("report", 6, [6]), ("three", 6), ("report", 7, [7]), ("three", 7), ("five", 7),
+    ]  # fmt: skip
+    assert options == [(step, True) for step in range(1, 8)]  # Though a hook left the model in eval mode.
+    heard.clear()
+    # Stopped: asked after each step, and then nothing but the report.
+    assert run_to(20, 7, 9) == 10
+    assert heard == [("report", 8, [8]), ("report", 9, [9]), ("three", 9), ("report", 10, [10]), ("five", 10)]
+    assert run_to(20, 20, 99) == 20  # Nothing left to do.
+    with pytest.raises(InputError, match="at least 1"):
+        train(model, [], steps=1, optimizer=torch.optim.SGD(model.parameters()), hooks=[(0, print)])
+
+
+def test_each_step_is_told_with_the_heads_accuracies() -> None:
+    medusa, rows, seen = model_of("medusa"), corpus(), []
+    optimizer = torch.optim.SGD(medusa.head_parameters(), lr=0.0)
+    train(
+        medusa,
+        batches(rows, 1, seed=0),
+        steps=6,
+        accumulate=2,
+        optimizer=optimizer,
+        report_every=4,
+        on_step=seen.append,
+    )
+    assert [[one.step for one in metrics.each] for metrics in seen] == [[1, 2, 3, 4], [5, 6]]
+    for metrics, (start, end) in zip(seen, ((0, 8), (8, 12)), strict=True):
+        parts = list(islice(batches(rows, 1, seed=0), start, end))
+        scores = evaluate_heads(medusa, parts)
+        assert metrics.accuracy == pytest.approx(scores.accuracy(1).tolist(), abs=1e-6)
+        assert [one.tokens for one in metrics.each] == [
+            sum(part["input_ids"].numel() for part in parts[i : i + 2]) for i in range(0, len(parts), 2)
+        ]
+        assert metrics.loss == pytest.approx(sum(one.loss for one in metrics.each) / len(metrics.each))
+        assert metrics.grad_norm == metrics.each[-1].grad_norm > 0
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient"])
+def test_the_batch_at_fault_is_named(wrong: str) -> None:
+    model = model_of("lm")
+    with torch.no_grad():
+        model.embed.weight[2] = math.nan  # Of a token that is not in the corpus.
+
+    def feed():
+        for number, batch in enumerate(batches(corpus(), 1, seed=0), start=1):
+            if number == 8 and wrong == "loss":
+                batch["input_ids"] = batch["input_ids"].clone().index_fill_(1, torch.tensor([0]), 2)
+            yield Batch(batch, where=lambda number=number: f"file:{number}")
+
+    if wrong == "gradient":
+        model.norm.weight.register_hook(lambda grad: grad * math.inf)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    words = {
+        "loss": "step 3: .*At fault: batch 2 of 3, made of file:8. Try",
+        "gradient": "step 1: .*all its batches, made of file:1; file:2; file:3. Try",
+    }[wrong]
+    with pytest.raises(TrainingError, match=words):
+        train(model, feed(), steps=9, accumulate=3, optimizer=optimizer, report_every=3)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -38,6 +38,8 @@ def test_tensors_follow_from_the_paths(paths: list[tuple[int, ...]]) -> None:
         assert nodes[tree.parent[i]] == node[:-1]
         assert [nodes[child] for child in tree.children[i]] == sorted(other for other in paths if other[:-1] == node)
         assert tree.depth[i] == len(node)
+        route = [node[:depth] for depth in range(len(node) + 1)]
+        assert [nodes[each] for each in tree.route[i]] == route + [node] * (tree.max_depth + 1 - len(route))
         if node:
             assert (tree.head[i], tree.rank[i]) == (len(node) - 1, node[-1])
             assert tree.parent[i] < i  # a path's nodes are numbered in its order

@@ -82,6 +82,8 @@ def decoder(
         if name in fields.config and fields.config[name] not in harmless:
             raise ConfigError(f"{fields.where}: {name} = {short(fields.config[name])} is not implemented")
     fields.only("attention_dropout", 0, 0.0, default=0.0)
+    fields.check_token("eos_token_id", several=True)
+    fields.check_token("pad_token_id")
     hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)

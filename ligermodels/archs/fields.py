@@ -80,7 +80,11 @@ class Fields:
         if types is None:
             types = [SLIDING if slides(layer) else FULL for layer in range(count)]
         if not isinstance(types, list) or len(types) != count or any(each not in (SLIDING, FULL) for each in types):
-            raise self._fail("layer_types", f"a list of {count} times {SLIDING!r} or {FULL!r}")
+            raise self._fail("layer_types", f"a list of num_hidden_layers = {count} times {SLIDING!r} or {FULL!r}")
+        if SLIDING in types and self.config.get("sliding_window") is None:
+            raise ConfigError(
+                f"{self.where}: layer_types has {SLIDING!r}, but sliding_window is missing or switched off"
+            )
         return [self.size("sliding_window") if each == SLIDING else None for each in types]
 
     def flags(self, name: str, otherwise: Callable[[int], bool]) -> list[bool]:
@@ -90,7 +94,7 @@ class Fields:
         if found is None:
             return [otherwise(layer) for layer in range(count)]
         if not isinstance(found, list) or len(found) != count or not all(each in (0, 1) for each in found):
-            raise self._fail(name, f"a list of {count} times 0 or 1")
+            raise self._fail(name, f"a list of num_hidden_layers = {count} times 0 or 1")
         return [bool(each) for each in found]
 
     def layers(self, name: str) -> frozenset[int]:
@@ -99,6 +103,16 @@ class Fields:
         if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
             raise self._fail(name, "a list of whole numbers")
         return frozenset(found)
+
+    def check_token(self, name: str, *, several: bool = False) -> None:
+        """See that there is a token's id, or with `several` a list of them, or null or nothing.
+
+        Whether the vocabulary has it is not asked: ids beyond it, and negative ones that mean none, occur.
+        """
+        found = self.config.get(name)
+        each = found if several and isinstance(found, list) else [] if found is None else [found]
+        if any(isinstance(token, bool) or not isinstance(token, int) or abs(token) >= 2**31 for token in each):
+            raise self._fail(name, "a token's id" + " or a list of them" * several)
 
     def experts(self, name: str) -> tuple[int, int]:
         """How many experts there are, which field `name` says, and how many of them a token meets."""
@@ -126,12 +140,14 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} = {short(value)} is not implemented; implemented: {known}")
         return value
 
-    def numbers(self, name: str, count: int, *, positive: bool = False) -> tuple[float, ...]:
-        """A list of `count` finite numbers, above zero when `positive`."""
+    def numbers(self, name: str, count: int, *, positive: bool = False, reason: str = "") -> tuple[float, ...]:
+        """A list of `count` finite numbers, above zero when `positive`; an error adds the `reason` for the count."""
         values = self._get(name, _REQUIRED)
         if not isinstance(values, list | tuple) or len(values) != count:
             length = f" of {len(values)}" if isinstance(values, list | tuple) else f": {short(values)}"
-            raise ConfigError(f"{self.where}: field {name!r} must be a list of {count} numbers, got one{length}")
+            raise ConfigError(
+                f"{self.where}: field {name!r} must be a list of {count} numbers, got one{length}{reason}"
+            )
         each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
         return tuple(each.number(key, positive=positive) for key in each.config)
 

@@ -49,9 +49,7 @@ GEMMA3 = {
 
 
 GEMMA3_THETAS = {SLIDING: 1e4, FULL: 1e6}
-SHARED = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings", *HARMLESS,
-)  # fmt: skip
+SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", *HARMLESS)
 """Fields of a config with vision that speak of its text model too."""
 
 
@@ -100,7 +98,12 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config") or {}
     if not isinstance(text, Mapping):
         raise ConfigError(f"config.json: field 'text_config' must be an object, got {short(text)}")
-    return {**shared, **text, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    tied = "tie_word_embeddings"
+    if tied not in config and not text.get(tied, True):
+        # Releases of transformers differ in which of the two they ask.
+        raise ConfigError(f"config.json: text_config.{tied} = {short(text[tied])}: set {tied} beside text_config too")
+    own = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], tied: config.get(tied, True)}
+    return {**shared, **text, **own}
 
 
 def gemma3(config: Mapping[str, Any]) -> DecoderConfig:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.convert.config_json import read_json
-from ligermodels.convert.medusa_profiles import HeadsShape, profile_named
-from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.safetensors_writer import save_checkpoint
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.convert.medusa_files import open_heads, save_heads
+from ligermodels.convert.medusa_profiles import PROFILES, HeadsShape, profile_named
+from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import SpeculativeOutput, Tree, default_tree, medusa_generate
 from ligermodels.layers import IGNORE_INDEX, LMHead, shift_labels
 from ligermodels.model import CausalLM
@@ -179,6 +176,9 @@ class MedusaModel(nn.Module):
 
     def propose(self, hidden: Tensor) -> Tensor:
         """Each head's logits (B, K, V) for hidden states (B, H)."""
+        if self.lm_head == "shared":  # read once for all heads
+            hiddens = [cast(MedusaHead, head).layers(hidden) for head in self.heads]
+            return cast(Tensor, self.base.head(torch.stack(hiddens, dim=1)))
         return torch.stack([head(hidden, self.base.head) for head in self.heads], dim=1)
 
     @overload
@@ -210,9 +210,13 @@ class MedusaModel(nn.Module):
         return_stats: bool = False,
         **options: Any,
     ) -> Tensor | SpeculativeOutput:
-        """Greedy tree decoding: the very tokens of `base.generate`, several a step.
+        """Tree decoding, several tokens a step: by default the very tokens of `base.generate`.
+
+        With a `temperature`, tokens that are not the greedy ones are accepted where they are likely enough (typical
+        acceptance); this is no sampling: see `generation.medusa_generate`.
 
         Args:
+            input_ids: one prompt or several of any lengths; rows of a batch go on at their own pace.
             tree: candidates checked at each step; by default 63 grown from published head accuracies.
             return_stats: give a `SpeculativeOutput`, with steps and tokens a step, instead of the token ids alone.
             options: as `generation.medusa_generate`.
@@ -229,22 +233,58 @@ class MedusaModel(nn.Module):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def export(self, folder: str | os.PathLike[str], profile: str = "vllm", *, overwrite: bool = False) -> None:
-        """Write the heads in the format of another program: one of `convert.medusa_profiles.PROFILES`.
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        profile: str = "vllm",
+        *,
+        base_model: str | None = None,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> None:
+        """Write the heads in the format of another program, and check what was written against it.
 
-        Heads on a shared lm_head go into a format of separate ones by repeating it. Raises InputError for an unknown
-        profile or one that cannot hold these heads, CheckpointError when the folder cannot be written.
+        Heads on a shared lm_head go into a format of separate ones by repeating it.
+
+        Args:
+            folder: created if need be.
+            profile: one of `convert.medusa_profiles.PROFILES`: vllm, vllm-shared, tgi, tgi-v2, tensorrt-llm,
+                fasterdecoding; or full-hf, which is the base model's checkpoint with the heads in it.
+            base_model: the base model's hub id or folder, which the formats of TGI, TensorRT-LLM and FasterDecoding
+                name; by default the one that the base model's own config names.
+            max_shard_size: of full-hf, as in `CausalLM.save_pretrained`; the other formats are one file.
+            overwrite: replace a checkpoint or heads in `folder`; what is no part of them stays.
+
+        Raises InputError for an unknown profile or one that cannot hold these heads, CheckpointError when the folder
+        cannot be written; nothing is left half-written.
         """
         chosen = profile_named(profile)
-        if chosen.shared_lm_head and self.lm_head == "own":
-            raise InputError(f"profile {profile!r} has one lm_head for all heads, but each of these has its own")
+        if self.lm_head == "own" and chosen.lm_heads != "each":
+            raise InputError(
+                f"profile {profile!r} has one lm_head for all heads, but each of these has its own; the profiles of "
+                f"separate lm_heads are {', '.join(p.name for p in PROFILES.values() if p.lm_heads == 'each')}"
+            )
+        if chosen.max_layers is not None and self.shape.num_layers > chosen.max_layers:
+            raise InputError(
+                f"profile {profile!r} takes {chosen.max_layers} ResBlock a head, these have {self.shape.num_layers}"
+            )
         if self.base.head.bias is not None:
             raise InputError(f"profile {profile!r} has no place for the lm_head's bias")
-        save_checkpoint(
-            folder,
-            chosen.weight_map(self.shape).export(self._state(1 if chosen.shared_lm_head else self.shape.num_heads)),
-            max_shard_size=2**63 - 1,  # Loaders of heads look for one file.
-            files={"config.json": json.dumps(chosen.config(self.shape), indent=2) + "\n"},
+        state, origin = self._state(chosen.projections(self.shape)), self.base.origin
+        if chosen.prefix:
+            if origin is None:
+                raise ConfigError(f"profile {profile!r} holds the base model too, which has no origin to be written as")
+            state = {**{name: p.data for name, p in self.base.named_parameters()}, **state}
+        if base_model is None and origin is not None:
+            base_model = origin.hf_config.get("_name_or_path") or None
+        save_heads(
+            Path(folder),
+            chosen,
+            self.shape,
+            state,
+            base_model=base_model,
+            base=origin if chosen.prefix else None,
+            max_shard_size=max_shard_size,
             overwrite=overwrite,
         )
 
@@ -261,24 +301,28 @@ class MedusaModel(nn.Module):
         decay: float = 0.8,
         progress: Callable[[int, int], None] | None = None,
     ) -> MedusaModel:
-        """Heads saved in `folder`, on the (now frozen) `base`; their number and depth are taken from the tensors.
+        """Heads saved in `folder` in any of the formats that `export` writes, on the (now frozen) `base`.
 
-        Raises CheckpointError when files or tensors are missing, damaged or made for another base.
+        The format is recognised; the number of heads and their depth are taken from the tensors, not from the config.
+        ResBlocks without biases get biases of zero, which is the same. Of a `full-hf` checkpoint, `base` is what
+        `ligermodels.from_pretrained` loads from the same folder.
+
+        Raises CheckpointError when files or tensors are missing, damaged, in no known format or made for another base.
         """
         path = Path(folder)
-        shared = bool(read_json(path / "config.json").get("original_lm_head", False))
-        profile = profile_named("vllm-shared" if shared else "vllm")
-        with Checkpoint(path) as checkpoint:
-            num_heads, num_layers = profile.count(checkpoint.headers)
-            model = cls.from_base(base, num_heads, num_layers, "shared" if shared else "own", decay)
-            state = model._state(1 if shared else num_heads)
-            if shared:
+        with open_heads(path) as found:
+            shared = found.profile.lm_heads != "each"
+            model = cls.from_base(base, found.num_heads, found.num_layers, "shared" if shared else "own", decay)
+            state = model._state(found.profile.projections(model.shape))
+            if not found.biases:
+                state = {name: tensor for name, tensor in state.items() if not name.endswith(".bias")}
+            if copied := shared and "heads.0.lm_head.weight" in state:
                 # The file's copy of the base's lm_head must not overwrite it, but has to be the same.
                 state["heads.0.lm_head.weight"] = torch.empty_like(base.head.weight)
-            weights = profile.weight_map(model.shape)
-            weights.plan(checkpoint.headers, state)
-            weights.load(checkpoint, state, progress=progress)
-        if shared and not torch.equal(state["heads.0.lm_head.weight"], base.head.weight):
+            weights = found.weight_map(model.shape)
+            weights.plan(found.reader.headers, state)
+            weights.load(found.reader, state, progress=progress)
+        if copied and not torch.equal(state["heads.0.lm_head.weight"], base.head.weight):
             raise CheckpointError(f"{path}: its lm_head is not the base model's: the heads were made for another")
         return model
 

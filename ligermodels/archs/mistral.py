@@ -26,20 +26,12 @@ DEFAULTS = {
 
 
 def mistral(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `MistralConfig` dict: every layer has the window."""
-    fields = Fields({**DEFAULTS, **config})
-    window = fields.optional_size("sliding_window")
-    return decoder(fields, attention=lambda layer, common: {"window": window})
-
-
-def ministral(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `MinistralConfig` dict."""
+    """The composed config of a `MistralConfig` or `MinistralConfig` dict: `layer_types` count under either name."""
     fields = Fields({**DEFAULTS, **config})
     windows = fields.windows(lambda layer: fields.optional_size("sliding_window") is not None)
     return decoder(fields, attention=lambda layer, common: {"window": windows[layer]})
 
 
-FAMILIES = (
-    Family("mistral", mistral, lambda config: [weight_map(config)]),
-    Family("ministral", ministral, lambda config: [weight_map(config)]),
+FAMILIES = tuple(
+    Family(model_type, mistral, lambda config: [weight_map(config)]) for model_type in ("mistral", "ministral")
 )

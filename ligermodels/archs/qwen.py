@@ -37,6 +37,8 @@ QWEN3_MOE = {
     "num_experts": 128,
     "router_aux_loss_coef": 0.001,
 }
+SYNONYMS = {"num_experts": "num_local_experts"}
+"""Fields that transformers 5 may write under their attribute's name."""
 
 
 def _windowed(fields: Fields) -> Fields:
@@ -72,8 +74,7 @@ def qwen3(config: Mapping[str, Any]) -> DecoderConfig:
 
 def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Qwen3MoeConfig` dict: some layers are mixtures, the others are dense."""
-    # transformers 5 may write the number of experts under its attribute's name.
-    fields = Fields({**QWEN3_MOE, **synonym(config, "num_experts", "num_local_experts")})
+    fields = Fields({**QWEN3_MOE, **synonym(config, "num_experts", SYNONYMS["num_experts"])})
     bias = fields.flag("attention_bias", False)
     own = {"bias": bias, "output_bias": bias, "qk_norm": _qk_norm(fields)}
     own["window"] = _windowed(fields).optional_size("sliding_window")
@@ -92,5 +93,10 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
 FAMILIES = (
     Family("qwen2", qwen2, lambda c: [weight_map(c)]),
     Family("qwen3", qwen3, lambda c: [weight_map(c)]),
-    Family("qwen3_moe", qwen3_moe, lambda c: [weight_map(c, experts=names) for names in (EXPERTS, STACKED_EXPERTS)]),
+    Family(
+        "qwen3_moe",
+        qwen3_moe,
+        lambda c: [weight_map(c, experts=names) for names in (EXPERTS, STACKED_EXPERTS)],
+        synonyms=SYNONYMS,
+    ),
 )

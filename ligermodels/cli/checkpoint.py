@@ -89,6 +89,9 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: DtypeOption = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")] = "5GB",
+    keep_all: Annotated[
+        bool, typer.Option("--keep-all", help="Write what is beside the language model too, as a vision tower.")
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a checkpoint again, cast or in other shards.
@@ -96,7 +99,7 @@ def export(
     Its tokenizer travels along; any Hugging Face loader opens the result.
     """
     model = load(path, dtype, "cpu")
-    model.save_pretrained(out, max_shard_size=max_shard_size, overwrite=overwrite)
+    model.save_pretrained(out, max_shard_size=max_shard_size, overwrite=overwrite, keep="all" if keep_all else "model")
     say(f"wrote {out}")
 
 

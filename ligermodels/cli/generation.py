@@ -30,7 +30,11 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
     temperature: Annotated[
-        float | None, typer.Option(help="With --sample: 1 leaves the distribution as it is.")
+        float | None,
+        typer.Option(
+            help="With --sample: 1 leaves the distribution as it is. With --medusa: accept tokens that are likely "
+            "enough at this temperature, not only the likeliest."
+        ),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="With --sample: only the K likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="With --sample: only the likeliest that add up to P.")] = None,
@@ -45,12 +49,14 @@ def generate(
 
     The text goes to standard output, the speed to standard error.
     """
-    shaping = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    shaping: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     shaping = {name: value for name, value in shaping.items() if value is not None}
-    if not sample and (shaping or seed is not None):
+    if medusa and (sample or seed is not None or shaping.keys() - {"temperature"}):
+        raise typer.BadParameter(
+            "Medusa decoding draws no tokens; leave --sample, --top-k, --top-p and --seed out", param_hint="--medusa"
+        )
+    if not sample and not medusa and (shaping or seed is not None):
         raise typer.BadParameter("--temperature, --top-k, --top-p and --seed need --sample")
-    if sample and medusa:
-        raise typer.BadParameter("Medusa decoding is greedy; leave --sample out", param_hint="--medusa")
     prompts = prompt or [_standard_input()]
     for number, text in enumerate(prompts, start=1):
         if not text:
@@ -82,7 +88,7 @@ def generate(
     start = time.perf_counter()
     report: dict[str, Any] = {}
     if heads:
-        out = heads.generate(ids, return_stats=True, **options)
+        out = heads.generate(ids, return_stats=True, **options, **shaping)
         sequences, report = out.sequences, {"steps": out.steps, "tokens_per_step": out.tokens_per_step}
     elif stream:
         sequences = model.generate(ids, on_token=lambda token: _write(stream.push(int(token[0]))), **options)

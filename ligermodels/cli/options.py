@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import Field, fields
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
 import typer
 
 from ligermodels.console import progress
 from ligermodels.errors import BackendError, CheckpointError
+from ligermodels.training.recipe import HINTS, Recipe, kinds
 
 if TYPE_CHECKING:
     import torch
@@ -89,3 +94,49 @@ def require_free(folder: Path, overwrite: bool) -> None:
     """CheckpointError when `folder` could not be written at the end: better said before hours of work than after."""
     if not overwrite and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or --overwrite")
+
+
+SHORT = {"learning_rate": ["--lr"]}
+"""Second names of flags."""
+
+
+def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, with a flag for each setting of a recipe that is no parameter of its own.
+
+    Those that are given come as `settings`, by name, the others not at all.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.name != "settings"]
+    names = {p.name for p in own}
+    flags = [_flag(field) for field in fields(Recipe) if field.name not in names]
+
+    def wrapped(**given: Any) -> None:
+        settings = {flag.name: value for flag in flags if (value := given.pop(flag.name)) not in (None, [])}
+        plain = {name: value.value if isinstance(value, Enum) else value for name, value in settings.items()}
+        command(**given, settings=plain)
+
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    wrapped.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
+    return wrapped
+
+
+def _flag(field: Field[Any]) -> inspect.Parameter:
+    kind: Any = next(each for each in kinds(HINTS[field.name]) if each is not type(None))
+    about = dict(field.metadata)
+    limits = {
+        limit: kind(about[name])
+        for limit, name in (("min", "at_least"), ("max", "at_most"))
+        if kind in (int, float) and math.isfinite(about[name])
+    }
+    if get_origin(kind) is Literal:
+        kind = cast(Any, Enum)(field.name, {choice: choice for choice in get_args(kind)}, type=str)
+    elif get_origin(kind) is tuple:
+        kind = list[str]
+    text = about["help"]
+    if field.default not in (None, ()) and "[default" not in text:
+        text += f"  [default: {field.default}]"
+    option = typer.Option(f"--{field.name.replace('_', '-')}", *SHORT.get(field.name, ()), help=text, **limits)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )

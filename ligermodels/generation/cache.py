@@ -1,6 +1,8 @@
 """The key/value cache that decoding writes to and attention reads from."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,10 +11,12 @@ from ligermodels.errors import InputError
 
 
 class KVCache:
-    """Preallocated keys and values of every layer, with one fill level for all rows of the batch.
+    """Preallocated keys and values of every layer, with one fill level for all rows of the batch, or one for each row.
 
     Slots [0, length) are filled. A forward pass over T tokens calls `update` once a layer, which writes to slots
-    [length, length + T), and then `advance(T)` once. Nothing is ever reallocated, so addresses stay fixed.
+    [length, length + T), and then `advance(T)` once. Within `rows` each row has its own length instead, in `lengths`,
+    which is None elsewhere: its T tokens take slots lengths + [0, T), by `write`, or by an op on `layers`. A slot's
+    number is the position of its token. Nothing is ever reallocated, so addresses stay fixed.
 
     Args:
         heads: (key/value heads, head_dim) of each layer.
@@ -34,12 +38,17 @@ class KVCache:
     ) -> None:
         if not heads or min(batch_size, max_length) < 1:
             raise InputError(f"a KVCache needs layers, rows and slots, got {len(heads)}, {batch_size} and {max_length}")
-        self.layers = [  # keys and values (2, B, max_length, Hkv, D) of each layer
-            torch.empty(2, batch_size, max_length, *sizes, dtype=dtype, device=device) for sizes in heads
-        ]
-        self.positions = torch.zeros(batch_size, max_length, dtype=torch.long, device=device)
+        # Zeros: a slot that a mask hides counts with weight 0, and 0 times what memory may hold can be NaN.
+        counts = Counter(heads)
+        self._alike = {  # keys and values (layers, 2, B, max_length, Hkv, D) of all layers of one size
+            size: torch.zeros(count, 2, batch_size, max_length, *size, dtype=dtype, device=device)
+            for size, count in counts.items()
+        }
+        parts = {size: iter(stored) for size, stored in self._alike.items()}
+        self.layers = [next(parts[size]) for size in heads]  # (2, B, max_length, Hkv, D) each
         self.max_length = max_length
         self.length = 0
+        self.lengths: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -48,42 +57,63 @@ class KVCache:
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new k and v (B, T, Hkv, D); returns views of slots [0, length + T) of all rows."""
         end = self._end(k.shape[1])
-        keys, values = self.layers[layer][:, :, :end]
-        for name, new, slots in (("k", k, keys[:, self.length :]), ("v", v, values[:, self.length :])):
-            # copy_ would broadcast a batch of one into every row without a word
-            if new.shape != slots.shape:
-                shapes = f"has shape {tuple(new.shape)}, the cache takes {tuple(slots.shape)}"
-                raise InputError(f"{name} of layer {layer} {shapes}")
-            slots.copy_(new)
+        keys, values = self._checked(layer, k, v)[:, :, :end]
+        keys[:, self.length :], values[:, self.length :] = k.to(keys.dtype), v.to(values.dtype)
         return keys, values
 
-    def place(self, position_ids: Tensor) -> Tensor:
-        """Note the positions (B or 1, T) of the tokens about to be written; returns those of slots [0, length + T)."""
-        end = self._end(position_ids.shape[1])
-        self.positions[:, self.length : end] = position_ids
-        return self.positions[:, :end]
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Within `rows`: write one layer's new k and v (B, T, Hkv, D) to the slots after each row's last."""
+        if self.lengths is None:
+            raise InputError("KVCache.write is for rows of different lengths: use it within KVCache.rows")
+        keys, values = self._checked(layer, k, v)
+        row = torch.arange(k.shape[0], device=self.device)[:, None]
+        at = row, self.lengths[:, None] + torch.arange(k.shape[1], device=self.device)
+        keys[at], values[at] = k.to(keys.dtype), v.to(values.dtype)
+
+    def _checked(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
+        """The layer's keys and values (2, B, max_length, Hkv, D), into which k and v must fit."""
+        stored = self.layers[layer]
+        for name, new in (("k", k), ("v", v)):
+            wanted = (stored.shape[1], k.shape[1], *stored.shape[3:])
+            # it would be broadcast: a batch of one into every row, without a word
+            if new.shape != wanted:
+                raise InputError(f"{name} of layer {layer} has shape {tuple(new.shape)}, the cache takes {wanted}")
+        return stored
 
     def advance(self, count: int) -> None:
         """Take `count` more slots as filled, once every layer has written them."""
-        self.length = self._end(count)
+        if self.lengths is None:
+            self.length = self._end(count)
 
-    def keep(self, start: int, indices: Sequence[int]) -> None:
-        """Of the slots from `start` on keep only start + indices, moved together in that order; the rest is forgotten.
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
 
-        After a tree step whose nodes lie in slots [start, start + N), `indices` are the accepted nodes.
+    # -- rows of different lengths -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def rows(self, lengths: Tensor) -> Iterator[None]:
+        """Within it each row is filled to a length of its own, (B,) long, and `length` neither counts nor changes.
+
+        Nothing is read back from the device, so that a CUDA graph can hold a forward pass; that the new tokens fit is
+        up to the caller.
         """
-        if not 0 <= start <= self.length or any(not 0 <= i < self.length - start for i in indices):
-            raise InputError(f"cannot keep slots {start} + {list(indices)}: only slots [0, {self.length}) are filled")
-        end = start + len(indices)
-        if end > self.max_length:
-            raise InputError(f"cannot keep {len(indices)} slots from {start} on: the cache has {self.max_length}")
-        if list(indices) != list(range(len(indices))):
-            slots = torch.tensor(indices, device=self.device) + start
-            # index_select makes a copy first: source and target slots may overlap
-            for stored in self.layers:
-                stored[:, :, start:end] = stored.index_select(2, slots)
-            self.positions[:, start:end] = self.positions.index_select(1, slots)
-        self.length = end
+        self.lengths = lengths
+        try:
+            yield
+        finally:
+            self.lengths = None
+
+    def compact(self, lengths: Tensor, nodes: Tensor) -> None:
+        """Move slot lengths[b] + nodes[b, i] of each row to slot lengths[b] + i: lengths long (B,), nodes long (B, P).
+
+        After a tree step, `nodes` is the accepted path; what it does not hold is overwritten by what comes next.
+        """
+        row = torch.arange(len(lengths), device=self.device)[:, None]
+        source = lengths[:, None] + nodes
+        target = lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
+        for stored in self._alike.values():
+            stored[:, :, row, target] = stored[:, :, row, source]  # indexing copies first: the slots may overlap
 
     def _end(self, count: int) -> int:
         end = self.length + count

@@ -5,11 +5,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import KVCache
+from ligermodels.generation.graph import Graphed
 from ligermodels.generation.sampling import check_sampling, greedy, sample
+from ligermodels.layers.rope import RotaryEmbedding
 
 TokenIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -44,13 +47,14 @@ class Decoder(Evaluable, Protocol):
         input_ids: Tensor,
         *,
         position_ids: Tensor | None = None,
-        mask: Tensor | None = None,
         cache: KVCache | None = None,
+        tree_mask: Tensor | None = None,
     ) -> Tensor:
         """Token ids (B, T) -> hidden states (B, T, H) after the final norm.
 
-        The new tokens take slots [cache.length, cache.length + T) of the cache, which is advanced by T. mask is bool
-        (B, T, cache.length + T), True where a query may attend to a slot; None is causal by slot.
+        The new tokens take the next T slots of the cache, which is advanced by T; within `cache.rows` those after each
+        row's last. Attention is causal by slot, but for a tree_mask, bool (T, T): then a new token sees all slots
+        before the new ones, and of these those that its row of the mask names. Positions are slots unless given.
         """
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
@@ -80,6 +84,7 @@ def generate(
     pad_token_id: int | None = None,
     generator: torch.Generator | None = None,
     on_token: Callable[[Tensor], bool | None] | None = None,
+    cuda_graph: bool = True,
 ) -> Tensor:
     """Continue each prompt until it meets an EOS token or has max_new_tokens new tokens.
 
@@ -96,6 +101,7 @@ def generate(
         generator: source of randomness, on the model's device.
         on_token: called after each step with the tokens (B,) just added (pad for finished rows); generation stops when
             it returns True.
+        cuda_graph: on a GPU, record a step once and replay it.
 
     Returns:
         Long (B, T + n) on the model's device: the prompts, padded on the left, then the n <= max_new_tokens new tokens
@@ -117,37 +123,74 @@ def generate(
             return greedy(logits)
         return sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
 
-    batch, length = prompts.ids.shape
-    padded = not bool(prompts.mask.all())
+    (batch, length), switches = prompts.ids.shape, rope_limits(model).switches
+    before = prompts.mask.sum(dim=1).tolist()
     with evaluating(model):
         cache = model.new_cache(batch, length + max_new_tokens - 1)
         ids, real = prompts.ids.to(cache.device), prompts.mask.to(cache.device)
-        positions = (real.cumsum(dim=1) - 1).clamp(min=0)
-        mask = None
-        if padded:
-            causal = torch.ones(length, length, dtype=torch.bool, device=cache.device).tril()
-            mask = causal & real[:, None, :]
-            # padding sees itself, so that no query is without a key: its softmax would be NaN
-            mask.diagonal(dim1=1, dim2=2).fill_(True)
-            visible = torch.cat([real, real.new_ones(batch, max_new_tokens)], dim=1)[:, None, :]
-        # padding may hold any id, even one that the embedding does not have
-        hidden = model.hidden_states(ids.masked_fill(~real, 0), position_ids=positions, mask=mask, cache=cache)[:, -1]
-        position = positions[:, -1:]
+        rows, lengths = aligned(ids, real)
+        text = F.pad(rows, (0, max_new_tokens))  # each token at its position
+        logits = model.head(prefill(model, rows, lengths, cache))
+        token = torch.empty_like(lengths)
+
+        def advance() -> Tensor:
+            with cache.rows(lengths):
+                hidden = model.hidden_states(token[:, None], position_ids=lengths[:, None], cache=cache)[:, -1]
+            lengths.add_(1)
+            return model.head(hidden)
+
+        step = Graphed(advance, cache.device, cuda_graph)
         eos = torch.tensor(eos_ids, dtype=torch.long, device=cache.device)
         done = torch.zeros(batch, dtype=torch.bool, device=cache.device)
         columns = [ids]
-        for remaining in reversed(range(max_new_tokens)):
-            token = choose(model.head(hidden))
-            shown = token if pad_id is None else token.masked_fill(done, pad_id)
+        for new in range(1, max_new_tokens + 1):
+            token.copy_(choose(logits))
+            shown = token.clone() if pad_id is None else token.masked_fill(done, pad_id)
             columns.append(shown[:, None])
             stop = on_token is not None and on_token(shown)
             done |= torch.isin(token, eos)
-            if not remaining or stop or (eos_ids and bool(done.all())):
+            if new == max_new_tokens or stop or (eos_ids and bool(done.all())):
                 break
-            position = position + 1
-            mask = visible[:, :, : cache.length + 1] if padded else None
-            hidden = model.hidden_states(token[:, None], position_ids=position, mask=mask, cache=cache)[:, -1]
+            text.scatter_(1, lengths[:, None], token[:, None])
+            if any(count + new - 1 in switches for count in before):
+                lengths.add_(1)
+                logits = model.head(prefill(model, text[:, : length + new], lengths, cache))
+            else:
+                logits = step()
     return torch.cat(columns, dim=1)
+
+
+def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Prompts (B, T) padded on the left, whose tokens are `real`, moved to the left end, and their lengths (B,): a
+    token's slot is then its position, and what follows, being causal, never sees the padding."""
+    lengths = real.sum(dim=1)
+    slots = torch.arange(ids.shape[1], device=ids.device)
+    # padding may hold any id, even one that the embedding does not have
+    return ids.masked_fill(~real, 0).gather(1, (slots + ids.shape[1] - lengths[:, None]) % ids.shape[1]), lengths
+
+
+def prefill(model: Decoder, ids: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+    """Run tokens (B, T), of which each row has the first `lengths` (B,), into a cleared cache: the last one's states
+    (B, H)."""
+    cache.clear()
+    positions = torch.minimum(torch.arange(ids.shape[1], device=ids.device), lengths[:, None] - 1)
+    states = model.hidden_states(ids, position_ids=positions, cache=cache)
+    return states[torch.arange(len(ids), device=ids.device), lengths - 1]
+
+
+class RopeLimits(NamedTuple):
+    """Lengths past which a model's rotary frequencies change, for good or with each token: see `layers.rope.Limits`."""
+
+    switches: frozenset[int]
+    moving: int | None
+
+
+def rope_limits(model: Evaluable) -> RopeLimits:
+    """Those of all rotary embeddings in `model`. At a switch the keys in a cache have to be computed anew."""
+    scalings = [module.config.scaling for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    limits = [scaling.limits for scaling in scalings if scaling is not None]
+    switches = frozenset(each.switch for each in limits if each.switch is not None)
+    return RopeLimits(switches, min((each.moving for each in limits if each.moving is not None), default=None))
 
 
 def prepare_prompts(

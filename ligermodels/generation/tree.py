@@ -90,6 +90,15 @@ class Tree:
         return torch.tensor([-1, *(path[-1] for path in self.paths)])
 
     @cached_property
+    def route(self) -> Tensor:
+        """Long (N, max_depth + 1): the nodes from the root down to each node, which is repeated to the end."""
+        route = torch.arange(len(self))[:, None].repeat(1, self.max_depth + 1)
+        for node, parent in enumerate(self.parent.tolist()):
+            above = int(self.depth[node])
+            route[node, :above] = route[parent, :above]
+        return route
+
+    @cached_property
     def mask(self) -> Tensor:
         """Bool (N, N): mask[i, j] is True when node j is node i or one of its ancestors."""
         mask = torch.eye(len(self), dtype=torch.bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -17,8 +17,12 @@ class Cache(Protocol):
     """Keys and values of the tokens seen so far; see `generation.cache.KVCache`."""
 
     length: int
+    lengths: Tensor | None
+    layers: list[Tensor]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None: ...
 
     def advance(self, count: int) -> None: ...
 
@@ -64,13 +68,15 @@ class Context:
 
     `tables` holds cos and sin, (B or 1, T, dim / 2), for each rope in use; `masks`, where the causal rule does not do,
     a bool (B, T, S) for each window in use; `cu_seqlens` is int32 (n + 1,): see `ops.attention`. With a `cache`, keys
-    and values are appended to it.
+    and values are appended to it; where its rows have lengths of their own, the new tokens may be a tree: `tree_mask`,
+    see `ops.decode_attention`.
     """
 
     tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
     masks: Mapping[int | None, Tensor] = field(default_factory=dict)
     cu_seqlens: Tensor | None = None
     cache: Cache | None = None
+    tree_mask: Tensor | None = None
     router_logits: list[Tensor] = field(default_factory=list)
 
 
@@ -90,10 +96,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, H) -> (B, T, H)."""
-        config = self.config
-        q, k, v = self._project(x, context)
-        if context.cache is not None:
-            k, v = context.cache.update(self.layer, k, v)
+        config, cache = self.config, context.cache
+        if cache is not None and cache.lengths is not None:
+            return self.o(self._decode(x, context, cache, cache.lengths).flatten(2))
+        q, k, v = self._project(self.qkv(x), context)
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)
         out = ops.attention(
             q,
             k,
@@ -107,17 +115,53 @@ class Attention(nn.Module):
         )
         return self.o(out.flatten(2))
 
-    def _project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _decode(self, x: Tensor, context: Context, cache: Cache, lengths: Tensor) -> Tensor:
+        """What a few new tokens x (B, T, H) attend to in the cache, (B, T, Hq, D); they are appended to it first."""
+        config = self.config
+        k_cache, v_cache = cache.layers[self.layer]
+        qkv = self.qkv(x).to(k_cache.dtype)
+        if self._norms is None:
+            q, k, v = self._project(qkv, context)
+            cache.write(self.layer, k, v)
+        else:
+            weights, options = self._norms
+            q = ops.rope_qkv_cached(
+                qkv, *self._tables(context), *self._shape, k_cache, v_cache, lengths, *weights, **options
+            )
+        return ops.decode_attention(
+            q,
+            k_cache,
+            v_cache,
+            lengths,
+            scale=config.scale,
+            window=config.window,
+            softcap=config.softcap,
+            tree_mask=context.tree_mask,
+        ).to(x.dtype)
+
+    def _project(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q (B, T, Hq, D) and k (B, T, Hkv, D), and v as k."""
-        config, qkv = self.config, self.qkv(x)
-        cos, sin = (None, None) if config.rope is None else context.tables[config.rope]
-        shape = (config.num_kv_heads, config.group_size, config.head_dim)
-        if config.qk_norm is None:
-            return ops.rope_qkv(qkv, cos, sin, *shape)
-        norm = config.qk_norm.norm
-        if config.qk_norm.over == "head":
-            weights = (self.q_norm.weight, self.k_norm.weight)
-            return ops.rope_qkv(qkv, cos, sin, *shape, *weights, eps=norm.eps, offset=norm.offset, cast=norm.cast)
-        q, k, v = ops.rope_qkv(qkv, None, None, *shape)
+        cos, sin = self._tables(context)
+        if self._norms is not None:
+            weights, options = self._norms
+            return ops.rope_qkv(qkv, cos, sin, *self._shape, *weights, **options)
+        q, k, v = ops.rope_qkv(qkv, None, None, *self._shape)
         q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
         return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return self.config.num_kv_heads, self.config.group_size, self.config.head_dim
+
+    @property
+    def _norms(self) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+        """The weights and options of norms that go with the rotation: of each head. None where they cannot."""
+        if self.config.qk_norm is None:
+            return (), {}
+        norm = self.config.qk_norm.norm
+        if self.config.qk_norm.over == "projection":
+            return None
+        return (self.q_norm.weight, self.k_norm.weight), {"eps": norm.eps, "offset": norm.offset, "cast": norm.cast}
+
+    def _tables(self, context: Context) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.config.rope is None else context.tables[self.config.rope]

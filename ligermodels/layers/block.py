@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ligermodels.layers.attention import Attention, AttentionConfig, Context
 from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.moe import MoEConfig
-from ligermodels.layers.norm import NormConfig, RMSNorm
+from ligermodels.layers.norm import NormConfig, ResidualIdentity, ResidualRMSNorm, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,26 @@ class Block(nn.Module):
     def __init__(self, hidden_size: int, config: BlockConfig, layer: int) -> None:
         super().__init__()
 
-        def norm(wanted: bool) -> nn.Module:
-            return RMSNorm(hidden_size, config.norm) if wanted else nn.Identity()
+        def before() -> nn.Module:
+            return ResidualRMSNorm(hidden_size, config.norm) if config.pre_norm else ResidualIdentity()
+
+        def after() -> nn.Module:
+            return RMSNorm(hidden_size, config.norm) if config.post_norm else nn.Identity()
 
         self.residual_scale = config.residual_scale
-        self.attention_norm = norm(config.pre_norm)
+        self.attention_norm = before()
         self.attention = Attention(hidden_size, config.attention, layer)
-        self.attention_post_norm = norm(config.post_norm)
-        self.mlp_norm = norm(config.pre_norm)
+        self.attention_post_norm = after()
+        self.mlp_norm = before()
         self.mlp = config.mlp.build(hidden_size)
-        self.mlp_post_norm = norm(config.post_norm)
+        self.mlp_post_norm = after()
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, H) -> (B, T, H)."""
-        x = self._add(x, self.attention_post_norm(self.attention(self.attention_norm(x), context)))
-        return self._add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x), context)))
+        y, x = self.attention_norm(x)
+        branch = self._scaled(self.attention_post_norm(self.attention(y, context)))
+        y, x = self.mlp_norm(x, branch)
+        return x + self._scaled(self.mlp_post_norm(self.mlp(y, context)))
 
-    def _add(self, x: Tensor, branch: Tensor) -> Tensor:
-        return x + branch if self.residual_scale == 1.0 else x + self.residual_scale * branch
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_scale == 1.0 else self.residual_scale * branch

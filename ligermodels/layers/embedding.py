@@ -16,4 +16,4 @@ class Embedding(nn.Embedding):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids (...) long -> (..., H)."""
         x = super().forward(input_ids)
-        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device="cpu")

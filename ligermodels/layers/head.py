@@ -51,6 +51,30 @@ class LMHead(nn.Module):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
+class TargetCount:
+    """How many targets are not ignored, on its way from the device.
+
+    Asked for before a forward pass, the answer is there when the head needs it: the device has long begun that pass
+    then, while its queue is full, and nothing waits that had something to do.
+    """
+
+    def __init__(self, targets: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._count: Tensor | None = None
+        if not torch.compiler.is_compiling() and targets.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._count = torch.empty((), dtype=torch.int64, pin_memory=True)
+            self._count.copy_((targets != IGNORE_INDEX).sum(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def get(self) -> int | None:
+        """The count for `ops.linear_cross_entropy`; None where that finds it out by itself, or cannot use it."""
+        if self._event is None or self._count is None:
+            return None
+        self._event.synchronize()
+        return int(self._count)
+
+
 def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """targets[b, t] = labels[b, t + ahead], and -100 where that is past the row's end or in another document.
 

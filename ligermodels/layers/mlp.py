@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.layers.attention import Context
+from ligermodels.layers.recompute import cheap
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": ops.swiglu,
@@ -43,4 +44,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x (..., H) -> (..., H); the context is for feed-forward layers that route."""
-        return self.down(self.activation(self.gate_up(x)))
+        return self.down(cheap(self.activation, self.gate_up(x)))

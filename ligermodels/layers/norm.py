@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers.recompute import cheap
 
 
 @dataclass(frozen=True)
@@ -38,4 +39,27 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
-        return ops.rms_norm(x, self.weight, self.config.eps, offset=self.config.offset, cast=self.config.cast)
+        return cheap(self._normalised, x, self.weight)
+
+    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(x, weight, self.config.eps, offset=self.config.offset, cast=self.config.cast)
+
+
+class ResidualRMSNorm(RMSNorm):
+    """RMSNorm where a branch joins the residual stream, or leaves it."""
+
+    def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x, branch (..., size) -> normalised x + branch, and x + branch, to be carried on: one pass, and backward one
+        gradient."""
+        config = self.config
+        y, x = ops.add_rms_norm(x, branch, self.weight, config.eps, offset=config.offset, cast=config.cast)
+        return cheap(self._normalised, x, self.weight, result=y), x
+
+
+class ResidualIdentity(nn.Module):
+    """Stands for a ResidualRMSNorm where nothing is normalised."""
+
+    def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + branch, twice."""
+        x = x if branch is None else x + branch
+        return x, x

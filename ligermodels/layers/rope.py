@@ -15,16 +15,36 @@ from torch import Tensor, nn
 class RopeScaling(ABC):
     """How frequencies depart from the plain ones. Subclasses are frozen dataclasses: a RopeConfig is a dict key."""
 
+    @property
+    def limits(self) -> Limits:
+        """Where frequencies follow the length of a sequence: here nowhere."""
+        return Limits()
+
     @abstractmethod
     def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
         """What can be computed ahead, fp32 (..., dim / 2), from the plain `periods` (tokens a radian), (dim / 2,)."""
 
     def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
-        """The inverse frequencies, (dim / 2,), of a forward pass over `positions`: here the same for all.
+        """The inverse frequencies, (dim / 2,) or (B, 1, dim / 2), of a forward pass over `positions`, (B, T) or a
+        scalar: here the same for all.
 
         Runs on the device alone, with no look at a value from the host.
         """
         return frequencies
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Lengths, in tokens, up to which one set of frequencies serves: past `switch` it is another, of all tokens, those
+    in a cache too; past `moving` another for each length."""
+
+    switch: int | None = None
+    moving: int | None = None
+
+
+def _lengths(positions: Tensor) -> Tensor:
+    """The length of each row: its highest position, plus 1; (B, 1, 1), or (1,) of a scalar."""
+    return positions.amax(dim=-1, keepdim=True)[..., None] + 1
 
 
 @dataclass(frozen=True)
@@ -41,19 +61,25 @@ class LinearScaling(RopeScaling):
 class DynamicScaling(RopeScaling):
     """Dynamic NTK: past the original context the base grows with the length L of the sequence.
 
-    theta * (factor * L / L0 - (factor - 1)) ** (dim / (dim - 2)), for dim above 2. L is the highest position of the
-    forward pass, plus 1: it has no memory, where transformers keeps the base of the longest sequence seen until one
-    shorter than the original context comes. The two agree on a model that has seen no longer one.
+    theta * (factor * L / L0 - (factor - 1)) ** (dim / (dim - 2)), for dim above 2. L is the highest position of a row
+    in the forward pass, plus 1: it has no memory, where transformers keeps the base of the longest sequence seen until
+    one shorter than the original context comes. The two agree on a model that has seen no longer one.
+
+    Keys in a cache stay as they were when the base grows on, as in transformers.
     """
 
     factor: float
     original_context: int
 
+    @property
+    def limits(self) -> Limits:
+        return Limits(moving=self.original_context)
+
     def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
         return 1.0 / periods
 
     def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
-        length = positions.max() + 1
+        length = _lengths(positions)
         growth = self.factor * length / self.original_context - (self.factor - 1)
         grown = 1.0 / _periods(rope.theta * growth ** (rope.dim / (rope.dim - 2)), rope.dim, positions.device)
         return torch.where(length > self.original_context, grown, frequencies)
@@ -115,23 +141,26 @@ class YarnScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (Ding et al., 2024): each frequency divided by its own factor, of `long` where the forward pass goes
-    past the original context, else of `short` (dim / 2 each). Goes with `longrope_attention_factor`.
+    """LongRoPE (Ding et al., 2024): each frequency divided by its own factor, of `long` where a row of the forward pass
+    goes past the original context, else of `short` (dim / 2 each). Goes with `longrope_attention_factor`.
 
-    Keys in a cache stay as they were when the sequence outgrows the original context; generation in transformers' Phi-3
-    computes them anew at that point.
+    Keys in a cache have to be computed anew when the sequence outgrows the original context: `generate` does.
     """
 
     short: tuple[float, ...]
     long: tuple[float, ...]
     original_context: int
 
+    @property
+    def limits(self) -> Limits:
+        return Limits(switch=self.original_context)
+
     def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
         """(2, dim / 2): short, long."""
         return 1.0 / (torch.tensor([self.short, self.long], dtype=torch.float32, device=periods.device) * periods)
 
     def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
-        return torch.where(positions.max() + 1 > self.original_context, frequencies[1], frequencies[0])
+        return torch.where(_lengths(positions) > self.original_context, frequencies[1], frequencies[0])
 
 
 def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
@@ -216,8 +245,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions (B, T) -> cos, sin (B, T, dim / 2): computed in fp32, then cast to `dtype` as HF models do.
 
-        A scaling that follows the length takes the highest of all `positions` for it, over rows and packed documents
-        alike, as transformers does.
+        A scaling that follows the length takes the highest position of a row for it, over all documents packed there: a
+        row does not depend on others, where transformers takes the highest of all.
         """
         # Under autocast a matmul would round the angles; a product is elementwise and stays fp32.
         angles = positions[..., None].float() * _at(self.config, self.frequencies, positions)

@@ -1,21 +1,27 @@
 """Tensors in, tensors out: each op a torch reference, Triton kernels, and one public function that picks."""
 
+from ligermodels.ops.adamw import adamw_step
 from ligermodels.ops.attention import attention
 from ligermodels.ops.cross_entropy import cross_entropy, cross_entropy_reference
+from ligermodels.ops.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.ops.dispatch import force, use_kernels
 from ligermodels.ops.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
+from ligermodels.ops.rope_cache import rope_qkv_cached, rope_qkv_cached_reference
 
 __all__ = [
     "Routes",
+    "adamw_step",
     "add_rms_norm",
     "add_rms_norm_reference",
     "attention",
     "cross_entropy",
     "cross_entropy_reference",
+    "decode_attention",
+    "decode_attention_reference",
     "force",
     "gather_rows",
     "geglu",
@@ -28,6 +34,8 @@ __all__ = [
     "rms_norm_reference",
     "rope",
     "rope_qkv",
+    "rope_qkv_cached",
+    "rope_qkv_cached_reference",
     "rope_qkv_reference",
     "rope_reference",
     "sort_by_expert",

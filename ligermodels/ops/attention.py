@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
+from ligermodels.ops.flash_attention_4 import flash_attention_4
 
 
 @dataclass(frozen=True)
@@ -237,32 +238,33 @@ def _flash_refuses(name: str) -> Callable[[AttentionRequest], str | None]:
             return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
         if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
             return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
-        if request.compiling:
-            return "torch.compile cannot trace it"
+        if request.compiling and name != "flash-attn-4":
+            return "torch.compile is not known to trace it"
         return "it takes no arbitrary mask" if request.masked else None
 
     return refuses
 
 
 def _flash(name: str) -> Callable[..., Tensor]:
-    unlimited = None if name == "flash-attn-4" else -1
-
     def run(
         q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None
     ) -> Tensor:
+        packed = cu_seqlens is not None
+        q, k, v = (q[0], k[0], v[0]) if packed else (q, k, v)
+        if name == "flash-attn-4":
+            out = flash_attention_4(q, k, v, cu_seqlens, request.scale, request.window, request.softcap)
+            return out[None] if packed else out
         module = importlib.import_module(_MODULES[name])
-        window = (unlimited, unlimited) if request.window is None else (request.window - 1, 0)
+        window = (-1, -1) if request.window is None else (request.window - 1, 0)
         options: dict[str, Any] = {"softmax_scale": request.scale, "causal": True, "window_size": window}
         options["softcap"] = request.softcap or 0.0
-        if cu_seqlens is None:
-            out = module.flash_attn_func(q, k, v, **options)
-        else:
+        if packed:
             options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
             # The longest sequence would cost a sync to learn; the row's length bounds it.
-            options |= {"max_seqlen_q": q.shape[1], "max_seqlen_k": q.shape[1]}
-            out = module.flash_attn_varlen_func(q[0], k[0], v[0], **options)
+            options |= {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
+        out = (module.flash_attn_varlen_func if packed else module.flash_attn_func)(q, k, v, **options)
         out = out[0] if isinstance(out, tuple) else out
-        return out if cu_seqlens is None else out[None]
+        return out[None] if packed else out
 
     return run
 

@@ -18,7 +18,8 @@ from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.library import as_rows, opaque_op
 
 Reduction = Literal["mean", "sum", "none"]
-MAX_BLOCK = 8192
+MAX_LANES = 8192
+TILES = 4
 
 
 class LossOptions(NamedTuple):
@@ -184,12 +185,14 @@ def check_targets(target: torch.Tensor, num_classes: int, ignore_index: int) -> 
 
 
 @triton.jit
-def _effective(x, scale, softcap, CAPPED: tl.constexpr):
+def _effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """Effective logits of given ones, in float32; scale is logit_scale, over softcap if there is one.
 
     tanh is an odd polynomial near 0, where the formula in exp would cancel (a least-squares fit of relative error
     3e-9 up to 0.6), so that no value is off by more than a few units in the last place."""
-    x = x.to(tl.float32) * scale
+    x = x.to(tl.float32)
+    if SCALED or CAPPED:
+        x = x * scale
     if CAPPED:
         z = x * x
         near = -0.00590587 * z + 0.02080538
@@ -204,14 +207,49 @@ def _effective(x, scale, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _gradient(x, col, target, maximum, log_sum, coefficient, V, scale, softcap, logit_scale, smoothing, z_loss,
-              CAPPED: tl.constexpr):  # fmt: skip
-    """Gradient of coefficient * loss by the given logits x of columns col."""
-    effective = _effective(x, scale, softcap, CAPPED)
-    g = tl.exp((effective - maximum) - log_sum) * (1.0 + 2.0 * z_loss * (maximum + log_sum)) - smoothing / V
-    g = tl.where(col == target, g - (1.0 - smoothing), g) * (coefficient * logit_scale)
+def _exp(x):
+    """exp(x); tl.exp itself costs three instructions more, which keep results below 1e-38."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _observe(
+    start, col, V, y, at_y, top, total, plain, before, scale, softcap,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """Takes a tile (TILES, BLOCK) of a row's logits into what its BLOCK lanes have seen so far: their maxima, sums of
+    exp(x - maximum), plain sums, and counts of logits that stand before the target's."""
+    inside = col < V
+    if MASKED:
+        given = tl.load(start + col, mask=inside, other=0.0)
+        x = tl.where(inside, _effective(given, scale, softcap, SCALED, CAPPED), float("-inf"))
+    else:
+        given = tl.load(start + col)
+        x = _effective(given, scale, softcap, SCALED, CAPPED)
+    higher = tl.maximum(top, tl.max(x, axis=0))
+    total = total * _exp(top - higher) + tl.sum(_exp(x - higher[None, :]), axis=0)
+    if SMOOTHED:
+        plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
+    if RANK:
+        before += tl.sum((inside & ((given > at_y) | ((given == at_y) & (col < y)))).to(tl.int32), axis=0)
+    return higher, total, plain, before
+
+
+@triton.jit
+def _gradient(
+    given, col, y, maximum, log_sum, coefficient, V, scale, softcap, logit_scale, smoothing, z_loss, near_target,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+):  # fmt: skip
+    """Gradient of coefficient * loss by given logits of columns col; near_target: the target may be among them."""
+    c = coefficient * logit_scale
+    x = _effective(given, scale, softcap, SCALED, CAPPED)
+    g = _exp((x - maximum) - log_sum) * (c * (1.0 + 2.0 * z_loss * (maximum + log_sum)))
+    if SMOOTHED:
+        g = g - c * smoothing / V
+    if near_target:
+        g = tl.where(col == y, g - c * (1.0 - smoothing), g)
     if CAPPED:  # times 1 - tanh^2, which is 4 e / (1 + e)^2 with e = exp(-2 |x|): exact where tanh is near 1
-        e = tl.exp(-2.0 * tl.abs(x.to(tl.float32) * scale))
+        e = tl.exp(-2.0 * tl.abs(given.to(tl.float32) * scale))
         g = g * (4.0 * e / ((1.0 + e) * (1.0 + e)))
     return g
 
@@ -220,41 +258,39 @@ def _gradient(x, col, target, maximum, log_sum, coefficient, V, scale, softcap, 
 def _row_kernel(
     logits, stride, target, losses, maxima, log_sums, ranks, coefficients,
     V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
-    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, GRADIENT: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program reads one row: its loss, max and log of the sum of exp(x - max), and its rank. With GRADIENT it
     reads the row again, while that is in cache, and puts in its place the gradient of coefficient * loss.
 
-    Max and sum run lane by lane and meet once at the end: one exp for each logit, and no barrier in the loop."""
+    BLOCK lanes go through the row, TILES logits each at a time, and meet once at the end: little more than one exp for
+    each logit, and no barrier in the loop."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
+    col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     start = logits + row * stride
+    whole = V // (TILES * BLOCK) * (TILES * BLOCK)
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
         at_y = tl.load(start + y)
         top = tl.full((BLOCK,), -3.4028234663852886e38, dtype=tl.float32)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
-        if SMOOTHED:
-            plain = tl.zeros((BLOCK,), dtype=tl.float32)
-        if RANK:
-            before = tl.zeros((BLOCK,), dtype=tl.int32)
-        for first in range(0, V, BLOCK):
-            col = first + lane
-            inside = col < V
-            given = tl.load(start + col, mask=inside, other=0.0)
-            x = tl.where(inside, _effective(given, scale, softcap, CAPPED), float("-inf"))
-            step = x - top
-            e = tl.exp(-tl.abs(step))
-            total = tl.where(step > 0, total * e + 1.0, total + e)
-            top = tl.maximum(top, x)
-            if SMOOTHED:
-                plain += tl.where(inside, x, 0.0)
-            if RANK:
-                before += (inside & ((given > at_y) | ((given == at_y) & (col < y)))).to(tl.int32)
+        plain = tl.zeros((BLOCK,), dtype=tl.float32)
+        before = tl.zeros((BLOCK,), dtype=tl.int32)
+        for first in range(0, whole, TILES * BLOCK):
+            top, total, plain, before = _observe(
+                start, first + col, V, y, at_y, top, total, plain, before, scale, softcap,
+                False, SCALED, CAPPED, SMOOTHED, RANK,
+            )  # fmt: skip
+        if whole < V:
+            top, total, plain, before = _observe(
+                start, whole + col, V, y, at_y, top, total, plain, before, scale, softcap,
+                True, SCALED, CAPPED, SMOOTHED, RANK,
+            )  # fmt: skip
         maximum = tl.max(top, axis=0)
-        log_sum = tl.log(tl.sum(total * tl.exp(top - maximum), axis=0))
+        log_sum = tl.log(tl.sum(total * _exp(top - maximum), axis=0))
         # x_y - max and log_sum stay apart: their sum would lose what logits of great size leave of the loss.
-        loss = (1.0 - smoothing) * (log_sum - (_effective(at_y, scale, softcap, CAPPED) - maximum))
+        loss = (1.0 - smoothing) * (log_sum - (_effective(at_y, scale, softcap, SCALED, CAPPED) - maximum))
         if SMOOTHED:
             loss += smoothing * (log_sum - (tl.sum(plain, axis=0) / V - maximum))
         loss += z_loss * (maximum + log_sum) * (maximum + log_sum)
@@ -265,12 +301,21 @@ def _row_kernel(
             tl.store(ranks + row, tl.sum(before, axis=0).to(tl.int64))
         if GRADIENT:
             c = tl.load(coefficients + row)
-            for first in range(0, V, BLOCK):
-                col = first + lane
-                given = tl.load(start + col, mask=col < V, other=0.0)
-                g = _gradient(given, col, y, maximum, log_sum, c, V, scale, softcap, logit_scale, smoothing, z_loss,
-                              CAPPED)  # fmt: skip
-                tl.store(start + col, g.to(logits.dtype.element_ty), mask=col < V)
+            if whole < V:
+                inside = whole + col < V
+                g = _gradient(
+                    tl.load(start + whole + col, mask=inside, other=0.0), whole + col, y, maximum, log_sum, c,
+                    V, scale, softcap, logit_scale, smoothing, z_loss, True, SCALED, CAPPED, SMOOTHED,
+                )  # fmt: skip
+                tl.store(start + whole + col, g.to(logits.dtype.element_ty), mask=inside)
+            for done in range(0, whole, TILES * BLOCK):  # backwards: what was read last is still in the cache
+                first = whole - TILES * BLOCK - done
+                near = (y >= first) & (y < first + TILES * BLOCK)
+                g = _gradient(
+                    tl.load(start + first + col, eviction_policy="evict_first"), first + col, y, maximum, log_sum, c,
+                    V, scale, softcap, logit_scale, smoothing, z_loss, near, SCALED, CAPPED, SMOOTHED,
+                )  # fmt: skip
+                tl.store(start + first + col, g.to(logits.dtype.element_ty), eviction_policy="evict_first")
     else:
         tl.store(losses + row, 0.0)
         tl.store(maxima + row, 0.0)
@@ -278,26 +323,30 @@ def _row_kernel(
         if RANK:
             tl.store(ranks + row, -1)
         if GRADIENT:
-            for begin in range(0, V, BLOCK):
-                zero = tl.zeros((BLOCK,), dtype=tl.float32)
-                tl.store(start + begin + lane, zero.to(logits.dtype.element_ty), mask=begin + lane < V)
+            for first in range(0, V, TILES * BLOCK):
+                zero = tl.zeros((TILES, BLOCK), dtype=logits.dtype.element_ty)
+                tl.store(start + first + col, zero, mask=first + col < V)
 
 
 @triton.jit
 def _gradient_kernel(
     logits, stride, gradient, target, maxima, log_sums, coefficients,
     V, blocks, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes one block of one row of the gradient, from the saved max and log-sum."""
     row = tl.program_id(0).to(tl.int64) // blocks
-    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) % blocks * BLOCK
+    col = first + tl.arange(0, BLOCK)
     out = gradient + row * V + col
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
-        given = tl.load(logits + row * stride + col, mask=col < V, other=0.0)
-        g = _gradient(given, col, y, tl.load(maxima + row), tl.load(log_sums + row), tl.load(coefficients + row),
-                      V, scale, softcap, logit_scale, smoothing, z_loss, CAPPED)  # fmt: skip
+        g = _gradient(
+            tl.load(logits + row * stride + col, mask=col < V, other=0.0), col, y,
+            tl.load(maxima + row), tl.load(log_sums + row), tl.load(coefficients + row),
+            V, scale, softcap, logit_scale, smoothing, z_loss, (y >= first) & (y < first + BLOCK),
+            SCALED, CAPPED, SMOOTHED,
+        )  # fmt: skip
         tl.store(out, g.to(gradient.dtype.element_ty), mask=col < V)
     else:
         tl.store(out, tl.zeros((BLOCK,), dtype=tl.float32).to(gradient.dtype.element_ty), mask=col < V)
@@ -307,6 +356,21 @@ def _numbers(options: LossOptions) -> tuple[float, ...]:
     """scale, softcap, logit_scale, smoothing and z_loss as the kernels take them."""
     softcap = 1.0 if options.softcap is None else options.softcap
     return options.logit_scale / softcap, softcap, options.logit_scale, options.label_smoothing, options.z_loss
+
+
+def _flags(options: LossOptions) -> dict[str, bool]:
+    """Which parts of the formula the kernels need."""
+    return {
+        "SCALED": options.logit_scale != 1,
+        "CAPPED": options.softcap is not None,
+        "SMOOTHED": options.label_smoothing != 0,
+    }
+
+
+def _row_blocks(V: int) -> tuple[int, int, int]:
+    """Lanes, logits a lane takes at a time, and warps, for rows of V logits: 16-byte loads of bfloat16."""
+    lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), MAX_LANES)
+    return lanes, min(power_of_2_above(-(-V // lanes)), TILES), lanes // 256
 
 
 def launch_rows(
@@ -323,12 +387,11 @@ def launch_rows(
 
     With coefficients (M,), the gradient of coefficient * loss takes the place of the logits."""
     M, V = logits.shape
-    block = min(power_of_2_above(V), MAX_BLOCK)
+    block, tiles, warps = _row_blocks(V)
     _row_kernel[(M,)](
         logits, logits.stride(0), target, losses, maxima, log_sums, ranks, coefficients,
-        V, options.ignore_index, *_numbers(options),
-        CAPPED=options.softcap is not None, SMOOTHED=options.label_smoothing != 0, RANK=options.return_rank,
-        GRADIENT=coefficients is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        V, options.ignore_index, *_numbers(options), **_flags(options), RANK=options.return_rank,
+        GRADIENT=coefficients is not None, TILES=tiles, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -403,8 +466,8 @@ def _cross_entropy_backward(
     blocks = -(-V // block)
     _gradient_kernel[(M * blocks,)](
         rows, rows.stride(0), gradient, target.contiguous(), maxima, log_sums, coefficient.contiguous(),
-        V, blocks, ignore_index, *_numbers(options),
-        CAPPED=softcap is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 8),
+        V, blocks, ignore_index, *_numbers(options), **_flags(options),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
     return gradient
 

@@ -74,7 +74,8 @@ def grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) ->
     offsets: int32 (E,), where each group ends; they do not decrease, and the last is R. Returns (R, M) of x's dtype.
 
     In bfloat16 on CUDA, K and M multiples of 8, on Hopper (or any GPU from Ampere on with torch 2.10), this is torch's
-    own grouped GEMM. Everywhere else a loop over the groups, which on a GPU waits for the offsets. Each gradient is a
+    own grouped GEMM. Everywhere else a loop over the groups, which on a GPU waits for the offsets (but while a CUDA
+    graph is recorded, which cannot: then each group's weights meet all rows). Each gradient is a
     grouped GEMM too, and made only when its operand needs it; that of a group without rows is zero.
     Raises InputError if shapes, dtypes or devices do not fit, or (in the loop) if the offsets do not.
     """
@@ -122,7 +123,17 @@ def _grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, k
     """x (R, K), weights (E, M, K) -> (R, M)."""
     if kernels and _has_grouped_gemm(x, weights.shape[1]):
         return torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _grouped_mm_without_a_wait(x, weights, offsets)
     return grouped_mm_reference(x, weights, offsets)
+
+
+def _grouped_mm_without_a_wait(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    y = x.new_zeros(x.shape[0], weights.shape[1])
+    group = torch.bucketize(torch.arange(x.shape[0], device=x.device), offsets, right=True)
+    for index, weight in enumerate(weights.unbind()):
+        y = torch.where((group == index)[:, None], F.linear(x, weight), y)
+    return y
 
 
 @opaque_op(lambda dy, x, offsets, kernels: x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1]))

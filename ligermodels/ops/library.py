@@ -1,6 +1,7 @@
 """Registration of the ops with torch.library, so that torch.compile sees each as one opaque node."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,26 +9,33 @@ import torch
 _library = torch.library.Library("ligermodels", "FRAGMENT")
 
 
-def opaque_op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def opaque_op(
+    fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: registers a function as `torch.ops.ligermodels.<its name>` and returns that op.
 
     The schema comes from the function's annotations. `fake` takes the same arguments and returns empty tensors of the
     shapes, dtypes and strides of the results. The function's first argument is a tensor (or a list of them): it runs on
-    the device of that. The function may not change its inputs, nor return them or views of them, and has no gradient of
-    its own. This is `torch.library.custom_op` without its layers of Python on every call.
+    the device of that. The function may change no inputs but the tensors that `mutates` names, nor return its inputs or
+    views of them, and has no gradient of its own. This is `torch.library.custom_op` without its layers of Python on
+    every call.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__.strip("_")
+        parameters = list(inspect.signature(function).parameters)
+        mutated = [parameters.index(parameter) for parameter in mutates]
 
         def on_device(first: Any, *args: Any) -> Any:
+            if mutated:  # so that autograd refuses what it saved of their old values
+                torch.autograd.graph.increment_version([(first, *args)[place] for place in mutated])
             device = (first[0] if isinstance(first, list) else first).device
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):
                     return function(first, *args)
             return function(first, *args)
 
-        _library.define(name + torch.library.infer_schema(function, mutates_args=()))
+        _library.define(name + torch.library.infer_schema(function, mutates_args=mutates))
         for key in ("CPU", "CUDA"):
             _library.impl(name, on_device, key)
         torch.library.register_fake(f"ligermodels::{name}", fake, lib=_library)

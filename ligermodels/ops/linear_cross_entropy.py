@@ -26,6 +26,7 @@ from ligermodels.ops.library import as_rows, opaque_op
 
 ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
 COLUMN_MULTIPLE = 16  # on CUDA logits are held in rows of a multiple of this, which keeps them aligned for odd V
+SKIP_BELOW = 0.97  # the share of rows with targets from which on they are not picked out
 RANK_COLUMNS = 4096  # the reference counts ranks over this many classes at a time
 
 
@@ -44,6 +45,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     return_rank: bool = False,
     memory_budget: int = 2**30,
+    num_targets: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy(hidden @ weight.T + bias, target)` without the logits in memory; exact, gradients included.
 
@@ -52,6 +54,8 @@ def linear_cross_entropy(
     memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
         it needs). The gradients themselves come on top, and with several chunks and a 16-bit weight the float32 sum
         that stands in for the weight's gradient until it is rounded, once.
+    num_targets: how many targets are not ignored, if the caller knows: the rows of the others then take no part in the
+        GEMMs. On the CPU it is counted; on CUDA that would be a wait for the device, so without it no row is skipped.
     A gradient is computed exactly if its own operand requires it; under no_grad only the loss is. Eagerly, the first
     backward pass hands out the gradients of the forward pass; a repeated one over a retained graph computes them anew.
     In bfloat16 they are rounded before they are multiplied by the loss's own gradient, and so once more if that is no
@@ -66,9 +70,12 @@ def linear_cross_entropy(
     _check_head(hidden, weight, bias, memory_budget)
     coefficient = row_coefficients(target, ignore_index, reduction, token_weights, hidden.dtype)
     # Asked here, because inside autograd.Function.forward gradients are off and nothing tells what requires them.
+    if num_targets is None:
+        counted = not (target.is_cuda or torch.compiler.is_compiling())
+        num_targets = int((target != ignore_index).sum()) if counted else target.numel()
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
     loss, rank = _LinearCrossEntropy.apply(
-        hidden, weight, bias, target, coefficient, options, memory_budget, reduction != "none", needs
+        hidden, weight, bias, target, coefficient, options, memory_budget, num_targets, reduction != "none", needs
     )
     return (loss, rank) if return_rank else loss
 
@@ -77,7 +84,8 @@ def linear_cross_entropy_reference(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The specification of `linear_cross_entropy`, in plain torch, with all the logits; the same arguments."""
-    options.pop("memory_budget", None)
+    for name in ("memory_budget", "num_targets"):
+        options.pop(name, None)
     return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)
 
 
@@ -109,6 +117,7 @@ def _fake(
     logit_scale: float,
     return_rank: bool,
     memory_budget: int,
+    num_targets: int,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -136,6 +145,7 @@ def _linear_cross_entropy(
     logit_scale: float,
     return_rank: bool,
     memory_budget: int,
+    num_targets: int,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -147,10 +157,27 @@ def _linear_cross_entropy(
     losses = torch.empty_like(coefficient, memory_format=torch.contiguous_format)
     ranks = target.new_empty(target.shape if return_rank else (0,))
     dx = hidden.new_empty(hidden.shape if need_hidden else (0,))
-    rows, targets, coefficients = as_rows(hidden), target.reshape(-1), coefficient.reshape(-1).contiguous()
+    rows, targets, coefficients = as_rows(hidden), target.reshape(-1), coefficient.reshape(-1)
     needed = need_hidden or need_weight or need_bias
 
-    T = rows.shape[0]
+    T, chosen = targets.shape[0], None
+    if num_targets < SKIP_BELOW * T:
+        counts = targets != ignore_index
+        torch._assert_async(counts.sum() == num_targets, "num_targets is not the number of targets not ignored")
+        chosen = counts.argsort(descending=True, stable=True)[:num_targets]
+        T = num_targets
+        for x, value in ((losses, 0), (ranks, -1), (dx, 0)):
+            x.fill_(value)
+
+    def take(x: torch.Tensor, chunk: slice) -> torch.Tensor:
+        return x[chunk].contiguous() if chosen is None else x.index_select(0, chosen[chunk])
+
+    def put(values: torch.Tensor, x: torch.Tensor, chunk: slice) -> None:
+        if chosen is None:
+            x[chunk] = values
+        else:
+            x.index_copy_(0, chosen[chunk], values)
+
     size = _chunk_rows(T, V, H, hidden, options, memory_budget, need_weight or need_bias)
     sum_dtype = weight.dtype if size >= T else coefficient.dtype  # a single chunk needs no sum of its own
     dw = torch.empty((V, H) if need_weight else (0,), dtype=sum_dtype, device=weight.device)
@@ -159,22 +186,21 @@ def _linear_cross_entropy(
     workspace = hidden.new_empty(size, columns)[:, :V]
     in_place = _launch if use_kernels(hidden) else _in_place_reference
     for start in range(0, T, size):
-        chunk = slice(start, start + size)
-        x, logits = rows[chunk], workspace[: min(size, T - start)]
+        chunk = slice(start, min(start + size, T))
+        x, logits = take(rows, chunk), workspace[: chunk.stop - start]
         if bias is None:
             torch.mm(x, weight.t(), out=logits)
         else:
             torch.addmm(bias, x, weight.t(), out=logits)
-        in_place(
-            logits,
-            targets[chunk],
-            losses.view(-1)[chunk],
-            ranks.view(-1)[chunk],
-            coefficients[chunk] if needed else None,
-            options,
-        )
-        if need_hidden:
+        loss, rank = losses.new_empty(logits.shape[0]), ranks.new_empty(logits.shape[0] if return_rank else 0)
+        in_place(logits, take(targets, chunk), loss, rank, take(coefficients, chunk) if needed else None, options)
+        put(loss, losses.view(-1), chunk)
+        if return_rank:
+            put(rank, ranks.view(-1), chunk)
+        if need_hidden and chosen is None:
             torch.mm(logits, weight, out=dx.view(-1, H)[chunk])
+        elif need_hidden:
+            put(logits @ weight, dx.view(-1, H), chunk)
         if need_weight:
             _accumulate(dw, logits, x, first=start == 0)
         if need_bias:
@@ -311,15 +337,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         coefficient: torch.Tensor,
         options: LossOptions,
         memory_budget: int,
+        num_targets: int,
         reduced: bool,
         needs: tuple[bool, bool, bool],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
         losses, rank, *gradients = _linear_cross_entropy(
-            hidden, weight, bias, target, coefficient, *options, memory_budget, *now
+            hidden, weight, bias, target, coefficient, *options, memory_budget, num_targets, *now
         )
         losses = losses * coefficient
-        ctx.options = (*options[:-1], False, memory_budget)
+        ctx.options = (*options[:-1], False, memory_budget, num_targets)
         ctx.mark_non_differentiable(rank)
         # A compiled graph keeps the gradients as saved tensors and may not write into them. Eagerly they are handed
         # out, once, without a second copy: autograd's own saved tensors would stay alive through the backward pass.
@@ -344,4 +371,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             *inputs, coefficient = ctx.saved_tensors
             _, _, *gradients = _linear_cross_entropy(*inputs, coefficient * grad, *ctx.options, *needs)
-        return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *[None] * 6
+        return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *[None] * 7

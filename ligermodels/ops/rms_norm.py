@@ -1,6 +1,6 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -32,12 +32,12 @@ def rms_norm(
     _check("rms_norm", x, weight, cast)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
-    return _RMSNorm.apply(x, None, weight, eps, offset, cast == "before")
+    return _RMSNorm.apply(x, None, weight, eps, offset, cast == "before", False)
 
 
 def add_rms_norm(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
     *,
@@ -46,11 +46,16 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of x + residual, and x + residual itself, rounded to their dtype before it is normalised.
 
-    x, residual: (..., N), of one floating dtype, any strides; otherwise as `rms_norm`. Returns (y, sum), both
-    contiguous. The backward pass writes one gradient, which serves x and residual alike.
+    x, residual: (..., N), of one floating dtype, any strides; without a residual the sum is x itself, handed on so that
+    its two gradients meet in this op. Otherwise as `rms_norm`. Returns (y, sum), contiguous but for such an x. The
+    backward pass writes one gradient, which serves x and residual alike.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     _check("add_rms_norm", x, weight, cast)
+    if residual is None:
+        if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
+            return rms_norm_reference(x, weight, eps, offset=offset, cast=cast), x
+        return _RMSNorm.apply(x, None, weight, eps, offset, cast == "before", True)
     if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
         raise InputError(
             f"add_rms_norm: residual must be like x, {x.dtype} {tuple(x.shape)} on {x.device}; "
@@ -58,7 +63,7 @@ def add_rms_norm(
         )
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before")
+    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before", True)
 
 
 def rms_norm_reference(
@@ -82,7 +87,7 @@ def rms_norm_reference(
 
 def add_rms_norm_reference(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
     *,
@@ -90,7 +95,7 @@ def add_rms_norm_reference(
     cast: Literal["before", "after"] = "before",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of `add_rms_norm`, in plain torch."""
-    total = (x + residual).contiguous()
+    total = x if residual is None else (x + residual).contiguous()
     return rms_norm_reference(total, weight, eps, offset=offset, cast=cast), total
 
 
@@ -114,29 +119,54 @@ def check_norm(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Ten
 
 
 @triton.jit
+def _load_rows(source, stride, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows row, row + 1, ... below end as a tile (ROWS, BLOCK), zeros elsewhere."""
+    rows = row + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    inside = (rows < end)[:, None] & (col < N)[None, :]
+    return tl.load(source + rows[:, None] * stride + col[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(destination, values, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = row + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    inside = (rows < end)[:, None] & (col < N)[None, :]
+    tl.store(destination + rows[:, None] * N + col[None, :], values.to(destination.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _forward_kernel(
-    x, x_stride, residual, residual_stride, weight, y, total, rstd, M, N, eps, offset,
+    x, x_stride, residual, residual_stride, weight, y, total, rstd, M, N, eps, offset, rows_per_program,
     ADD: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises ROWS whole rows: of x or, with ADD, of x + residual."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Each program normalises rows_per_program consecutive rows, ROWS at a time: of x or, with ADD, of x + residual.
+    It asks for the next rows before it computes these, so that memory is never idle."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
-    mask = (row < M)[:, None] & (col < N)[None, :]
-    values = tl.load(x + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        addend = tl.load(residual + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0)
-        rounded = (values + addend.to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + row[:, None] * N + col[None, :], rounded, mask=mask)
-        values = rounded.to(tl.float32)
-    r = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / N + eps)
-    tl.store(rstd + row, r, mask=row < M)
-    values = values * r[:, None]
     if HAS_WEIGHT:
         w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
-        if CAST_BEFORE:
-            values = values.to(x.dtype.element_ty).to(tl.float32)
-        values = values * w[None, :]
-    tl.store(y + row[:, None] * N + col[None, :], values.to(y.dtype.element_ty), mask=mask)
+    values = _load_rows(x, x_stride, first, end, N, ROWS, BLOCK)
+    if ADD:
+        addend = _load_rows(residual, residual_stride, first, end, N, ROWS, BLOCK)
+    for row in range(first, end, ROWS):
+        v = values.to(tl.float32)
+        values = _load_rows(x, x_stride, row + ROWS, end, N, ROWS, BLOCK)
+        if ADD:
+            rounded = (v + addend.to(tl.float32)).to(total.dtype.element_ty)
+            addend = _load_rows(residual, residual_stride, row + ROWS, end, N, ROWS, BLOCK)
+            _store_rows(total, rounded, row, end, N, ROWS, BLOCK)
+            v = rounded.to(tl.float32)
+        r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
+        rows = row + tl.arange(0, ROWS)
+        tl.store(rstd + rows, r, mask=rows < end)
+        v = v * r[:, None]
+        if HAS_WEIGHT:
+            if CAST_BEFORE:
+                v = v.to(x.dtype.element_ty).to(tl.float32)
+            v = v * w[None, :]
+        _store_rows(y, v, row, end, N, ROWS, BLOCK)
 
 
 @triton.jit
@@ -145,23 +175,26 @@ def _backward_kernel(
     ADD: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes rows_per_program consecutive rows, ROWS at a time, and sums its own part of the weight's
-    gradient: no atomics, so equal bits in every run. With ADD, x has a gradient from elsewhere, dx_more, as well."""
+    """Each program takes rows_per_program consecutive rows as in the forward pass, and sums its own part of the
+    weight's gradient: no atomics, so equal bits in every run. With ADD, x has a gradient from elsewhere, dx_more."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
+    end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
     if HAS_WEIGHT:
         w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
     if NEED_WEIGHT:
         dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for start in range(0, rows_per_program, ROWS):
-        row = first + start + tl.arange(0, ROWS)
-        mask = (row < M)[:, None] & (col < N)[None, :]
-        xhat = tl.load(x + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(dy + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        r = tl.load(rstd + row, mask=row < M, other=0.0)
+    values = _load_rows(x, x_stride, first, end, N, ROWS, BLOCK)
+    gradient = _load_rows(dy, dy_stride, first, end, N, ROWS, BLOCK)
+    for row in range(first, end, ROWS):
+        rows = row + tl.arange(0, ROWS)
+        r = tl.load(rstd + rows, mask=rows < end, other=0.0)
         if ADD and NEED_X:
-            more = tl.load(dx_more + row[:, None] * dx_more_stride + col[None, :], mask=mask, other=0.0)
-        xhat = xhat * r[:, None]
+            more = _load_rows(dx_more, dx_more_stride, row, end, N, ROWS, BLOCK)
+        xhat = values.to(tl.float32) * r[:, None]
+        g = gradient.to(tl.float32)
+        values = _load_rows(x, x_stride, row + ROWS, end, N, ROWS, BLOCK)
+        gradient = _load_rows(dy, dy_stride, row + ROWS, end, N, ROWS, BLOCK)
         if NEED_WEIGHT:
             dw += g * xhat
         if NEED_X:
@@ -171,16 +204,32 @@ def _backward_kernel(
             g = (g - xhat * mean[:, None]) * r[:, None]
             if ADD:
                 g += more.to(tl.float32)
-            tl.store(dx + row[:, None] * N + col[None, :], g.to(dx.dtype.element_ty), mask=mask)
+            _store_rows(dx, g, row, end, N, ROWS, BLOCK)
     if NEED_WEIGHT:
         tl.store(partial + tl.program_id(0) * N + col, tl.sum(dw, axis=0), mask=col < N)
 
 
-def _blocks(N: int) -> tuple[int, int, int]:
-    """Rows a block, padded width, warps."""
+class Launch(NamedTuple):
+    """How a kernel is launched: rows at a time, padded width, warps, and how many programs share the rows."""
+
+    rows: int
+    width: int
+    warps: int
+    rows_per_program: int
+    programs: int
+
+
+def _launch(M: int, N: int, device: torch.device, backward: bool) -> Launch:
+    """As measured on an H200: forward a row a program; backward few programs, which keep their sums, of more rows."""
     width = power_of_2_above(N)
     rows = max(1, BLOCK_ELEMENTS // width)
-    return rows, width, min(max(rows * width // 512, 4), 32)
+    if not backward:
+        return Launch(rows, width, min(max(rows * width // 512, 4), max(width // 1024, 8)), rows, -(-M // rows))
+    rows = max(rows, 2 if width <= 4096 else 1)
+    warps = min(max(rows * width // 512, 4), 32)
+    resident = processors(device) * (8 if warps == 4 else max(16 // warps, 1))
+    rows_per_program = max(-(-M // (resident * rows)), 1) * rows
+    return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program))
 
 
 def _forward_fake(
@@ -209,11 +258,12 @@ def _rms_norm_forward(
     rows, weight = as_rows(x), None if weight is None else weight.contiguous()
     others = None if residual is None else as_rows(residual)
     M, N = rows.shape
-    ROWS, BLOCK, warps = _blocks(N)
-    _forward_kernel[(-(-M // ROWS),)](
+    launch = _launch(M, N, x.device, backward=False)
+    _forward_kernel[(launch.programs,)](
         rows, rows.stride(0), others, 0 if others is None else others.stride(0), weight, y, total, rstd,
-        M, N, eps, offset, ADD=others is not None, HAS_WEIGHT=weight is not None, CAST_BEFORE=cast_before,
-        ROWS=ROWS, BLOCK=BLOCK, num_warps=warps,
+        M, N, eps, offset, launch.rows_per_program,
+        ADD=others is not None, HAS_WEIGHT=weight is not None, CAST_BEFORE=cast_before,
+        ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
     )  # fmt: skip
     return y, total, rstd
 
@@ -247,23 +297,20 @@ def _rms_norm_backward(
     g, rows, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
     more = None if dx_more is None else as_rows(dx_more)
     M, N = rows.shape
-    ROWS, BLOCK, warps = _blocks(N)
-    programs = min(-(-M // ROWS), processors(x.device) * min(max(32 // warps, 1), 4))
-    rows_per_program = -(-M // (max(programs, 1) * ROWS)) * ROWS
-    programs = -(-M // max(rows_per_program, 1))  # leaves out those that the rounding left without rows
+    launch = _launch(M, N, x.device, backward=True)
     dx = x.new_empty(x.shape if need_x else (0,))
-    partial = torch.empty((programs, N) if need_weight else (0,), dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs,)](
+    partial = torch.empty((launch.programs, N) if need_weight else (0,), dtype=torch.float32, device=x.device)
+    _backward_kernel[(launch.programs,)](
         g, g.stride(0), more, 0 if more is None else more.stride(0), rows, rows.stride(0), weight, rstd, dx, partial,
-        M, N, offset, rows_per_program, ADD=more is not None, HAS_WEIGHT=weight is not None,
-        NEED_X=need_x, NEED_WEIGHT=need_weight, ROWS=ROWS, BLOCK=BLOCK, num_warps=warps,
+        M, N, offset, launch.rows_per_program, ADD=more is not None, HAS_WEIGHT=weight is not None,
+        NEED_X=need_x, NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
     )  # fmt: skip
     dw = partial.sum(0).to(weight.dtype) if need_weight and weight is not None else x.new_empty(0)
     return dx, dw
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y or, with a residual, y and the sum."""
+    """y or, with `both`, y and the sum."""
 
     @staticmethod
     def forward(
@@ -274,12 +321,14 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         offset: float,
         cast_before: bool,
+        both: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         y, total, rstd = _rms_norm_forward(x, residual, weight, eps, offset, cast_before)
-        ctx.save_for_backward(x if residual is None else total, weight, rstd)
+        total = x if residual is None else total
+        ctx.save_for_backward(total, weight, rstd)
         ctx.offset = offset
         ctx.set_materialize_grads(False)  # a sum that nobody uses costs nothing
-        return y if residual is None else (y, total)
+        return (y, total) if both else y
 
     @staticmethod
     @once_differentiable
@@ -292,4 +341,4 @@ class _RMSNorm(torch.autograd.Function):
         if dy is not None:
             need_sum = need_x or need_residual
             dx, dw = _rms_norm_backward(dy, dtotal, x, weight, rstd, ctx.offset, need_sum, need_weight)
-        return dx if need_x else None, dx if need_residual else None, dw if need_weight else None, None, None, None
+        return dx if need_x else None, dx if need_residual else None, dw if need_weight else None, *[None] * 4

@@ -17,7 +17,7 @@ from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton, u
 from ligermodels.ops.library import opaque_op
 from ligermodels.ops.rms_norm import check_norm, rms_norm_reference
 
-PROGRAMS = 32  # a multiprocessor, where each sums its part of a weight's gradient: few tokens each, so that none lags
+PROGRAMS = 8  # a multiprocessor, where each sums its part of a weight's gradient
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -355,12 +355,13 @@ def _launch(
     weights = [None if w is None else w.contiguous() for w in (norms.q, norms.k)]
     block = power_of_2_above((dim + 1) // 2)
     programs = rows if norms.partial is None else norms.partial.shape[1]
+    pairs = 512 if norms.partial is None else 1024  # a warp; where sums are kept, many loads at once outdo many warps
     _rope_kernel[(programs,)](
         *strides, *tables, T, *weights, norms.eps, norms.offset, *given, norms.partial,
         rows, -(-rows // max(programs, 1)), **heads, Q_NORM=norms.q is not None, K_NORM=norms.k is not None,
         CAST_BEFORE=norms.cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
         NEED_Q_NORM=norms.need_q, NEED_K_NORM=norms.need_k, HALF=half, DIM=dim, BLOCK=block,
-        num_warps=min(max(most * block // 512, 4), 16),
+        num_warps=min(max(most * block // pairs, 2), 16),
     )  # fmt: skip
 
 

@@ -1,25 +1,72 @@
-"""Training: text into packed rows, the optimiser and its schedule, the loop, and scores on held-out text."""
+"""Training: recipes, text and chats as packed batches, the optimiser and its schedule, the loop, and scores."""
 
-from ligermodels.training.data import Batch, Rows, batches, encode, hold_out, pack, read_documents
-from ligermodels.training.evaluation import HeadScores, Race, evaluate, evaluate_heads, race
-from ligermodels.training.loop import StepMetrics, train
-from ligermodels.training.optimizer import adamw, warmup_cosine
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ligermodels.training.corpus import Corpus, Documents
+    from ligermodels.training.data import Batch, Rows, batches, encode, hold_out, pack, read_documents
+    from ligermodels.training.evaluation import (
+        HeadScores,
+        OwnText,
+        Race,
+        evaluate,
+        evaluate_heads,
+        evaluate_own_text,
+        race,
+    )
+    from ligermodels.training.loop import StepMetrics, train
+    from ligermodels.training.optimizer import adamw, warmup_cosine
+    from ligermodels.training.recipe import Recipe, read_recipe
+    from ligermodels.training.run import Console, Outcome, documents_of, train_heads
+    from ligermodels.training.stream import Ahead, Stream
+
+_HOMES = {
+    "corpus": ("Corpus", "Documents"),
+    "data": ("Batch", "Rows", "batches", "encode", "hold_out", "pack", "read_documents"),
+    "evaluation": ("HeadScores", "OwnText", "Race", "evaluate", "evaluate_heads", "evaluate_own_text", "race"),
+    "loop": ("StepMetrics", "train"),
+    "optimizer": ("adamw", "warmup_cosine"),
+    "recipe": ("Recipe", "read_recipe"),
+    "run": ("Console", "Outcome", "documents_of", "train_heads"),
+    "stream": ("Ahead", "Stream"),
+}
 
 __all__ = [
+    "Ahead",
     "Batch",
+    "Console",
+    "Corpus",
+    "Documents",
     "HeadScores",
+    "Outcome",
+    "OwnText",
     "Race",
+    "Recipe",
     "Rows",
     "StepMetrics",
+    "Stream",
     "adamw",
     "batches",
+    "documents_of",
     "encode",
     "evaluate",
     "evaluate_heads",
+    "evaluate_own_text",
     "hold_out",
     "pack",
     "race",
     "read_documents",
+    "read_recipe",
     "train",
+    "train_heads",
     "warmup_cosine",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The command line reads recipes before it needs torch.
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,11 +7,11 @@ import os
 import random
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,15 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Batch: TypeAlias = dict[str, Tensor]
-"""Arguments of a model's forward; always with `input_ids` and `labels`."""
+
+
+class Batch(dict[str, Tensor]):
+    """Arguments of a model's forward, always with `input_ids` and `labels`; and `where`, which tells what is in it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], where: Callable[[], str] | None = None) -> None:
+        super().__init__(tensors)
+        self.where = where
+
 
 TEXTS_AT_ONCE = 256
 """Texts that the tokenizer gets in one call: it works on them in parallel."""
@@ -133,7 +140,7 @@ class Rows:
             bounds.append(self.starts[low:high] - first + size)
             size += len(piece)
         ids = torch.cat(tokens).long()[None]
-        return {"input_ids": ids, "labels": ids, "cu_seqlens": torch.cat([*bounds, torch.tensor([size])]).int()}
+        return Batch({"input_ids": ids, "labels": ids, "cu_seqlens": torch.cat([*bounds, torch.tensor([size])]).int()})
 
 
 def pack(documents: Iterable[Sequence[int]], length: int) -> Rows:

@@ -13,7 +13,8 @@ from torch import Tensor
 from ligermodels.archs.medusa import MedusaModel
 from ligermodels.errors import InputError
 from ligermodels.generation import Tree
-from ligermodels.generation.generate import evaluating
+from ligermodels.generation.generate import as_eos_ids, evaluating
+from ligermodels.layers import IGNORE_INDEX
 from ligermodels.model import CausalLM
 from ligermodels.training.data import Batch
 from ligermodels.training.loop import count_targets, on_device
@@ -55,8 +56,13 @@ class HeadScores:
 
 
 @torch.no_grad()
-def evaluate_heads(medusa: MedusaModel, batches: Iterable[Batch]) -> HeadScores:
-    """Loss and hits of every head over all batches. Raises InputError when there is no batch."""
+def evaluate_heads(
+    medusa: MedusaModel, batches: Iterable[Batch], on_ranks: Callable[[Tensor], object] | None = None
+) -> HeadScores:
+    """Loss and hits of every head over all batches; `on_ranks` gets the ranks of each, long (K, B, T).
+
+    Raises InputError when there is no batch.
+    """
     losses, hits, counts = [], [], []
     device = medusa.base.device
     rank = torch.arange(RANKS, device=device)
@@ -66,6 +72,8 @@ def evaluate_heads(medusa: MedusaModel, batches: Iterable[Batch]) -> HeadScores:
             losses.append(out.head_losses.double())
             hits.append((out.ranks[..., None] == rank).sum((1, 2)))
             counts.append(out.counts)
+            if on_ranks is not None:
+                on_ranks(out.ranks)
     if not losses:
         raise InputError("there is no text to evaluate on: not a single batch was given")
     count = torch.stack(counts).sum(0).double().cpu()
@@ -73,6 +81,64 @@ def evaluate_heads(medusa: MedusaModel, batches: Iterable[Batch]) -> HeadScores:
     return HeadScores(
         torch.stack(losses).sum(0).cpu() / at_least_one, torch.stack(hits).sum(0).cpu() / at_least_one[:, None], count
     )
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """What K heads achieve on the model's own greedy continuations of some prompts: the text that they work on.
+
+    `scores` as of any text; `ranks`, for each prompt, long (K, n) from the state that chose the first new token on: how
+    many tokens a head finds likelier than the right one, -1 past the end; `lengths`, how many tokens are new.
+    """
+
+    scores: HeadScores
+    ranks: list[Tensor]
+    lengths: list[int]
+
+    def tokens_per_step(self, tree: Tree) -> float:
+        """What decoding these prompts with `tree` will yield, from the ranks alone: step by step, the longest path on
+        which every head is right. Unlike `generation.expected_tokens` it takes no head's errors as independent of
+        another's, and no place as like any other. nan when there is no step to take.
+        """
+        paths, tokens, steps = set(tree.paths), 0, 0
+        for ranks, length in zip(self.ranks, self.lengths, strict=True):
+            at, columns = 0, ranks.T.tolist()
+            while at < length - 1:
+                right = columns[at]
+                depth = 0
+                while depth < len(right) and tuple(right[: depth + 1]) in paths:
+                    depth += 1
+                at += depth + 1
+                steps += 1
+            tokens += length - 1
+        return tokens / steps if steps else math.nan
+
+
+@torch.no_grad()
+def evaluate_own_text(medusa: MedusaModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> OwnText:
+    """Let the base model continue prompts (token ids) greedily, and score the heads on what it says.
+
+    Accuracies on text by others are lower: a model's own text is easier to foresee, and it is what heads see at work.
+    Raises InputError without a prompt.
+    """
+    if not prompts:
+        raise InputError("there is no prompt to continue: give at least one")
+    defaults = medusa.base.generation_defaults()
+    ends = as_eos_ids(defaults.get("eos_token_ids"))
+    pad = {} if ends else {"pad_token_id": 0}  # Where no row ends early, what fills up prompts is never seen.
+    out = medusa.base.generate(prompts, max_new_tokens, **pad)
+    ranks: list[Tensor] = []
+    lengths, parts = [], []
+    for prompt, new in zip(prompts, out[:, max(map(len, prompts)) :].tolist(), strict=True):
+        length = next((place for place, token in enumerate(new, start=1) if token in ends), len(new))
+        ids = torch.tensor([[*prompt, *new[:length]]])
+        labels = ids.clone()
+        labels[:, : len(prompt) + 1] = IGNORE_INDEX  # The first new token is the model's, not a head's.
+        parts.append(Batch({"input_ids": ids, "labels": labels}))
+        lengths.append(length)
+    scores = evaluate_heads(medusa, parts, on_ranks=lambda found: ranks.append(found[:, 0]))
+    ranks = [found[:, len(prompt) - 1 :].cpu() for found, prompt in zip(ranks, prompts, strict=True)]
+    return OwnText(scores, ranks, lengths)
 
 
 @dataclass(frozen=True)
@@ -87,6 +153,11 @@ class Race:
     tokens_per_step: float
     plain_seconds: float
     medusa_seconds: float
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast decoding with the heads is."""
+        return self.plain_seconds / self.medusa_seconds
 
 
 def race(

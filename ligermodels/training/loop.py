@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -33,9 +33,21 @@ class Trainable(Protocol):
 
 
 @dataclass(frozen=True)
+class Step:
+    """One step: its loss, the gradient's norm before clipping, the learning rate of the first group, its tokens."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """The state after `step` of `steps`: `loss` is the mean over the steps since the last report, `grad_norm` (before
-    clipping) and `learning_rate` those of the last step."""
+    clipping) and `learning_rate` those of the last step; `each` are the steps one by one. `accuracy` is how often each
+    Medusa head was right since the last report; `memory` the most bytes that the GPU has held, None on the CPU."""
 
     step: int
     steps: int
@@ -43,6 +55,13 @@ class StepMetrics:
     grad_norm: float
     learning_rate: float
     tokens_per_second: float
+    each: tuple[Step, ...] = ()
+    accuracy: tuple[float, ...] = ()
+    memory: int | None = None
+
+
+Hook = tuple[int, Callable[[int], object]]
+"""What to do every so many steps; called with the number of the step."""
 
 
 def train(
@@ -56,8 +75,12 @@ def train(
     accumulate: int = 1,
     on_step: Callable[[StepMetrics], object] | None = None,
     report_every: int = 10,
-) -> None:
-    """Take `steps` optimiser steps, each on `accumulate` batches.
+    hooks: Sequence[Hook] = (),
+    start: int = 0,
+    stop: Callable[[], bool] | None = None,
+    loss_options: Callable[[int], Mapping[str, Any]] | None = None,
+) -> int:
+    """Take optimiser steps up to the one numbered `steps`, each on `accumulate` batches; the number of the last taken.
 
     A step's gradient is that of one batch of all its tokens: losses are summed, and divided by the number of targets in
     all of them (for Medusa, by each head's own), not averaged batch by batch.
@@ -67,46 +90,101 @@ def train(
         optimizer: over the parameters to train (`adamw`).
         schedule: stepped once a step.
         grad_clip: largest norm of the whole gradient; None for any.
-        on_step: called every `report_every` steps and after the last. Only then does a GPU have to be waited for.
+        on_step: called every `report_every` steps, before hooks and after the last. Only then does a GPU have to be
+            waited for.
+        hooks: called after their number of steps, and after the last of `steps`, when all so far is known to be finite.
+        start: steps that an earlier run took; the first of this one is numbered start + 1.
+        stop: asked after each step; when it says so, that one was the last.
+        loss_options: further arguments of the model's forward in a step, by its number.
 
     Raises:
-        TrainingError: loss or gradient is not finite, which is looked at when there is a report; it names the step.
+        TrainingError: loss or gradient is not finite, which is looked at when there is a report; it names the step and
+            the batch.
         InputError: the batches end too early.
     """
-    if min(steps, accumulate, report_every) < 1:
-        raise InputError(f"must be at least 1: {steps=}, {accumulate=}, {report_every=}")
+    if min(steps, accumulate, report_every, *(every for every, _ in hooks)) < 1:
+        raise InputError(f"must be at least 1: {steps=}, {accumulate=}, {report_every=}, and the steps of hooks")
     device = next(iter(model.parameters())).device
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     source = iter(batches)
     model.train()
-    pending: list[Tensor] = []
-    tokens, start = 0, time.perf_counter()
-    for step in range(1, steps + 1):
+    pending: list[_Pending] = []
+    began = time.perf_counter()
+    for step in range(start + 1, steps + 1):
         parts = list(islice(source, accumulate))
         if len(parts) < accumulate:
             raise InputError(f"the batches ended at step {step} of {steps}: give more text, more epochs or fewer steps")
         items = count_targets(model, parts).clamp(min=1).to(device, non_blocking=True)
         learning_rate = optimizer.param_groups[0]["lr"]
-        losses = []
+        options = loss_options(step) if loss_options is not None else {}
+        losses, hits = [], []
         for part in parts:
-            loss = model(**on_device(part, device), num_items_in_batch=items).loss
-            loss.backward()
-            losses.append(loss.detach())
-            tokens += part["input_ids"].numel()
+            out = model(**on_device(part, device), num_items_in_batch=items, **options)
+            out.loss.backward()
+            losses.append(out.loss.detach())
+            if getattr(out, "accuracy", None):
+                hits.append(torch.stack([out.accuracy[1] * out.counts, out.counts]))
         norm = nn.utils.clip_grad_norm_(trained, math.inf if grad_clip is None else grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:
             schedule.step()
-        pending.append(torch.stack([torch.stack(losses).sum(), norm.to(losses[0].dtype)]))
-        if step % report_every == 0 or step == steps:
-            values = torch.stack(pending).tolist()
-            _check_finite(values, step - len(pending) + 1)
+        values = torch.stack([*losses, norm.to(losses[0].dtype)])
+        tokens = sum(part["input_ids"].numel() for part in parts)
+        wheres = [getattr(part, "where", None) for part in parts]
+        pending.append(
+            _Pending(step, tokens, wheres, learning_rate, values, torch.stack(hits).sum(0) if hits else None)
+        )
+        is_last = step == steps or (stop is not None and stop())
+        due = [call for every, call in hooks if step == steps or step % every == 0]
+        if is_last or due or step % report_every == 0:
+            metrics = _report(pending, steps, device, began)
             if on_step is not None:
-                mean = math.fsum(loss for loss, _ in values) / len(values)
-                speed = tokens / (time.perf_counter() - start)
-                on_step(StepMetrics(step, steps, mean, values[-1][1], learning_rate, speed))
-            pending, tokens, start = [], 0, time.perf_counter()
+                on_step(metrics)
+            for call in due:
+                call(step)
+            model.train()
+            pending, began = [], time.perf_counter()
+        if is_last:
+            return step
+    return start
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that a GPU may still be at: what it was made of, and the tensors that tell how it went."""
+
+    step: int
+    tokens: int
+    wheres: list[Callable[[], str] | None]
+    learning_rate: float
+    values: Tensor
+    """Loss of each batch, then the gradient's norm."""
+    hits: Tensor | None
+    """(2, K): how often each head was right, and its targets."""
+
+
+def _report(pending: Sequence[_Pending], steps: int, device: torch.device, began: float) -> StepMetrics:
+    """Wait for the pending steps, and sum them up. Raises TrainingError when one of their values is not finite."""
+    each = []
+    for one, values in zip(pending, torch.stack([one.values for one in pending]).tolist(), strict=True):
+        *losses, norm = values
+        _check_finite(one, losses, norm)
+        each.append(Step(one.step, math.fsum(losses), norm, one.learning_rate, one.tokens))
+    seconds = time.perf_counter() - began
+    hits = [one.hits for one in pending if one.hits is not None]
+    right, targets = torch.stack(hits).sum(0).tolist() if hits else ([], [])
+    return StepMetrics(
+        each[-1].step,
+        steps,
+        math.fsum(one.loss for one in each) / len(each),
+        each[-1].grad_norm,
+        each[-1].learning_rate,
+        sum(one.tokens for one in each) / seconds,
+        tuple(each),
+        tuple(a / max(1, b) for a, b in zip(right, targets, strict=True)),
+        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    )
 
 
 def count_targets(model: Trainable, parts: Iterable[Batch]) -> Tensor:
@@ -116,17 +194,22 @@ def count_targets(model: Trainable, parts: Iterable[Batch]) -> Tensor:
     return torch.stack(counts).sum(0)
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
+def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The batch on `device`; to a GPU it goes without waiting."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _check_finite(values: list[list[float]], first_step: int) -> None:
-    for step, (loss, norm) in enumerate(values, start=first_step):
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {step}: the loss is {loss} and the gradient's norm {norm}; training stopped. "
-                "Try a lower learning rate, a longer warm-up or a lower grad_clip, and look at the data of that step"
-            )
+def _check_finite(one: _Pending, losses: Sequence[float], norm: float) -> None:
+    if all(map(math.isfinite, (*losses, norm))):
+        return
+    # The first batch whose loss is at fault; or all of the step, when it is only the gradient.
+    wrong = [i for i, loss in enumerate(losses) if not math.isfinite(loss)][:1] or range(len(losses))
+    wheres = [where() for i in wrong if (where := one.wheres[i]) is not None]
+    batch = f"batch {wrong[0] + 1} of {len(losses)}" if len(wrong) == 1 else "all its batches"
+    raise TrainingError(
+        f"step {one.step}: the loss is {sum(losses)} and the gradient's norm {norm}; training stopped. "
+        f"At fault: {batch}{', made of ' + '; '.join(wheres) if wheres else ''}. "
+        "Try a lower learning rate, a longer warm-up or a lower grad_clip, and look at that data"
+    )

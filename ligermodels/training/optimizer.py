@@ -1,13 +1,14 @@
-"""AdamW with weight decay where it belongs, and the learning rate's way up and down."""
+"""Optimisers with weight decay where it belongs, and the learning rates' way up and down."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ligermodels.errors import InputError
@@ -25,15 +26,40 @@ def adamw(
 
     The fused kernel runs where there is one (CPU and CUDA). Raises InputError when nothing is left to train.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    if not trained:
+    groups = parameter_groups([(parameters, lr)], weight_decay)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=can_fuse(groups))
+
+
+def parameter_groups(
+    rates: Iterable[tuple[Iterable[nn.Parameter], float]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Groups of an optimiser: for parameters and their learning rate, the matrices, which decay, and the others.
+
+    A parameter that requires no gradient is in none. Raises InputError when nothing is left to train.
+    """
+    groups = []
+    for parameters, lr in rates:
+        trained = [p for p in parameters if p.requires_grad]
+        groups += [
+            {"params": [p for p in trained if p.ndim >= 2], "lr": lr, "weight_decay": weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "lr": lr, "weight_decay": 0.0},
+        ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
         raise InputError("no parameter requires a gradient: there is nothing to train")
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
-    return AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+    return groups
+
+
+def can_fuse(groups: Iterable[dict[str, Any]]) -> bool:
+    """Whether torch has its fused AdamW for these parameters."""
+    return all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+
+
+def optimizer_named(name: str, groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> Optimizer:
+    """ "adamw", or "adafactor", which keeps sums of rows and columns where AdamW keeps two numbers a parameter."""
+    if name == "adafactor":
+        return Adafactor(groups)
+    return AdamW(groups, betas=betas, fused=can_fuse(groups))
 
 
 def cosine_factor(step: int, steps: int, warmup: int, floor: float) -> float:

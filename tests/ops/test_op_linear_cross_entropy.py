@@ -19,10 +19,10 @@ TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
 
 def compare(
     hidden: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None,
-    *, memory_budget: int = AMPLE, frozen: bool = False, **options: object,
+    *, memory_budget: int = AMPLE, num_targets: int | None = None, frozen: bool = False, **options: object,
 ) -> None:  # fmt: skip
     def ours(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
-        return linear_cross_entropy(h, w, y, b, memory_budget=memory_budget, **options)
+        return linear_cross_entropy(h, w, y, b, memory_budget=memory_budget, num_targets=num_targets, **options)
 
     def plain(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
         logits = torch.nn.functional.linear(h, w, b)
@@ -70,6 +70,27 @@ def test_layouts_and_sizes(where: Where, layouts: tuple, T: tuple[int, ...], H: 
 def test_great_logits(where: Where) -> None:
     hidden, weight, _ = head(where, (4,), 6, 40)
     compare(hidden.sign() * 32, weight.sign() * 64, targets((4,), 40, where.device, ignored=0.0))
+
+
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+@pytest.mark.parametrize("ignored", [0.02, 0.5, 0.98])
+def test_rows_without_targets_are_left_out(where: Where, ignored: float, memory_budget: int) -> None:
+    hidden, weight, bias = head(where, (2, 50), 12, 30)
+    y = targets((2, 50), 30, where.device, ignored)
+    options = {"num_targets": int((y != -100).sum()), "memory_budget": memory_budget}
+
+    compare(hidden, weight, y, bias, reduction="none", return_rank=True, frozen=True, **options)
+    if ignored > 0.1:  # they are not so much as read
+        hidden.view(-1, 12)[y.view(-1) == -100] = float("nan")
+        inputs = [t.requires_grad_() for t in (hidden, weight, bias)]
+        loss = linear_cross_entropy(hidden, weight, y, bias, **options)
+        gradients = torch.autograd.grad(loss, inputs)
+        assert all(t.isfinite().all() for t in (loss, *gradients)) and not gradients[0][y == -100].any()
+
+
+def test_a_wrong_count_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="num_targets is not the number"):
+        linear_cross_entropy(torch.ones(9, 4), torch.ones(5, 4), torch.zeros(9, dtype=torch.long), num_targets=3)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

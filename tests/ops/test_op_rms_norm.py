@@ -42,6 +42,14 @@ def test_sum(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
     check(lambda x, r, w: add_rms_norm(x, r, w, EPS), plain_add(), inputs, frozen=layout is contiguous)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_handed_on(where: Where, shape: tuple[int, ...]) -> None:
+    """Without a residual the sum is x, and the gradient of what becomes of it joins that of the norm."""
+    x = strided_rows(torch.randn(shape, dtype=where.dtype, device=where.device))
+    weight = torch.randn(shape[-1], dtype=where.dtype, device=where.device)
+    check(lambda x, w: add_rms_norm(x, None, w, EPS), lambda x, w: (plain()(x, w), x), [x, weight], frozen=True)
+
+
 def test_sum_with_other_options(where: Where) -> None:
     x, residual = (strided_rows(torch.randn(9, 130, dtype=where.dtype, device=where.device)) for _ in range(2))
     weight = torch.randn(130, dtype=where.dtype, device=where.device) / 4

@@ -1,0 +1,120 @@
+"""`python -m benchmarks.decoding [--model NAME] [--out FILE]`: greedy decoding beside transformers and the GEMMs alone.
+
+The limit is the GEMMs of all layers and of the head, through cuBLAS in one CUDA graph. Time a token is the difference
+between a long and a short generation, so that prompts and recording the graph are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ligermodels as lm
+from benchmarks.measure import facts, milliseconds
+from benchmarks.models import CONFIGS
+from ligermodels.generation.tree import default_tree
+
+SHORT, LONG, PROMPT = 8, 136, 128
+
+
+def gemms(model: lm.CausalLM, rows: int) -> float:
+    """Milliseconds of the model's projections alone, for `rows` tokens, in a CUDA graph."""
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    weights = [m.weight for m in linears] + [model.head.weight]
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
+
+    def run() -> None:
+        for weight in weights:
+            inputs[weight.shape[1]] @ weight.t()
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        run()
+    return milliseconds(graph.replay)
+
+
+def seconds_a_token(generate: Callable[[int], Tensor]) -> float:
+    """Seconds for each further step of `generate`."""
+
+    def timed(count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        generate(count)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    generate(SHORT)
+    return (min(timed(LONG) for _ in range(3)) - min(timed(SHORT) for _ in range(3))) / (LONG - SHORT)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__)
+    parser.add_argument("--model", default="llama-3-8b", choices=CONFIGS)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--heads", type=int, default=4, help="Medusa heads of the tree step")
+    parser.add_argument("--nodes", type=int, default=64, help="nodes of the tree")
+    parser.add_argument("--transformers", action="store_true", help="also time transformers' generate, batch 1")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    arguments = parser.parse_args()
+    config = CONFIGS[arguments.model]
+    torch.manual_seed(0)
+    model = lm.from_config(config, dtype=torch.bfloat16, device="cuda")
+    records: list[dict[str, Any]] = []
+
+    def note(name: str, milliseconds: float, batch: int, **more: Any) -> None:
+        records.append({"case": arguments.model, "what": name, "batch": batch, "step_ms": milliseconds, **more})
+        print(name, batch, f"{milliseconds:.3f} ms, {batch / milliseconds * 1e3:.1f} tokens/s", more, flush=True)
+
+    for batch in arguments.batches:
+        ids = torch.randint(config["vocab_size"], (batch, PROMPT), device="cuda")
+        limit = gemms(model, batch)
+        note("gemms", limit, batch)
+        step = 1e3 * seconds_a_token(partial(model.generate, ids))
+        note("ligermodels", step, batch, of_limit=limit / step)
+        step = 1e3 * seconds_a_token(partial(model.generate, ids, cuda_graph=False))
+        note("ligermodels without a graph", step, batch)
+    ids = torch.randint(config["vocab_size"], (1, PROMPT), device="cuda")
+    plain = next(r["step_ms"] for r in records if r["what"] == "ligermodels" and r["batch"] == 1)
+    medusa = lm.MedusaModel.from_base(model, arguments.heads, lm_head="shared")
+    tree = default_tree(arguments.heads, arguments.nodes)
+    steps = {}
+    for count in (SHORT, LONG):
+        times = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            out = medusa.generate(ids, count, tree=tree, return_stats=True)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        steps[count] = min(times), out.passes
+    step = 1e3 * (steps[LONG][0] - steps[SHORT][0]) / (steps[LONG][1] - steps[SHORT][1])
+    note("medusa tree step", step, 1, nodes=len(tree), of_plain=step / plain, gemms=gemms(model, len(tree)))
+    if arguments.transformers:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        del medusa, model
+        torch.cuda.empty_cache()
+        with torch.device("cuda"):
+            theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+        mask = torch.ones_like(ids)
+        options = {"do_sample": False, "eos_token_id": None, "attention_mask": mask}
+        step = 1e3 * seconds_a_token(lambda count: theirs.generate(ids, max_new_tokens=count, **options))
+        note("transformers", step, 1)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({**record, **facts()}) + "\n" for record in records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Chats as text and as tokens: a checkpoint's chat template, and which of the tokens are the assistant's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ligermodels.convert.config_json import read_json, short
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+"""One turn: `role`, `content`, and whatever else the template reads (`tool_calls`, `name` ...)."""
+
+START, END, PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Marks in rendered text. They are noncharacters, which no text may hold, and no template trims them."""
+
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that templates call by these names."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}`: what a template marks as the assistant's own."""
+
+    tags = {"generation"}  # noqa: RUF012  (as the base class declares it)
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        return f"{START}{caller()}{END}"
+
+
+class ChatTemplate:
+    """A chat template: jinja2, run in a sandbox, with the helpers that the published ones expect.
+
+    `now` is the time that a template which writes the date is told. It stands still from when the template was made:
+    the same chat gives the same text as long as a run lasts.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, *, name: str = "chat template") -> None:
+        """Compile `source`, to which the special `tokens` ("bos_token", "eos_token" ...) are known.
+
+        Raises CheckpointError, with `name`, when it is no jinja2 template.
+        """
+        self.name, self.tokens, self.now = name, dict(tokens or {}), datetime.now()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: self.now.strftime(form)}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"{name}: not a jinja2 template: {error}") from None
+        self._marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> ChatTemplate:
+        """The template of the checkpoint in `folder`, or the one in another `file`, with the checkpoint's tokens.
+
+        It is looked for in chat_template.jinja, in tokenizer_config.json (of a list of named ones "default" is taken)
+        and in chat_template.json. Raises CheckpointError when there is none.
+        """
+        folder = Path(folder)
+        tokens: dict[str, str] = {}
+        config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                config = read_json(folder / name)
+                found = {key: _token_text(config.get(key)) for key in TOKENS}
+                tokens |= {key: text for key, text in found.items() if text is not None}
+        path = Path(file) if file is not None else folder / "chat_template.jinja"
+        if file is not None or path.is_file():
+            try:
+                return cls(path.read_text(encoding="utf-8"), tokens, name=str(path))
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        path = folder / "tokenizer_config.json"
+        source = config.get("chat_template")
+        if source is None and (folder / "chat_template.json").is_file():
+            path = folder / "chat_template.json"
+            source = read_json(path).get("chat_template")
+        if isinstance(source, list):
+            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            if "default" not in named:
+                raise CheckpointError(f"{path}: chat_template: none is named 'default', only {short(list(named))}")
+            source = named["default"]
+        if source is None:
+            raise CheckpointError(
+                f"{folder}: has no chat template (the models before instruction tuning have none): give the file of one"
+            )
+        if not isinstance(source, str):
+            raise CheckpointError(f"{path}: chat_template: must be text, got {short(source)}")
+        return cls(source, tokens, name=f"{path}: chat_template")
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
+        """The text of a chat. `variables` (`tools`, `documents` ...) are what else the template may read.
+
+        Raises InputError when the template refuses the chat.
+        """
+        text = self._render(messages, add_generation_prompt, variables)
+        return text.replace(START, "").replace(END, "")
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        known = {"tools": None, "documents": None, **self.tokens, **variables}
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
+        except Exception as error:  # A template is a program: it may raise anything.
+            raise InputError(f"{self.name}: refuses the chat: {error or type(error).__name__}") from None
+
+    def spans(
+        self, messages: Sequence[Message], *, special: re.Pattern[str], **variables: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, and the pieces [start, end) of it that the assistant says, each with the end of its turn.
+
+        These are what the template marks with `{% generation %}`, if it does. Otherwise a turn starts where the prompt
+        for it ends, or else with its content; it ends with the special token that the template writes after it, or,
+        where there is none, with its content. The content is found by rendering with another in its place: this holds
+        for templates that trim it, that drop thoughts of earlier turns or that write the system's words elsewhere.
+
+        Args:
+            special: matches special tokens.
+
+        Raises InputError when the template refuses the chat, or when it cannot be told where a turn is.
+        """
+        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (START, END, PROBE)):
+            raise InputError("the chat holds U+FDD0, U+FDD1 or U+FDD2, which stand for no character; remove them")
+        marked = self._render(messages, False, variables)
+        if self._marks_turns:
+            return _without_marks(marked)
+        turns = _Turns(self, marked, messages, special, variables)
+        return marked, [turns.span(i) for i, message in enumerate(messages) if message.get("role") == "assistant"]
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Finds the assistant's turns in `text`, to which `template` renders `messages`."""
+
+    template: ChatTemplate
+    text: str
+    messages: Sequence[Message]
+    special: re.Pattern[str]
+    variables: Mapping[str, Any]
+
+    def span(self, i: int) -> tuple[int, int]:
+        earlier, text = self.messages[:i], self.text
+        # The turn with nothing after it shows what a template writes before and behind it.
+        head, probed, tail = (self._try([*earlier, {"role": "assistant", "content": PROBE}]) or "").partition(PROBE)
+        prompt = self._try(earlier, prompt=True)
+        has_prompt = prompt is not None and prompt != self._try(earlier)
+        start = len(prompt) if prompt is not None and text.startswith(prompt) else None
+        content = self._content(i)
+        if content is not None:
+            if start is None or start > content[0] or not (has_prompt or text[start : content[0]].isspace()):
+                start = content[0]
+            if not self.messages[i].get("tool_calls"):
+                return start, self._end(content[1], tail)
+        elif not has_prompt:
+            heads = [each for each in (head, head.rstrip()) if probed and text.startswith(each)]
+            start = len(heads[0]) if heads else None
+        # More than content (calls of tools), or a content that changes what is around it (thoughts).
+        token = self.special.match(tail.lstrip())
+        mark = token[0] if token else tail.strip()
+        end = text.find(mark, content[1] if content else start) if mark and start is not None else -1
+        if start is None or end < 0:
+            raise InputError(
+                f"{self.template.name}: it cannot be told where message {i}, of the assistant, is in its text"
+            )
+        return start, end + len(mark)
+
+    def _content(self, i: int) -> tuple[int, int] | None:
+        """Where the content of message i is: what becomes another text when the content is another."""
+        probed = self._try([*self.messages[:i], {**self.messages[i], "content": PROBE}, *self.messages[i + 1 :]])
+        before, found, after = (probed or "").partition(PROBE)
+        if not found or PROBE in after or len(before) + len(after) > len(self.text):
+            return None
+        if not (self.text.startswith(before) and self.text.endswith(after)):
+            return None
+        return len(before), len(self.text) - len(after)
+
+    def _end(self, content_end: int, tail: str) -> int:
+        """The end of a turn whose content ends at `content_end`, when `tail` would follow if it were the last turn."""
+        rest = tail.lstrip()
+        if token := self.special.match(rest):
+            after = len(self.text) - len(self.text[content_end:].lstrip())
+            return after + len(token[0]) if self.text.startswith(token[0], after) else content_end
+        mark = tail.rstrip()  # An end that is no special token, such as a word in brackets.
+        return content_end + len(mark) if self.text.startswith(mark, content_end) else content_end
+
+    def _try(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
+        """The text of other messages, which the template may well refuse: None."""
+        try:
+            return self.template._render(messages, prompt, self.variables)
+        except InputError:
+            return None
+
+
+def encode_chat(
+    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer, **variables: Any
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a chat, and for each whether it is the assistant's own: content, and the token that ends its turn.
+
+    A token on the border, half the assistant's, counts as its own. Special tokens are those that the template writes;
+    none is added. Raises InputError as `ChatTemplate.spans`.
+    """
+    text, spans = template.spans(messages, special=special_pattern(tokenizer), **variables)
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    return ids, covered(offsets, spans)
+
+
+def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """For each token, at [start, end) of the text, whether it has a character in one of `spans`. Both rise."""
+    found, k = [], 0
+    for start, end in offsets:
+        while k < len(spans) and spans[k][1] <= start:
+            k += 1
+        found.append(k < len(spans) and max(start, spans[k][0]) < min(end, spans[k][1]))
+    return found
+
+
+@lru_cache(maxsize=8)
+def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches a special token of `tokenizer`, the longest one; nothing when it has none."""
+    texts = sorted(tokenizer.special_tokens(), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    parts, spans, size, start = [], [], 0, 0
+    for piece in re.split(f"([{START}{END}])", marked):
+        if piece == START:
+            start = size
+        elif piece == END:
+            spans.append((start, size))
+        else:
+            parts.append(piece)
+            size += len(piece)
+    return "".join(parts), spans
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token, which is text or an object that has it as `content`."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own escapes <, >, & and ' for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

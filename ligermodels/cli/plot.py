@@ -1,0 +1,71 @@
+"""A picture of what Medusa heads achieve; matplotlib, an optional part, draws it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ligermodels.errors import BackendError, InputError
+
+RATES = {
+    "expected_tokens_per_step": "if heads err\nindependently",
+    "predicted_tokens_per_step": "predicted",
+    "tokens_per_step": "measured",
+}
+
+
+def require_plotting(path: Path) -> None:
+    """Raise BackendError without matplotlib, InputError where `path` cannot be a new picture: before the work."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BackendError("a plot needs matplotlib: pip install 'ligermodels[plot]'")
+    if path.suffix.lower() != ".png":
+        raise InputError(f"{path}: the picture is a PNG; give a name that ends in .png")
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(f"{path}: {'is a folder' if path.is_dir() else 'its folder is not there'}")
+
+
+def plot_scores(path: Path, found: Mapping[str, Any]) -> None:
+    """Draw what `medusa eval --json` prints: top-k accuracy of each head, and tokens a step. Written whole."""
+    from matplotlib.figure import Figure  # Not pyplot, which would look for a screen.
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
+    for key, style in (("own_accuracies", "-"), ("accuracies", "--")):
+        table = found.get(key, {})
+        for head in range(len(found["losses"])):
+            curves.plot(
+                list(table),
+                [row[head] for row in table.values()],
+                style,
+                color=f"C{head % 10}",
+                marker=".",
+                markersize=5,
+            )
+    for head in range(len(found["losses"])):
+        curves.plot([], [], color=f"C{head % 10}", label=f"head {head}, t+{head + 2}")
+    for style, text in (("-", "the model's own text"), ("--", "held-out text")):
+        curves.plot([], [], style, color="grey", label=text)
+    curves.set(xlabel="k", ylabel="top-k accuracy", ylim=(0, 1), xticks=list(found["accuracies"]))
+    curves.grid(alpha=0.3)
+    curves.legend(fontsize="small")
+
+    rates = {**found, **found.get("generation", {})}
+    shown = {label: rates[key] for key, label in RATES.items() if key in rates}
+    drawn = bars.bar(list(shown), list(shown.values()), color="C0")
+    bars.bar_label(drawn, fmt="%.2f")
+    bars.axhline(1, color="grey", linestyle=":", label="plain decoding")
+    bars.margins(y=0.25)
+    title = f"tokens a step, tree of {len(found['tree'])} nodes"
+    if "generation" in found:
+        title += f"\n{rates['speed_up']:.2f} times as fast as plain decoding"
+    bars.set_title(title, fontsize="medium")
+    bars.legend(fontsize="small", loc="upper right")
+
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        figure.savefig(partial, format="png", dpi=150)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,189 @@
+"""`rope_qkv` for decoding: keys and values go straight into their slots of a preallocated cache."""
+
+from typing import Any, Literal
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.library import opaque_op
+from ligermodels.ops.rms_norm import check_norm
+from ligermodels.ops.rope import _angles, _check_tables, _load_heads, _store_heads, _turn_heads, rope_qkv_reference
+
+
+def rope_qkv_cached(
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: Literal["before", "after"] = "before",
+) -> torch.Tensor:
+    """Splits the packed projection, normalises and rotates q and k as `rope_qkv` does, and writes k and v to the cache.
+
+    Token t of row b goes to slot slots[b] + t; one whose slot the cache does not have is dropped. Nothing waits for the
+    device, so that a CUDA graph can hold the call. There is no gradient.
+
+    k_cache, v_cache: (B, S, num_kv_heads, head_dim) of qkv's dtype, any strides but the last dimension contiguous;
+        written in place.
+    slots: int32 or int64 (B,): each row's first slot.
+    The others are those of `rope_qkv`. Returns contiguous q (B, T, num_kv_heads * group_size, head_dim).
+    Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
+    """
+    width = num_kv_heads * (group_size + 2) * head_dim
+    if qkv.dim() != 3 or qkv.shape[-1] != width or not qkv.is_floating_point():
+        raise InputError(
+            f"rope_qkv_cached: qkv must be floating, of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = "
+            f"{width}); got {qkv.dtype} {tuple(qkv.shape)}"
+        )
+    B = qkv.shape[0]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        fits = cache.dim() == 4 and cache.shape == (B, k_cache.shape[1], num_kv_heads, head_dim)
+        if not fits or cache.dtype != qkv.dtype or cache.device != qkv.device:
+            raise InputError(
+                f"rope_qkv_cached: {name} must be {qkv.dtype} of shape ({B}, S, {num_kv_heads}, {head_dim}) on "
+                f"{qkv.device}, both caches alike; got {cache.dtype} {tuple(cache.shape)} on {cache.device}"
+            )
+        if cache.stride(3) != 1 and head_dim > 1:
+            raise InputError(f"rope_qkv_cached: the last dimension of {name} must be contiguous")
+    if slots.shape != (B,) or slots.dtype not in (torch.int32, torch.int64) or slots.device != qkv.device:
+        raise InputError(
+            f"rope_qkv_cached: slots must be int32 or int64 of shape ({B},) on {qkv.device}; "
+            f"got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
+        )
+    if cos is not None and sin is not None:
+        _check_tables("rope_qkv_cached", qkv, head_dim, cos, sin)
+    elif cos is not sin:
+        raise InputError("rope_qkv_cached: cos and sin must be given together, or both be None for no rotation")
+    check_norm("rope_qkv_cached", qkv, head_dim, "q_norm", q_norm, cast)
+    check_norm("rope_qkv_cached", qkv, head_dim, "k_norm", k_norm, cast)
+    inputs = (qkv, k_cache, v_cache, q_norm, k_norm)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise InputError("rope_qkv_cached has no gradient: call it under torch.no_grad(), or use rope_qkv")
+    kernels = use_kernels(qkv, cos, sin, q_norm, k_norm)
+    shape = num_kv_heads, group_size, head_dim
+    return _rope_cached(
+        qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, cast == "before", kernels
+    )
+
+
+def rope_qkv_cached_reference(
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    **norm: Any,
+) -> torch.Tensor:
+    """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
+    q, k, v = rope_qkv_reference(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    slot = slots[:, None].long() + torch.arange(qkv.shape[1], device=qkv.device)
+    batch, token = ((slot >= 0) & (slot < k_cache.shape[1])).nonzero(as_tuple=True)
+    k_cache[batch, slot[batch, token]] = k[batch, token]
+    v_cache[batch, slot[batch, token]] = v[batch, token]
+    return q
+
+
+@triton.jit
+def _rope_cached_kernel(
+    qkv, qkv_batch, qkv_token, cos, cos_batch, cos_token, sin, sin_batch, sin_token, q_norm, k_norm, eps, offset,
+    q, k_cache, k_batch, k_slot, k_head, v_cache, v_batch, v_slot, v_head, slots, T, S,
+    GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    CAST_BEFORE: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes one kv head of one token, with its group of query heads."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
+    batch, token = row // T, row % T
+    q_w1, q_w2, k_w1, k_w2 = 1.0, 1.0, 1.0, 1.0
+    if Q_NORM:
+        q_w1, q_w2 = _load_heads(q_norm, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
+        q_w1 += offset
+        q_w2 += offset
+    if K_NORM:
+        k_w1, k_w2 = _load_heads(k_norm, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
+        k_w1 += offset
+        k_w2 += offset
+    c = _angles(cos, cos_batch, cos_token, row, T, HALF, BLOCK)
+    s = _angles(sin, sin_batch, sin_token, row, T, HALF, BLOCK)
+    group = qkv + batch * qkv_batch + token * qkv_token + head * (GROUP + 2) * DIM
+    # `row` is in the pointers already, so the rows' strides are 0, and so are those of what no gradient needs.
+    _turn_heads(
+        group, 0, 0, DIM, q + (row * heads + head) * GROUP * DIM, 0, 0, DIM, group, 0, 0, 0,
+        row, c, s, q_w1, q_w2, 0.0, 0.0, eps,
+        GROUP, GROUP, HALF, DIM, Q_NORM, CAST_BEFORE, False, True, False, BLOCK_GROUP, BLOCK,
+    )  # fmt: skip
+    slot = tl.load(slots + batch).to(tl.int64) + token
+    if (slot >= 0) & (slot < S):
+        k_place = k_cache + batch * k_batch + slot * k_slot + head * k_head
+        v_place = v_cache + batch * v_batch + slot * v_slot + head * v_head
+        _turn_heads(
+            group + GROUP * DIM, 0, 0, 0, k_place, 0, 0, 0, group, 0, 0, 0,
+            row, c, s, k_w1, k_w2, 0.0, 0.0, eps,
+            1, 1, HALF, DIM, K_NORM, CAST_BEFORE, False, True, False, 1, BLOCK,
+        )  # fmt: skip
+        v1, v2 = _load_heads(group + (GROUP + 1) * DIM, 0, 0, 1, 1, 0, DIM, 1, BLOCK)
+        _store_heads(v_place, 0, 0, v1, v2, 1, 1, 0, DIM, 1, BLOCK)
+
+
+def _cached_fake(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
+    num_kv_heads, group_size, head_dim = args[7:10]
+    return qkv.new_empty(*qkv.shape[:2], num_kv_heads * group_size, head_dim)
+
+
+@opaque_op(_cached_fake, mutates=("k_cache", "v_cache"))
+def _rope_cached(
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    eps: float,
+    offset: float,
+    cast_before: bool,
+    kernels: bool,
+) -> torch.Tensor:
+    shape = num_kv_heads, group_size, head_dim
+    if not kernels:
+        norm: dict[str, Any] = {"eps": eps, "offset": offset, "cast": "before" if cast_before else "after"}
+        return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
+    B, T, _ = qkv.shape
+    q = qkv.new_empty(B, T, num_kv_heads * group_size, head_dim)
+    qkv = qkv if qkv.stride(2) == 1 else qkv.contiguous()
+    tables: list[Any] = []
+    for table in (cos, sin):
+        table = table if table is None or table.stride(2) == 1 else table.contiguous()
+        tables += [None, 0, 0] if table is None else [table, *table.expand(B, -1, -1).stride()[:2]]
+    weights = [None if w is None else w.contiguous() for w in (q_norm, k_norm)]
+    block_group, block = power_of_2_above(group_size), power_of_2_above((head_dim + 1) // 2)
+    if B * T:
+        _rope_cached_kernel[(B * T, num_kv_heads)](
+            qkv, *qkv.stride()[:2], *tables, *weights, eps, offset,
+            q, k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3], slots.contiguous(), T, k_cache.shape[1],
+            GROUP=group_size, DIM=head_dim, HALF=0 if cos is None else cos.shape[2],
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, CAST_BEFORE=cast_before,
+            BLOCK_GROUP=block_group, BLOCK=block, num_warps=min(max(block_group * block // 256, 1), 8),
+        )  # fmt: skip
+    return q

@@ -1,0 +1,55 @@
+"""What a run leaves of its course: lines of JSON, and TensorBoard's files where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """`metrics.jsonl` in a run's folder, a line a step, and scores in between; the same for TensorBoard."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, after: int = 0) -> None:
+        """Begin after step `after`: lines of later steps, and what was cut off in the middle, are of a lost run."""
+        path = Path(folder) / "metrics.jsonl"
+        kept = [line for line in _lines(path) if _step(line) <= after] if after else []
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(b"".join(kept))
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=after + 1)
+
+    def write(self, step: int, values: dict[str, float | list[float]]) -> None:
+        """Note `values` at `step`: numbers, or lists of a number for each head."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                each = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+                for tag, number in each.items():
+                    self._board.add_scalar(tag, number, step)
+
+    def close(self) -> None:
+        """Write all there is."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+
+
+def _step(line: bytes) -> float:
+    """The step that a line is of; infinity when it is not a whole line."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
+    except (ValueError, LookupError, TypeError):
+        return float("inf")

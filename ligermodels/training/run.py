@@ -1,0 +1,340 @@
+"""A recipe carried out: from a checkpoint and files of text to trained heads, through stops and starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import yaml
+
+from ligermodels.archs.medusa import MedusaModel
+from ligermodels.chat import ChatTemplate
+from ligermodels.convert import hub
+from ligermodels.convert.config_json import read_json
+from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.pretrained import from_pretrained
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.corpus import Corpus, Documents, Indices
+from ligermodels.training.data import Batch
+from ligermodels.training.evaluation import HeadScores, evaluate_heads
+from ligermodels.training.loop import StepMetrics, train
+from ligermodels.training.metrics import Metrics
+from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
+from ligermodels.training.recipe import Recipe
+from ligermodels.training.stream import Ahead, Stream
+
+FREE = {"evaluate_every", "checkpoint_every", "keep_checkpoints", "report_every", "held_out_tokens", "max_bad_lines"}
+"""Settings that may change when a run goes on: they decide nothing of what is trained."""
+
+
+class Update(Protocol):
+    """Called with the amount done, the amount in all, and perhaps a few words on how it goes."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
+
+
+@dataclass(frozen=True)
+class Console:
+    """Where a run tells how it goes: messages, and bars. By default nowhere."""
+
+    say: Callable[[str], object] = lambda message: None
+    progress: Callable[..., AbstractContextManager[Update]] = lambda what, **_: nullcontext(lambda *_, **__: None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The step that a run reached, of how many, and the scores at the end: None when it was stopped before, or when
+    nothing was held out."""
+
+    step: int
+    steps: int
+    scores: HeadScores | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was not stopped before the end."""
+        return self.step == self.steps
+
+
+def train_heads(
+    recipe: Recipe,
+    out: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    attention: str = "auto",
+    resume: bool = False,
+    console: Console | None = None,
+) -> Outcome:
+    """Train Medusa heads as `recipe` says, and write them to `out`, with recipe.yaml, metrics.jsonl and checkpoints/.
+
+    The process may be killed at any time: with `resume` it goes on from the newest checkpoint, and every loss is, to
+    the bit, the one that an undisturbed run has (on a machine of the same kind). On SIGTERM the step is finished, a
+    checkpoint written, and the outcome is not `finished`.
+
+    Args:
+        device: where to run.
+        attention: the attention backend.
+        resume: go on from the newest checkpoint in `out`, if there is one. Otherwise what an earlier run left is
+            removed.
+
+    Raises:
+        ConfigError: the recipe lacks a base or data, or is not the one that the checkpoint is of.
+        InputError: the data cannot be read, or holds more unusable lines than allowed.
+        CheckpointError: the base, its tokenizer or template, or a checkpoint of the run cannot be used.
+        TrainingError: the loss is not finite any more.
+    """
+    run = _Run(recipe, Path(out), resume, console or Console())
+    run.load(device, attention)
+    return run.train()
+
+
+class _Run:
+    def __init__(self, recipe: Recipe, out: Path, resume: bool, console: Console) -> None:
+        if recipe.base is None or not recipe.data:
+            raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe names none; give it")
+        if recipe.stage == 2:
+            raise ConfigError("stage: 2, training the model with its heads, is not implemented yet; only 1 is")
+        self.out, self.console = out, console
+        self.checkpoints = Checkpoints(out / "checkpoints", recipe.keep_checkpoints)
+        self.start, self.about = 0, dict[str, Any]()
+        if resume and (found := self.checkpoints.steps()):
+            self.start = found[-1]
+            self.about = self.checkpoints.about(self.start)
+            recipe = _same(recipe, self.about["recipe"])
+        elif recipe.date is None:
+            recipe = replace(recipe, date=datetime.now().date().isoformat())
+        self.recipe = recipe
+        self.folder = hub.resolve(str(recipe.base))
+        self.documents = documents_of(
+            self.folder,
+            recipe.data,
+            chat_template=recipe.chat_template,
+            date=recipe.date,
+            max_bad_lines=recipe.max_bad_lines,
+            on_bad_line=self.console.say,
+        )
+        self.indices, self.held = self.documents.corpus.split(recipe.held_out, recipe.seed)
+        self.steps = self.about["steps"] if self.about else self._count_steps()
+        if self.start > self.steps:
+            raise ConfigError(f"steps: the run is at step {self.start} already, past {self.steps}")
+
+    def _count_steps(self) -> int:
+        """Steps of the recipe. What is held out is read in any case: errors in it shall show now, not at the end."""
+        recipe, which = self.recipe, self.held if self.recipe.steps else np.concatenate([self.held, self.indices])
+        with self.console.progress("reading text") as update:
+            tokens = self.documents.count(which, update)
+            if recipe.steps:
+                return recipe.steps
+            tokens -= self.documents.count(self.held)
+        steps = max(1, math.ceil(recipe.epochs * tokens / recipe.batch_tokens))
+        a_step = recipe.batch_tokens
+        self.console.say(f"{len(self.indices):,} documents, {tokens:,} tokens; {steps:,} steps of {a_step:,} tokens")
+        return steps
+
+    def load(self, device: str, attention: str) -> None:
+        """The model, new heads or those to start from, and the optimiser; all as the checkpoint has it."""
+        recipe = self.recipe
+        dtype = getattr(torch, recipe.dtype) if recipe.dtype else None
+        with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
+            model = from_pretrained(self.folder, dtype=dtype, device=device, attention=attention, progress=update)
+        if recipe.start_from is None:
+            self.medusa = MedusaModel.from_base(model, recipe.heads, recipe.layers, recipe.lm_head, recipe.decay)
+        else:
+            self.medusa = MedusaModel.from_pretrained(model, recipe.start_from, decay=recipe.decay)
+            shape = self.medusa.shape
+            found = (shape.num_heads, shape.num_layers, self.medusa.lm_head)
+            if found != (recipe.heads, recipe.layers, recipe.lm_head):
+                raise ConfigError(
+                    f"start_from: heads, layers and lm_head are {found} there, not as the recipe has them"
+                )
+        groups = parameter_groups([(self.medusa.head_parameters(), recipe.learning_rate)], recipe.weight_decay)
+        self.optimizer = optimizer_named(recipe.optimizer, groups, betas=(recipe.beta1, recipe.beta2))
+        warmup = min(40, self.steps // 10) if recipe.warmup is None else recipe.warmup
+        self.schedule = warmup_cosine(self.optimizer, self.steps, warmup=warmup, floor=recipe.final_lr)
+        stream = Stream(
+            self.documents, self.indices, length=recipe.length, rows=recipe.micro_batch_rows, seed=recipe.seed
+        )
+        self.batches = Ahead(stream)
+        if self.about:
+            self.checkpoints.load(self.start, self.medusa, self.optimizer)
+            self.schedule.load_state_dict(self.about["schedule"])
+            self.batches.load_state_dict(self.about["data"])
+            self.console.say(f"going on after step {self.start:,} of {self.steps:,}")
+
+    def train(self) -> Outcome:
+        """Up to the end, or to SIGTERM."""
+        recipe = self.recipe
+        self._prepare_folder()
+        metrics = Metrics(self.out, after=self.start)
+        hooks: list[tuple[int, Callable[[int], object]]] = []
+        scores: list[HeadScores] = []
+        if len(self.held):
+
+            def score(step: int) -> None:
+                scores[:] = [self._score()]
+                metrics.write(step, {f"top-{k}": scores[0].accuracy(k).tolist() for k in (1, 5)})
+
+            hooks.append((recipe.evaluate_every or self.steps, score))
+        if recipe.checkpoint_every:
+            hooks.append((recipe.checkpoint_every, self._save))
+        try:
+            with self.console.progress("training") as update, _sigterm() as stop:
+                step = train(
+                    self.medusa,
+                    self.batches,
+                    steps=self.steps,
+                    optimizer=self.optimizer,
+                    schedule=self.schedule,
+                    grad_clip=recipe.grad_clip,
+                    accumulate=recipe.accumulate,
+                    on_step=lambda state: _report(state, update, metrics),
+                    report_every=recipe.report_every or max(1, min(10, self.steps // 50)),
+                    hooks=hooks,
+                    start=self.start,
+                    stop=stop,
+                )
+                if step < self.steps and self.checkpoints.steps()[-1:] != [step]:
+                    self._save(step)
+                self.checkpoints.wait()
+        except BaseException:
+            with suppress(CheckpointError):  # The one being written is of before.
+                self.checkpoints.wait()
+            raise
+        finally:
+            self.batches.close()
+            metrics.close()
+        if step < self.steps:
+            return Outcome(step, self.steps)
+        self.medusa.save_pretrained(self.out, overwrite=True)
+        if len(self.held) and not scores:  # The run had come to its end before.
+            scores.append(self._score())
+        return Outcome(step, self.steps, scores[0] if scores else None)
+
+    def _prepare_folder(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        if not self.about:
+            for name in ("checkpoints", "tensorboard"):
+                shutil.rmtree(self.out / name, ignore_errors=True)
+        for left in self.out.glob(".*.partial"):  # By a process that was killed while it wrote the heads.
+            shutil.rmtree(left, ignore_errors=True)
+        text = yaml.safe_dump(self.recipe.settings(), sort_keys=False, allow_unicode=True)
+        (self.out / "recipe.yaml").write_text(text, encoding="utf-8")
+
+    def _save(self, step: int) -> None:
+        self.checkpoints.save(
+            step,
+            self.medusa,
+            self.optimizer,
+            {
+                "steps": self.steps,
+                "recipe": self.recipe.settings(),
+                "schedule": self.schedule.state_dict(),
+                "data": self.batches.state_dict(),
+            },
+        )
+
+    def _score(self) -> HeadScores:
+        return score_held_out(self.medusa, self.documents, self.held, self.recipe, self.console)
+
+
+def documents_of(
+    folder: Path,
+    files: Iterable[str | os.PathLike[str]],
+    *,
+    chat_template: str | None = None,
+    date: str | None = None,
+    max_bad_lines: int = 0,
+    on_bad_line: Callable[[str], object] = warnings.warn,
+) -> Documents:
+    """The documents in `files` by the tokenizer, chat template and EOS of the checkpoint in `folder`.
+
+    Args:
+        chat_template: the file of another template.
+        date: YYYY-MM-DD, for templates that write it; by default today's.
+        max_bad_lines, on_bad_line: see `Documents`.
+
+    Raises ConfigError for what is no date, and as `Corpus` and `Tokenizer`.
+    """
+    try:
+        now = datetime.fromisoformat(date) if date else datetime.now()
+    except ValueError:
+        raise ConfigError(f"date: must be YYYY-MM-DD, got {date!r}") from None
+
+    def template() -> ChatTemplate:
+        found = ChatTemplate.from_folder(folder, chat_template)
+        found.now = now
+        return found
+
+    eos = read_json(folder / "config.json").get("eos_token_id")
+    return Documents(
+        Corpus(files),
+        Tokenizer(folder),
+        template,
+        eos_token_id=eos[0] if isinstance(eos, list) else eos,
+        max_bad_lines=max_bad_lines,
+        on_bad_line=on_bad_line,
+    )
+
+
+def score_held_out(
+    medusa: MedusaModel, documents: Documents, held: Indices, recipe: Recipe, console: Console
+) -> HeadScores:
+    """Scores on the documents `held`, or on the first `held_out_tokens` of them."""
+    stream: Iterator[Batch] = Stream(documents, held, length=recipe.length, rows=recipe.micro_batch_rows, epochs=1)
+    if recipe.held_out_tokens is not None:
+        stream = islice(stream, max(1, recipe.held_out_tokens // (recipe.length * recipe.micro_batch_rows)))
+    return evaluate_heads(medusa, stream)
+
+
+def _same(recipe: Recipe, before: dict[str, Any]) -> Recipe:
+    """`recipe` with the date of `before`; ConfigError when it differs in what decides the training."""
+    if recipe.date is None:
+        recipe = replace(recipe, date=before["date"])
+    now = recipe.settings()
+    if changed := [name for name in now if name not in FREE and now[name] != before.get(name)]:
+        told = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
+        raise ConfigError(f"the run cannot go on with another recipe: {told}; use the old one, or begin anew")
+    return recipe
+
+
+def _report(state: StepMetrics, update: Update, metrics: Metrics) -> None:
+    note = f"loss {state.loss:.4f}, {state.tokens_per_second:,.0f} tokens/s"
+    if state.accuracy:
+        note += f", right {' '.join(f'{share:.0%}' for share in state.accuracy)}"
+    if state.memory is not None:
+        note += f", {state.memory / 2**30:.1f} GiB"
+    update(state.step, state.steps, note)
+    for one in state.each:
+        metrics.write(one.step, {"loss": one.loss, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate})
+    about: dict[str, float | list[float]] = {"tokens_per_second": state.tokens_per_second}
+    if state.memory is not None:
+        about["memory"] = state.memory
+    metrics.write(state.step, {**about, "accuracy": list(state.accuracy)})
+
+
+@contextmanager
+def _sigterm() -> Iterator[Callable[[], bool]]:
+    """A function that tells whether SIGTERM has come, which meanwhile does not end the process."""
+    came = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # Only that one may handle signals.
+        yield came.is_set
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: came.set())
+    try:
+        yield came.is_set
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,292 @@
+"""Chats: the text that transformers renders, and a mask that is right to the token, whatever the template does."""
+
+import json
+import re
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from chat_templates import SPECIAL, TEMPLATES, save_template, template_of, tokenizer_of
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ligermodels.chat import ChatTemplate, encode_chat
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.tokenizer import Tokenizer
+
+CHAT = [
+    {"role": "user", "content": "Hi there!"},
+    {"role": "assistant", "content": " Hello, you? "},
+    {"role": "user", "content": "How are you"},
+    {"role": "assistant", "content": "I am\n\nfine"},
+]
+SYSTEM = {"role": "system", "content": "be brief"}
+
+# Written by hand: every token, and the assistant's own in brackets. Spaces part the tokens.
+LLAMA_3 = """
+<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ĊĊ be Ġbrief <|eot_id|>
+<|start_header_id|> user <|end_header_id|> ĊĊ Hi Ġthere ! <|eot_id|>
+<|start_header_id|> assistant <|end_header_id|> ĊĊ [Hello] [,] [Ġyou] [?] [<|eot_id|>]
+<|start_header_id|> user <|end_header_id|> ĊĊ How Ġare Ġyou <|eot_id|>
+<|start_header_id|> assistant <|end_header_id|> ĊĊ [I] [Ġam] [ĊĊ] [fine] [<|eot_id|>]
+"""
+MISTRAL = """
+<s> [INST] ▁Hi ▁there ! [/INST] [▁Hello] [,] [▁you] [?] [</s>]
+[INST] ▁be ▁brief <0x0A> <0x0A> How ▁are ▁you [/INST] [▁I] [▁am] [<0x0A>] [<0x0A>] [fine] [</s>]
+"""
+GEMMA_2 = """
+<bos> <start_of_turn> user Ċ Hi ▁there ! <end_of_turn> Ċ
+<start_of_turn> model Ċ [Hello] [,] [▁you] [?] [<end_of_turn>] Ċ
+<start_of_turn> user Ċ How ▁are ▁you <end_of_turn> Ċ
+<start_of_turn> model Ċ [I] [▁am] [ĊĊ] [fine] [<end_of_turn>] Ċ
+"""
+QWEN_2_5 = """
+<|im_start|> system Ċ be Ġbrief <|im_end|> Ċ
+<|im_start|> user Ċ Hi Ġthere ! <|im_end|> Ċ
+<|im_start|> assistant Ċ [ĠHello] [,] [Ġyou] [?] [Ġ] [<|im_end|>] Ċ
+<|im_start|> user Ċ How Ġare Ġyou <|im_end|> Ċ
+<|im_start|> assistant Ċ [I] [Ġam] [ĊĊ] [fine] [<|im_end|>] Ċ
+"""
+
+BY_HAND = {"llama-3": LLAMA_3, "mistral": MISTRAL, "gemma-2": GEMMA_2, "qwen2.5": QWEN_2_5}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é> & 'x'", "parameters": {"type": "object"}}}]
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "</s>"}}}]}
+WITH_TOOLS = [CHAT[0], {**CALL, "content": ""}, {"role": "tool", "content": "Hello"}, *CHAT[1:]]
+
+
+def chat_for(name: str) -> list[dict[str, str]]:
+    return CHAT if name == "gemma-2" else [SYSTEM, *CHAT]
+
+
+def expected(text: str, special: list[str]) -> list[tuple[str, bool]]:
+    """Tokens and mask of a text written by hand. [INST] is a token of Mistral's, not the assistant's INST."""
+    tokens = [(token, token not in special and re.fullmatch(r"\[.+\]", token) is not None) for token in text.split()]
+    return [(token[1:-1] if own else token, own) for token, own in tokens]
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Tokenizer]:
+    folder = tmp_path_factory.mktemp("chat") / request.param
+    tokenizer = tokenizer_of(request.param, folder)
+    save_template(request.param, folder)
+    return request.param, folder, tokenizer
+
+
+def test_the_mask_is_the_one_written_by_hand(model: tuple[str, Path, Tokenizer]) -> None:
+    name, folder, tokenizer = model
+    ids, mask = encode_chat(chat_for(name), ChatTemplate.from_folder(folder), tokenizer)
+    tokens = [tokenizer.backend.id_to_token(token).replace("\n", "Ċ") for token in ids]
+    assert list(zip(tokens, mask, strict=True)) == expected(BY_HAND[name], SPECIAL[name])
+
+
+def test_text_and_tokens_are_those_of_transformers(model: tuple[str, Path, Tokenizer]) -> None:
+    name, folder, tokenizer = model
+    oracle, template, chat = AutoTokenizer.from_pretrained(folder), ChatTemplate.from_folder(folder), chat_for(name)
+    for messages, prompt in ((chat, False), (chat[:-1], True), (chat[:-1], False)):
+        wanted = oracle.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+        assert template.render(messages, add_generation_prompt=prompt) == wanted
+    assert encode_chat(chat, template, tokenizer)[0] == oracle.apply_chat_template(chat, return_dict=False)
+    if name in ("qwen2.5", "mistral"):
+        assert template.render(WITH_TOOLS, tools=TOOLS) == oracle.apply_chat_template(
+            WITH_TOOLS, tools=TOOLS, tokenize=False
+        )
+
+
+def targets(template: ChatTemplate, messages: list[dict], special: str, **variables: object) -> list[str]:
+    """What the assistant says, turn by turn."""
+    text, spans = template.spans(messages, special=re.compile(special), **variables)
+    assert text == template.render(messages, **variables)
+    assert all(a <= b for a, b in spans) and all(a[1] <= b[0] for a, b in pairwise(spans))
+    return [text[start:end] for start, end in spans]
+
+
+CONTENTS = st.text(st.sampled_from("aé漢 \n\t[]<>|/s"), max_size=6) | st.sampled_from(
+    ["<|im_end|>", "[/INST] x</s>", "<|im_start|>assistant\nno<|im_end|>", "<end_of_turn>\n", " <|eot_id|> "]
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(turns=st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3))
+def test_whatever_is_said_the_assistants_words_are_found(name: str, turns: list[tuple[str, str]]) -> None:
+    messages = [
+        {"role": role, "content": content}
+        for turn in turns
+        for role, content in zip(("user", "assistant"), turn, strict=True)
+    ]
+    end = {"llama-3": "<|eot_id|>", "mistral": "</s>", "gemma-2": "<end_of_turn>", "qwen2.5": "<|im_end|>"}[name]
+    wanted = [(said if name == "qwen2.5" else said.strip()) + end for _, said in turns]
+    found = targets(template_of(name), messages, "|".join(map(re.escape, SPECIAL[name])))
+    assert [text.removeprefix(" ") if name == "mistral" else text for text in found] == [
+        text.removeprefix(" ") if name == "mistral" else text for text in wanted
+    ]
+
+
+LOOP = "{% for message in messages %}"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = LOOP + "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n" + PROMPT
+THOUGHTS = """{% set ns = namespace(last=0) %}{% for m in messages %}
+{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == "assistant" and loop.index0 > ns.last %}<think>
+{{ m.content.split("</think>")[0].split("<think>")[-1] if "</think>" in m.content }}
+</think>
+
+{% endif %}{{ m.content.split("</think>")[-1] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+THINKING = [CHAT[0], {"role": "assistant", "content": "<think>1</think>one"}, CHAT[2]]
+
+AWKWARD: dict[str, tuple[str, list[dict], list[str]]] = {
+    "ends with the prompt, asked for or not": (
+        LOOP
+        + "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}{{ '<|im_start|>assistant\n' }}",
+        CHAT,
+        [" Hello, you? <|im_end|>", "I am\n\nfine<|im_end|>"],
+    ),
+    "knows no prompt": (
+        LOOP + "<|im_start|>{{ message.role }}\n{{ message.content }}\n<|im_end|>\n{% endfor %}",
+        CHAT,
+        [" Hello, you? \n<|im_end|>", "I am\n\nfine\n<|im_end|>"],
+    ),
+    "ends a turn with no special token": (
+        LOOP + "{{ message.role }}: {{ message.content }} (end)\n\n{% endfor %}",
+        CHAT,
+        [" Hello, you?  (end)", "I am\n\nfine (end)"],
+    ),
+    "ends a turn with nothing, or the next one's head": (
+        LOOP + "<|im_start|>{{ message.role }}\n{{ message.content }}{% endfor %}",
+        CHAT,
+        [" Hello, you? ", "I am\n\nfine"],
+    ),
+    "ends only the last turn": (
+        LOOP + "{{ message.role }}: {{ message.content }}{{ '<|im_end|>' if loop.last else '\n' }}{% endfor %}",
+        CHAT,
+        [" Hello, you? ", "I am\n\nfine<|im_end|>"],
+    ),
+    "marks the turns": (
+        LOOP + "{% if message.role == 'assistant' %}{%- generation -%}{{ message.content }}!{%- endgeneration -%}"
+        "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}",
+        CHAT,
+        [" Hello, you? !", "I am\n\nfine!"],
+    ),
+    "drops the thoughts of earlier turns, adds empty ones to later": (
+        THOUGHTS,
+        [*THINKING, CHAT[3]],
+        ["one<|im_end|>", "<think>\n\n</think>\n\nI am\n\nfine<|im_end|>"],
+    ),
+    "keeps the thoughts of the last turn": (
+        THOUGHTS,
+        [*THINKING, THINKING[1]],
+        ["one<|im_end|>", "<think>\n1\n</think>\n\none<|im_end|>"],
+    ),
+    "starts with the assistant, who says nothing": (
+        CHATML,
+        [{"role": "assistant", "content": ""}, *CHAT],
+        ["<|im_end|>", " Hello, you? <|im_end|>", "I am\n\nfine<|im_end|>"],
+    ),
+    "two turns in a row": (CHATML, [CHAT[0], CHAT[1], CHAT[1]], [" Hello, you? <|im_end|>"] * 2),
+    "calls of tools": (
+        TEMPLATES["qwen2.5"],
+        [*WITH_TOOLS, {**CALL, "content": "Now"}],
+        [
+            '<tool_call>\n{"name": "f", "arguments": {"x": "</s>"}}\n</tool_call><|im_end|>',
+            " Hello, you? <|im_end|>",
+            "I am\n\nfine<|im_end|>",
+            'Now\n<tool_call>\n{"name": "f", "arguments": {"x": "</s>"}}\n</tool_call><|im_end|>',
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AWKWARD)
+def test_templates_that_are_not_simple(case: str) -> None:
+    source, messages, wanted = AWKWARD[case]
+    template = ChatTemplate(source)
+    assert targets(template, messages, r"<\|im_start\|>|<\|im_end\|>") == wanted
+    texts, marked = render_jinja_template([messages], chat_template=source, return_assistant_tokens_mask=True)
+    text, spans = template.spans(messages, special=re.compile("<"))
+    assert text == texts[0]
+    if "generation" in source and "endgeneration" in source:
+        assert spans == [tuple(span) for span in marked[0]]
+
+
+def test_calls_of_tools_where_no_prompt_is_known() -> None:
+    special = "|".join(map(re.escape, SPECIAL["mistral"]))
+    wanted = '[TOOL_CALLS] [{"function": {"name": "f", "arguments": {"x": 1}}}]</s>'
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    messages = [CHAT[0], call, WITH_TOOLS[2], CHAT[1]]
+    assert targets(template_of("mistral"), messages, special) == [wanted, " Hello, you?</s>"]
+
+
+def test_helpers_and_the_clock_that_stands_still() -> None:
+    source = (
+        "{%- for m in messages %}\n    {%- if loop.index0 == 1 %}{% continue %}{% endif %}\n"
+        "    {% if loop.index0 == 3 %}{% break %}{% endif %}\n    {{ m | tojson(indent=1) }}\n{% endfor %}"
+        "{{ strftime_now('%d %b %Y') }}{{ none_such }}"
+    )
+    template = ChatTemplate(source)
+    template.now = datetime(2024, 7, 26)
+    messages = [{"role": "user", "content": f"<{i}> & 'é'"} for i in range(5)]
+    (wanted,), _ = render_jinja_template([messages], chat_template=source)
+    assert template.render(messages) == wanted.replace(datetime.now().strftime("%d %b %Y"), "26 Jul 2024")
+    assert wanted.count("é") == 2
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "list", "chat_template.json"])
+def test_where_a_template_is_found(place: str, tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<é>", "lstrip": False}, "eos_token": None, "chat_template": "{{ 'no' }}"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<e>", "bos_token": "no"}))
+    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    if place == "chat_template.jinja":
+        (tmp_path / place).write_text(source)
+    elif place == "chat_template.json":
+        del config["chat_template"]
+        (tmp_path / place).write_text(json.dumps({"chat_template": source}))
+    else:
+        named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": source}]
+        config["chat_template"] = named if place == "list" else source
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "<é>Hi there!<e>"
+    (tmp_path / "other.jinja").write_text("other {{ bos_token }}")
+    assert ChatTemplate.from_folder(tmp_path, tmp_path / "other.jinja").render(CHAT) == "other <é>"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has no chat template"),
+        ([{"name": "rag", "template": "x"}], "none is named 'default', only \\['rag'\\]"),
+        (5, "must be text, got 5"),
+        ("{% for %}", "not a jinja2 template"),
+    ],
+)
+def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(CheckpointError, match=words):
+        ChatTemplate.from_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        ChatTemplate.from_folder(tmp_path, tmp_path / "nowhere.jinja")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (TEMPLATES["gemma-2"], "System role not supported"),
+        ("{{ messages[0].content.x.y }}", "x"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        (LOOP + "{% if message.role != 'assistant' %}{{ message.content }}{% endif %}{% endfor %}", "message 2"),
+    ],
+)
+def test_a_chat_that_cannot_be_used_is_an_error(source: str, words: str) -> None:
+    with pytest.raises(InputError, match=f"mine: .*({words})"):
+        ChatTemplate(source, name="mine").spans([SYSTEM, *CHAT], special=re.compile("<"))
+
+
+def test_noncharacters_are_refused() -> None:
+    for mark in "\ufdd0\ufdd1\ufdd2":
+        with pytest.raises(InputError, match="no character"):
+            ChatTemplate(CHATML).spans([{"role": "user", "content": f"a{mark}"}], special=re.compile("<"))

@@ -1,0 +1,291 @@
+"""Configs, fuzzed: whatever a field holds, it is refused by name, or the model is the one transformers makes of it.
+
+Fields come from transformers' own config classes, so that those of its next version are tried too. Where it refuses a
+config itself, or cannot compute with it, there is nothing to agree with. `FUZZ=50 pytest tests/test_config.py` tries
+fifty times as many configs.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging
+from zoo import CONFIGS, plain
+
+import ligermodels as lm
+from ligermodels.archs import FAMILIES, family_of
+from ligermodels.errors import ConfigError
+
+Config = dict[str, Any]
+Outcome = tuple[torch.Tensor, torch.Tensor]
+FUZZ = int(os.environ.get("FUZZ", 1))
+TOLERANCE = 1e-5
+
+SIGLIP = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **SIGLIP}
+TINY: dict[str, Config] = {
+    **CONFIGS,
+    "gemma3": {
+        "model_type": "gemma3",
+        "text_config": CONFIGS["gemma3_text"],
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 130,
+    },
+}
+ONE_OF: dict[str, Config] = {config["model_type"]: config for config in reversed(TINY.values())}
+"""For each model_type its first config."""
+
+
+@pytest.fixture(autouse=True)
+def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    """transformers has much to say of these configs."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+    logging.set_verbosity(verbosity)
+
+
+# -- fields, and what they may hold ------------------------------------------------------------------------------------
+
+UNLISTED = ["hidden_activation", "is_causal", "original_max_position_embeddings", "partial_rotary_factor"]
+UNLISTED += ["per_layer_config", "rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern"]
+UNLISTED += ["torch_dtype"]
+"""Fields that config files have or had, and that not every class lists."""
+
+
+def fields_of(model_type: str) -> Config:
+    """Every field of this type's config class, and its default."""
+    config = AutoConfig.for_model(model_type)
+    fields = {**dict.fromkeys([*UNLISTED, *config.attribute_map]), **config.to_dict()}
+    return {name: fields[name] for name in sorted(fields) if name not in ("model_type", "text_config", "vision_config")}
+
+
+FIELDS = {model_type: fields_of(model_type) for model_type in FAMILIES}
+EVERY_FIELD = {name: default for fields in FIELDS.values() for name, default in fields.items()}
+
+SIZES = [2, 1, 3, 4, 5, 6, 0, 8, 12, 42, 130, -1]
+FLOATS = [0.3, 0.0, 1.0, 0.25, 0.5, 2.5, 7.25, 1e-3, 1e4, 1e6, -0.7]
+WORDS = [*sorted(ACT2FN), "auto", "eager", "bfloat16", "x", ""]
+LAYER_TYPES = ["full_attention", "sliding_attention", "chunked_attention", "linear_attention", "attention"]
+ROPE_TYPES = [*sorted(ROPE_INIT_FUNCTIONS), "default", "su", "mrope"]
+ROPE: Config = {
+    "rope_theta": 700.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "short_factor": [1.0, 1.3, 1.5, 1.9, 2.5],
+    "long_factor": [1.5, 3, 4.5, 7.5, 9.0],
+}
+"""Enough for every type of rope, of heads with 10 channels where it has lists."""
+SETTINGS = [*ROPE, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"]
+SETTINGS += ["partial_rotary_factor", "finetuned", "unheard_of"]
+
+sizes, floats, words = st.sampled_from(SIZES), st.sampled_from(FLOATS), st.sampled_from(WORDS)
+scalars = st.none() | st.booleans() | sizes | floats | words
+LIKE = {bool: st.sampled_from([True, False]), int: sizes | floats, float: floats | sizes, str: words}
+
+
+@st.composite
+def ropes(draw: st.DrawFn, values: st.SearchStrategy[Any] = scalars) -> Config:
+    """Settings of a rope, a few changed to `values`, left out or added."""
+    changed = draw(st.dictionaries(st.sampled_from(SETTINGS), values, max_size=3))
+    lost = draw(st.sets(st.sampled_from(SETTINGS), max_size=2))
+    types = draw(st.dictionaries(st.sampled_from(["rope_type", "type"]), st.sampled_from(ROPE_TYPES), max_size=2))
+    return {**{name: value for name, value in {**ROPE, **changed}.items() if name not in lost}, **types}
+
+
+def values_of(name: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
+    """What a field may hold, mostly of its default's kind."""
+    kinds = st.lists(st.sampled_from(LAYER_TYPES[:2]), min_size=layers, max_size=layers)
+    kinds |= st.lists(st.sampled_from(LAYER_TYPES), max_size=layers)
+    flags = st.lists(st.integers(0, 1), min_size=layers, max_size=layers)
+    ropes_by_type = st.dictionaries(st.sampled_from(LAYER_TYPES[:3]), ropes() | st.none(), max_size=3)
+    anything = scalars | flags | st.lists(st.integers(-1, layers), max_size=3) | kinds | ropes() | ropes_by_type
+    own = {"rope_parameters": ropes() | ropes_by_type, "rope_scaling": ropes(), "layer_types": kinds}
+    likely = own.get(name, LIKE.get(type(default), sizes | floats | st.booleans()))
+    return st.integers(0, 3).flatmap(lambda die: anything if die == 3 else likely)
+
+
+def layers_of(config: Config) -> int:
+    return int(config.get("text_config", config)["num_hidden_layers"])
+
+
+def names_one(error: ConfigError, fields: Iterable[str]) -> bool:
+    """Whether the message names one of `fields`; those of rope are read, and named, as one."""
+    return any(("rope" if "rope" in name else name) in str(error) for name in fields)
+
+
+# -- against transformers ----------------------------------------------------------------------------------------------
+
+
+def oracle_in(folder: Path) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | None:
+    """The random model that transformers makes of folder/config.json, saved there; tokens, and what it says of them.
+
+    None where it makes none, or none that computes.
+    """
+    written = (folder / "config.json").read_text()
+    torch.manual_seed(0)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        oracle = plain(AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32))
+        for name, parameter in oracle.named_parameters():
+            mean = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
+            parameter.data.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
+        ids = torch.randint(0, min(oracle.get_input_embeddings().num_embeddings, 128), (2, 41))
+        found = outcome(oracle, ids)
+        oracle.save_pretrained(folder)
+    except Exception:
+        return None
+    (folder / "config.json").write_text(written)
+    return (oracle, ids, found) if all(each.isfinite().all() for each in found) else None
+
+
+def outcome(model: Any, ids: torch.Tensor) -> Outcome:
+    """Loss and logits, as in training: else dropout and the like would not show."""
+    theirs = {"return_dict": True, "use_cache": False, "token_type_ids": torch.zeros_like(ids)}
+    options = theirs if isinstance(model, PreTrainedModel) else {"return_logits": True}
+    with torch.no_grad():
+        output = model.train()(ids, labels=ids, **options)
+    return output.loss, output.logits
+
+
+def errors(found: Outcome, wanted: Outcome) -> list[float]:
+    """Of loss and logits, max |found - wanted| / max |wanted|; 0 where both are 0."""
+    assert [each.shape for each in found] == [each.shape for each in wanted]
+    pairs = zip(found, wanted, strict=True)
+    return [float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)) for ours, theirs in pairs]
+
+
+def accepted(config: Config, changed: Config) -> bool:
+    """Whether we take `config` with fields `changed`; if not, it is refused by the name of one of them."""
+    config = {**config, **changed}
+    try:
+        family_of(config).decoder_config(config)
+    except ConfigError as error:
+        assert names_one(error, changed), f"{changed}: {error}"
+        return False
+    # Gemma says "gelu" and means its tanh form: test_families.py.
+    return (config["model_type"], config.get("hidden_act")) != ("gemma", "gelu")
+
+
+def transformers_accepts(config: Config, changed: Config) -> bool:
+    """Whether transformers takes the config too."""
+    try:
+        AutoConfig.for_model(**copy.deepcopy({**config, **changed}))
+    except Exception:
+        return False
+    return True
+
+
+def compare(config: Config, changed: Config) -> None:
+    """See that `config` with fields `changed` makes transformers' model; if they do not go together, with half of them.
+
+    And that transformers makes the same model of what we write.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps({**config, **changed}))
+        oracle = oracle_in(folder) if accepted(config, changed) else None
+        if oracle is not None:
+            agree(folder, *oracle, changed)
+            return
+    names = list(changed)
+    for half in (names[: len(names) // 2], names[len(names) // 2 :]) if len(names) > 1 else ():
+        compare(config, {name: changed[name] for name in half})
+
+
+def agree(folder: Path, oracle: PreTrainedModel, ids: torch.Tensor, wanted: Outcome, changed: Config) -> None:
+    """See that our model of the checkpoint in `folder`, and transformers' of our export, have outcome `wanted`."""
+    model = lm.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(folder / "out")
+    again = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager", dtype=torch.float32)
+    for found in (outcome(model, ids), outcome(plain(again), ids)):
+        if max(errors(found, wanted)) >= TOLERANCE:
+            # Norms over one or two channels, and the like, enlarge rounding: some, and as much in transformers as here.
+            exact = outcome(oracle.double(), ids)
+            ours, theirs = max(errors(found, exact)), max(errors(wanted, exact))
+            assert ours < min(TOLERANCE + 4 * theirs, 1e-3), f"{changed}: {ours} where transformers has {theirs}"
+
+
+@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
+def test_every_field(config: Config) -> None:
+    """Several at a time: where a field is ignored that should not be, those around it do not hide that."""
+    fields = {**EVERY_FIELD, **FIELDS[config["model_type"]]}
+    likely = {name: values_of(name, default, layers_of(config)) for name, default in fields.items()}
+
+    @seed(crc32(json.dumps(config).encode()))
+    @settings(max_examples=2 * FUZZ, phases=[Phase.generate])
+    @given(st.fixed_dictionaries(likely), st.permutations(sorted(fields)))
+    def fuzz(values: Config, names: list[str]) -> None:
+        alone = ((name, {name: values[name]}) for name in names)
+        taken = [name for name, one in alone if accepted(config, one) and transformers_accepts(config, one)]
+        for few in (taken[start : start + 12] for start in range(0, len(taken), 12)):
+            compare(config, {name: values[name] for name in few})
+
+    fuzz()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str) -> None:
+    family, default = FAMILIES[model_type], AutoConfig.for_model(model_type)
+    assert family.decoder_config({"model_type": model_type}) == family.decoder_config(default.to_dict())
+
+
+# -- garbage -----------------------------------------------------------------------------------------------------------
+
+odd = st.sampled_from([2**31, 2**63, 10**400, -(10**400), float("nan"), float("inf"), 1e300, 5e-324, "é\0"])
+garbage = st.recursive(
+    scalars | odd | st.text(max_size=3),
+    lambda each: st.lists(each, max_size=4) | st.dictionaries(words, each, max_size=3) | ropes(each),
+    max_leaves=5,
+)
+
+
+def works(config: Config) -> None:
+    """See that the model of `config` computes, generates, and goes out and comes in again."""
+    model = lm.from_config(config)
+    ids = torch.arange(7)[None] % model.config.vocab_size
+    with torch.no_grad(), TemporaryDirectory() as folder:
+        logits = model(ids).logits
+        assert logits.shape == (1, 7, model.config.vocab_size)
+        assert model.generate(ids, max_new_tokens=2).shape[1] > 7
+        model.save_pretrained(folder, overwrite=True)
+        again = lm.from_pretrained(folder)(ids).logits
+    torch.testing.assert_close(again, logits, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_garbage(model_type: str) -> None:
+    fields = st.sampled_from(sorted({*FIELDS[model_type], *ONE_OF[model_type]} - {"model_type"}))
+
+    @seed(crc32(model_type.encode()))
+    @settings(max_examples=20 * FUZZ)
+    @given(st.dictionaries(fields, garbage, max_size=2), st.sets(fields, max_size=1))
+    def fuzz(changed: Config, lost: set[str]) -> None:
+        config = {**copy.deepcopy(ONE_OF[model_type]), **changed}
+        config = {name: value for name, value in config.items() if name not in lost}
+        try:
+            model = lm.from_config(config, device="meta")
+        except ConfigError as error:
+            assert names_one(error, {*changed, *lost}), error
+            return
+        if sum(parameter.numel() for parameter in model.parameters()) < 1e6:
+            works(config)
+
+    fuzz()

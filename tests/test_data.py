@@ -1,0 +1,423 @@
+"""Data from disk: every document found and named, every token once, and a stream that goes on from any place."""
+
+import json
+import math
+import re
+import tracemalloc
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chat_templates import template_of, tokenizer_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from ligermodels.chat import encode_chat
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers import shift_labels
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.training import Ahead, Batch, Corpus, Documents, Stream, corpus
+from ligermodels.training.corpus import parse_line, permutation
+
+CHAT = [{"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Qwen2.5's manner, with a BOS that texts start with."""
+    found = tokenizer_of("qwen2.5", tmp_path_factory.mktemp("data"))
+    found.backend.post_processor = processors.TemplateProcessing(
+        "<|endoftext|> $A", special_tokens=[("<|endoftext|>", found.backend.token_to_id("<|endoftext|>"))]
+    )
+    return found
+
+
+def jsonl(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_found_and_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"text": "\xc3\xa9"}\r\n   \nnot json\n\n[3]')
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    (tmp_path / "c.txt").write_bytes("é\nthe whole".encode())
+    (tmp_path / "d.jsonl").write_bytes(b"last\n")
+    found = Corpus(tmp_path / f"{name}" for name in ("a.jsonl", "b.jsonl", "c.txt", "d.jsonl"))
+    assert [found.read(i)[0].strip().decode() for i in range(len(found))] == [
+        '{"text": "é"}', "not json", "[3]", "é\nthe whole", "last",
+    ]  # fmt: skip
+    names = [found.name(i).removeprefix(f"{tmp_path}/") for i in range(len(found))]
+    assert names == ["a.jsonl:2", "a.jsonl:4", "a.jsonl:6", "c.txt:1", "d.jsonl:1"]
+    assert [found.read(i)[1:] for i in (0, 3)] == [(True, True, True), (False, True, True)]
+
+
+@given(text=st.text(st.sampled_from("a\né漢😀"), max_size=60), size=st.integers(4, 20))
+def test_texts_come_in_whole_pieces(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
+    path = tmp_path_factory.mktemp("pieces") / "text"
+    path.write_text(text, encoding="utf-8", newline="")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(corpus, "PIECE", size)
+        found = Corpus([path])
+    pieces = [found.read(i) for i in range(len(found))]
+    contents = [content.decode() for content, *_ in pieces]
+    assert "".join(contents) == text and all(contents)
+    assert all(len(content) <= 2 * size + 3 for content, *_ in pieces)
+    assert [starts for _, _, starts, _ in pieces] == [i == 0 for i in range(len(pieces))]
+    assert [ends for *_, ends in pieces] == [i == len(pieces) - 1 for i in range(len(pieces))]
+    whole, cut = text.encode(), 0
+    for content, *_ in pieces[:-1]:
+        cut += len(content)
+        chunk = whole[(cut - 1) // size * size :][:size]
+        assert content.endswith(b"\n") or b"\n" not in chunk
+
+
+@pytest.mark.parametrize("before", [0, 1, 7, 8, 9, 20])
+@pytest.mark.parametrize("bad", [b"\xff", b"\xc3", b"\xe6\xbc"])
+def test_what_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, bad: bytes) -> None:
+    monkeypatch.setattr(corpus, "PIECE", 8)
+    for after in (b"", b"aaaaaaaa\n"):
+        (tmp_path / "text").write_bytes(b"a" * before + bad + after)
+        with pytest.raises(InputError, match=f"text: not UTF-8 text at byte {before}$"):
+            Corpus([tmp_path / "text"])
+    for name in ("absent.txt", "absent.jsonl"):
+        with pytest.raises(InputError, match=rf"{name}: cannot be read: No such file"):
+            Corpus([tmp_path / name])
+
+
+def test_what_is_held_out_is_fixed_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "PIECE", 8)
+    paths = [jsonl(tmp_path / "lines.jsonl", *({"text": str(i)} for i in range(30)))]
+    for i in range(20):
+        paths.append(tmp_path / f"{i}.txt")
+        paths[-1].write_text("some text in lines\n" * 3 * (i % 3))  # Some are empty.
+    found = Corpus(paths)
+    kept, held = found.split(0.3, seed=5)
+    assert sorted([*kept, *held]) == list(range(len(found))) and list(kept) == sorted(kept)
+    sides = [{found.name(i).split(":")[0] for i in side if i >= 30} for side in (kept, held)]
+    assert not sides[0] & sides[1] and all(sides) and len(sides[1]) + sum(held < 30) == round(0.3 * (30 + 13))
+    assert np.array_equal(held, found.split(0.3, seed=5)[1]) and not np.array_equal(held, found.split(0.3, seed=6)[1])
+    assert [len(side) for side in found.split(0, seed=5)] == [len(found), 0]
+    two = Corpus([paths[3], paths[5]])
+    for fraction in (0.01, 0.99):
+        assert all(len({two.name(i).split(":")[0] for i in side}) == 1 for side in two.split(fraction, 0))
+    with pytest.raises(InputError, match=r"1 document.*--held-out 0"):
+        Corpus([paths[5]]).split(0.1, 0)
+
+
+def test_the_order_of_a_seed_never_changes() -> None:
+    # What a checkpoint of last year counts on.
+    assert permutation(10, 0, 1).tolist() == [4, 3, 7, 6, 1, 8, 2, 9, 5, 0]
+    assert sorted(permutation(1000, -3, "x")) == list(range(1000))
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+GOOD: dict[str, tuple[object, object]] = {
+    "text": ({"text": "a", "id": 5}, "a"),
+    "empty": ({"text": ""}, ""),
+    "messages": ({"messages": CHAT}, (CHAT, {})),
+    "tools": ({"messages": CHAT, "tools": [{"name": "f"}]}, (CHAT, {"tools": [{"name": "f"}]})),
+    "ShareGPT": (
+        {
+            "id": "x",
+            "conversations": [{"from": "human", "value": "Hi there!"}, {"from": "gpt", "value": "Hello, you?"}],
+        },
+        (CHAT, {}),
+    ),
+    "roles": (
+        {"conversations": [{"from": role, "value": "x"} for role in ("system", "function", "bard", "user", "ipython")]},
+        ([{"role": role, "content": "x"} for role in ("system", "tool", "assistant", "user", "ipython")], {}),
+    ),
+    "parts": (
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+            ]
+        },
+        ([{"role": "assistant", "content": "ab"}], {}),
+    ),
+    "calls": (
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]},
+        ([{"role": "assistant", "content": "", "tool_calls": [1]}], {}),
+    ),
+}
+BAD: dict[str, tuple[str, str]] = {
+    "cut": ('{"text": "x', "not JSON"),
+    "deep": ("[" * 100_000, "not JSON"),
+    "list": ('["text"]', "not an object"),
+    "no text": ('{"text": 5}', "not an object with a string"),
+    "no chat": ('{"messages": []}', "not empty"),
+    "no list": ('{"conversations": {"from": "gpt", "value": "x"}}', "a list of turns"),
+    "no turn": ('{"messages": ["hello"]}', "turn 1"),
+    "no content": ('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}', "turn 2"),
+    "picture": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "turn 1"),
+    "no speaker": ('{"conversations": [{"value": "x"}]}', "turn 1"),
+    "no assistant": ('{"messages": [{"role": "user", "content": "x"}]}', "nothing to learn"),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_lines_of_many_kinds(case: str) -> None:
+    record, wanted = GOOD[case]
+    assert parse_line(json.dumps(record).encode()) == wanted
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_lines_that_cannot_be_used(case: str) -> None:
+    line, words = BAD[case]
+    with pytest.raises(ValueError, match=words):
+        parse_line(line.encode())
+
+
+def test_unusable_lines_are_counted_once_and_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "data.jsonl"
+    refused = json.dumps({"messages": [{"role": "system", "content": "x"}, *CHAT]})
+    lines = ["", '{"text": "Hi"}', BAD["cut"][0], json.dumps({"messages": CHAT}), refused, '{"text": "\xff"}', "{}"]
+    path.write_bytes("\n".join(lines).encode("latin-1"))
+    found, seen = Corpus([path]), list[str]()
+
+    def documents(limit: int) -> Documents:
+        template = lambda: template_of("gemma-2")  # noqa: E731
+        return Documents(found, tokenizer, template, max_bad_lines=limit, on_bad_line=seen.append)
+
+    four = documents(4)
+    for _ in range(2):
+        assert [document is not None for document in four.read(range(len(found)))] == [True, False, True, *[False] * 3]
+    assert [re.sub(r".*data.jsonl:", "", message)[:12] for message in seen] == [
+        "3: not JSON ", "5: gemma-2: ", "6: not JSON ", "7: not an ob",
+    ]  # fmt: skip
+    with pytest.raises(InputError, match=r"data.jsonl:7: .*4 unusable lines, 3 allowed: .*:3, .*:5, .*:6, .*:7$"):
+        documents(3).count(range(len(found)))
+    with pytest.raises(InputError, match=r"data.jsonl:3: not JSON[^;]*$"):
+        documents(0).count(range(len(found)))
+    with pytest.raises(CheckpointError, match="no chat template"):
+        Documents(found, tokenizer, max_bad_lines=9).read([2])
+
+
+def test_documents_as_tokens(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "PIECE", 12)
+    (tmp_path / "long.txt").write_text("Hi there!\nHello, you?\nI am")
+    path = jsonl(tmp_path / "a.jsonl", {"text": "I am"}, {"messages": CHAT}, {"text": "Hi<|im_end|>"}, {"text": ""})
+    begin, end = (tokenizer.backend.token_to_id(token) for token in ("<|endoftext|>", "<|im_end|>"))
+    plain = lambda text: tokenizer.backend.encode(text, add_special_tokens=False).ids  # noqa: E731
+    ids, mask = encode_chat(CHAT, template_of("qwen2.5"), tokenizer)
+    documents = Documents(
+        Corpus([path, tmp_path / "long.txt"]), tokenizer, lambda: template_of("qwen2.5"), eos_token_id=end
+    )
+    found = documents.read(range(7))
+    texts = [found[i] for i in (0, 2, 4, 5, 6)]
+    assert [document.ids for document in texts] == [
+        [begin, *plain("I am"), end],
+        [begin, *plain("Hi"), end],
+        [begin, *plain("Hi there!\n")],
+        plain("Hello, you?\n"),
+        [*plain("I am"), end],
+    ]
+    assert all(document.labels == document.ids for document in texts) and found[3] is None
+    assert found[1].ids == ids and found[1].labels == [i if own else -100 for i, own in zip(ids, mask, strict=True)]
+    assert 0 < sum(mask) < len(mask)
+    seen: list[tuple[int, int]] = []
+    assert documents.count(range(7), lambda *at: seen.append(at)) == sum(len(each.ids) for each in found if each)
+    assert seen[-1] == (7, 7)
+
+
+# -- the stream --------------------------------------------------------------------------------------------------------
+
+
+class Made(Documents):
+    """Documents of given lengths: document d is 100 d, 100 d + 1 ...; of the odd ones only every third token counts."""
+
+    def __init__(self, lengths: list[int], folder: Path) -> None:
+        super().__init__(Corpus([jsonl(folder / "made.jsonl", *lengths)]), None)
+        self.lengths = lengths
+
+    def read(self, indices: object) -> list:
+        found = []
+        for d in indices:
+            ids = [100 * int(d) + i for i in range(self.lengths[d])]
+            labels = [-100 if d % 2 and i % 3 else token for i, token in enumerate(ids)]
+            found.append(corpus.Tokens(ids, labels) if ids else None)
+        return found
+
+
+def pieces(batch: Batch) -> list[list[int]]:
+    return [batch["input_ids"][0, a:b].tolist() for a, b in pairwise(batch["cu_seqlens"].tolist())]
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any),
+    length=st.integers(1, 11),
+    rows=st.integers(1, 3),
+    seed=st.none() | st.integers(-3, 3),
+    epochs=st.integers(1, 3),
+    at_once=st.integers(1, 3),
+)
+def test_the_stream_is_full_exact_and_goes_on_from_anywhere(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    length: int,
+    rows: int,
+    seed: int | None,
+    epochs: int,
+    at_once: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("stream")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ligermodels.training.stream.AT_ONCE", at_once)
+
+        def stream(documents: Made | None = None) -> Stream:
+            indices = np.arange(len(lengths))
+            return Stream(
+                documents or Made(lengths, folder), indices, length=length, rows=rows, seed=seed, epochs=epochs
+            )
+
+        source = stream()
+        batches, states = [], [source.state_dict()]
+        for batch in source:
+            batches.append(batch)
+            states.append(json.loads(json.dumps(source.state_dict())))
+        tokens = [token for batch in batches for token in batch["input_ids"][0].tolist()]
+        # Every document once an epoch, whole and in order; every batch full but the last.
+        assert len(tokens) == epochs * sum(lengths)
+        place = 0
+        for _ in range(epochs):
+            epoch = tokens[place : place + sum(lengths)]
+            starts = [token // 100 for token in epoch if token % 100 == 0]
+            assert sorted(starts) == [d for d, n in enumerate(lengths) if n]
+            assert epoch == [100 * d + i for d in starts for i in range(lengths[d])]
+            place += sum(lengths)
+        sizes = [batch["input_ids"].shape[1] for batch in batches]
+        assert all(size == length * rows for size in sizes[:-1]) and 0 < sizes[-1] <= length * rows
+        # Pieces end with their document or their row, and nowhere else; labels are the document's.
+        for batch in batches:
+            end = 0
+            for piece in pieces(batch):
+                d, end = piece[0] // 100, end + len(piece)
+                assert piece == list(range(piece[0], piece[0] + len(piece))) and piece[-1] // 100 == d
+                assert end % length == 0 or piece[-1] == 100 * d + lengths[d] - 1
+                assert len(piece) <= length
+            ids, labels = batch["input_ids"], batch["labels"]
+            kept = ((ids // 100) % 2 == 0) | (ids % 100 % 3 == 0)
+            assert torch.equal(labels, ids.masked_fill(~kept, -100))
+            for ahead in (1, 2, 4):
+                targets = shift_labels(labels, ahead, batch["cu_seqlens"])
+                assert all(
+                    t == -100 or t == i + ahead for i, t in zip(ids[0].tolist(), targets[0].tolist(), strict=True)
+                )
+        for done, state in enumerate(states):
+            again = stream()
+            next(again, None)
+            again.load_state_dict(state)
+            assert all(equal(a, b) for a, b in zip(again, batches[done:], strict=True))
+
+
+def test_orders_differ_by_seed_and_by_epoch(tmp_path: Path) -> None:
+    documents = Made([3] * 50, tmp_path)
+
+    def starts(seed: int | None) -> list[list[int]]:
+        source = Stream(documents, np.arange(0, 50, 2), length=5, rows=3, seed=seed, epochs=2)
+        tokens = [token for batch in source for token in batch["input_ids"][0].tolist()]
+        found = [token // 100 for token in tokens if token % 100 == 0]
+        return [found[:25], found[25:]]
+
+    orders = [*starts(0), *starts(1), starts(None)[0]]
+    assert all(sorted(order) == list(range(0, 50, 2)) for order in orders)
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    assert starts(0) == starts(0)
+
+
+def test_a_stream_of_nothing_or_of_something_else_is_an_error(tmp_path: Path) -> None:
+    documents = Made([0, 0], tmp_path)
+    with pytest.raises(InputError, match="not a single token"):
+        next(Stream(documents, np.arange(2), length=5, rows=1))
+    with pytest.raises(InputError, match="no document"):
+        Stream(documents, np.arange(0), length=5, rows=1)
+    with pytest.raises(InputError, match="length=0"):
+        Stream(documents, np.arange(2), length=0, rows=1)
+    one = Stream(Made([3, 3], tmp_path), np.arange(2), length=5, rows=1, seed=1)
+    state = one.state_dict()
+    for other in (
+        Stream(Made([3, 3], tmp_path), np.arange(2), length=5, rows=1, seed=2),
+        Stream(Made([3, 3], tmp_path), np.arange(1), length=5, rows=1, seed=1),
+        Stream(Made([3, 33], tmp_path), np.arange(2), length=5, rows=1, seed=1),
+    ):
+        with pytest.raises(InputError, match="not what the run began with"):
+            other.load_state_dict(state)
+
+
+def test_unusable_lines_stay_counted_when_a_run_goes_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    found = Corpus([jsonl(tmp_path / "a.jsonl", {"text": "Hi"}, 5, {"text": "am"}, 6)])
+
+    def stream(limit: int, indices: list[int]) -> Stream:
+        documents = Documents(found, tokenizer, max_bad_lines=limit, on_bad_line=str)
+        return Stream(documents, np.array(indices), length=2, rows=1)
+
+    first = stream(1, [0, 1])
+    next(first)
+    assert first.state_dict()["unusable"] == [1]
+    state = {**first.state_dict(), "place": 0, "used": 0}
+    for limit, indices in ((2, [2, 3]), (1, [0, 1])):
+        second = stream(limit, indices)
+        second.load_state_dict(state)
+        assert next(second) is not None
+    third = stream(1, [2, 3])
+    third.load_state_dict(state)
+    with pytest.raises(InputError, match=r"a.jsonl:4: .*2 unusable lines, 1 allowed"):
+        next(third)
+
+
+def test_a_batch_tells_where_it_is_from(tmp_path: Path) -> None:
+    source = Stream(Made([3, 4, 9, 2], tmp_path), np.arange(4), length=5, rows=2)
+    next(source)
+    assert next(source).where() == f"{tmp_path}/made.jsonl:3, {tmp_path}/made.jsonl:4, {tmp_path}/made.jsonl:1"
+
+
+def test_batches_made_ahead_are_the_same(tmp_path: Path) -> None:
+    def stream() -> Stream:
+        return Stream(Made([3, 8, 1, 5], tmp_path), np.arange(4), length=5, rows=1, seed=1, epochs=3)
+
+    plain, states = stream(), []
+    wanted = [(batch, plain.state_dict()) for batch in plain]
+    ahead = Ahead(stream())
+    for batch, state in wanted:
+        states.append(ahead.state_dict())
+        assert equal(next(ahead), batch) and ahead.state_dict() == state
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(ahead)
+    again = Ahead(stream())
+    again.load_state_dict(states[4])
+    assert [b["input_ids"].tolist() for b in again] == [b["input_ids"].tolist() for b, _ in wanted[4:]]
+    with pytest.raises(InputError, match="taken already"):
+        again.load_state_dict(states[4])
+
+
+def test_errors_of_the_thread_arrive(tmp_path: Path) -> None:
+    ahead = Ahead(Stream(Made([0], tmp_path), np.arange(1), length=5, rows=1))
+    with pytest.raises(InputError, match="not a single token"):
+        next(ahead)
+
+
+def test_the_data_stays_on_disk(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "big.jsonl"
+    line = json.dumps({"text": "Hello there " * 500}) + "\n"
+    path.write_text(line * 4000)  # 24 MB
+    (tmp_path / "big.txt").write_text("Hello there, you\n" * 600_000)  # 10 MB
+    tracemalloc.start()
+    found = Corpus([path, tmp_path / "big.txt"])
+    source = Stream(Documents(found, tokenizer), found.split(0.1, 0)[0], length=512, rows=2, seed=0)
+    for _ in islice(source, 3):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(found) >= 4000 + math.floor(10e6 / corpus.PIECE) and peak < 12e6, peak
