@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,19 @@ def _verified(case: Case, provider: Call, inputs: tuple[Tensor, ...]) -> float:
     return max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def run(names: list[str]) -> list[dict[str, Any]]:
-    """Measure the cases of each op in `names`; one record a provider."""
+def run(names: list[str], providers: list[str] | None = None) -> list[dict[str, Any]]:
+    """Measure the cases of each op in `names`; one record a provider, of all or those named, and of the limit."""
     limit, common, records = copy_rate(), facts(), []
     for case in (case for name in names for case in CASES[name]()):
+        if case.limit is not None:
+            forward, both = (partial(call, *case.inputs()) for call in case.limit)
+            with torch.no_grad():
+                times = {"forward_ms": milliseconds(forward), "both_ms": milliseconds(both)}
+            records.append({"case": case.name, "provider": "limit", "copy_bytes_per_s": limit, **times, **common})
+            del forward, both
         for provider, call in case.providers.items():
+            if providers is not None and provider not in providers:
+                continue
             torch.manual_seed(0)
             inputs = case.inputs()
             record: dict[str, Any] = {"case": case.name, "provider": provider, "copy_bytes_per_s": limit}
@@ -83,11 +92,12 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops: {', '.join(CASES)} (all)")
+    parser.add_argument("--providers", nargs="*", help="only these, in place of all that are installed")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if unknown := set(arguments.ops) - set(CASES):
         parser.error(f"unknown ops: {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
-    records = run(arguments.ops or list(CASES))
+    records = run(arguments.ops or list(CASES), arguments.providers)
     columns = ("forward_ms", "both_ms", "peak_mib", "forward_of_copy", "both_of_copy", "error")
     table = Table("case", "provider", *columns, title=f"{records[0]['gpu']}, bf16")
     for record in records:

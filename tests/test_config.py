@@ -62,16 +62,25 @@ def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
 
 # -- fields, and what they may hold ------------------------------------------------------------------------------------
 
-UNLISTED = ["hidden_activation", "is_causal", "original_max_position_embeddings", "partial_rotary_factor"]
-UNLISTED += ["per_layer_config", "rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern"]
-UNLISTED += ["torch_dtype"]
-"""Fields that config files have or had, and that not every class lists."""
+UNLISTED: Config = {
+    "hidden_activation": "gelu",
+    "is_causal": True,
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 1.0,
+    "per_layer_config": None,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": None,
+    "rope_theta": 1e4,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "float32",
+}
+"""Fields that config files have or had, and that not every class lists, with what they might hold."""
 
 
 def fields_of(model_type: str) -> Config:
     """Every field of this type's config class, and its default."""
     config = AutoConfig.for_model(model_type)
-    fields = {**dict.fromkeys([*UNLISTED, *config.attribute_map]), **config.to_dict()}
+    fields = {**UNLISTED, **dict.fromkeys(config.attribute_map), **config.to_dict()}
     return {name: fields[name] for name in sorted(fields) if name not in ("model_type", "text_config", "vision_config")}
 
 
@@ -126,9 +135,9 @@ def layers_of(config: Config) -> int:
     return int(config.get("text_config", config)["num_hidden_layers"])
 
 
-def names_one(error: ConfigError, fields: Iterable[str]) -> bool:
+def names_one(refusal: ConfigError, fields: Iterable[str]) -> bool:
     """Whether the message names one of `fields`; those of rope are read, and named, as one."""
-    return any(("rope" if "rope" in name else name) in str(error) for name in fields)
+    return any(("rope" if "rope" in name else name) in str(refusal) for name in fields)
 
 
 # -- against transformers ----------------------------------------------------------------------------------------------
@@ -165,11 +174,12 @@ def outcome(model: Any, ids: torch.Tensor) -> Outcome:
     return output.loss, output.logits
 
 
-def errors(found: Outcome, wanted: Outcome) -> list[float]:
-    """Of loss and logits, max |found - wanted| / max |wanted|; 0 where both are 0."""
+def error(found: Outcome, wanted: Outcome) -> float:
+    """The larger, of loss and logits, of max |found - wanted| / max |wanted|; 0 where both are 0, NaN where one is."""
     assert [each.shape for each in found] == [each.shape for each in wanted]
     pairs = zip(found, wanted, strict=True)
-    return [float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)) for ours, theirs in pairs]
+    each = [(ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30) for ours, theirs in pairs]
+    return float(torch.stack(each).max())
 
 
 def accepted(config: Config, changed: Config) -> bool:
@@ -177,8 +187,8 @@ def accepted(config: Config, changed: Config) -> bool:
     config = {**config, **changed}
     try:
         family_of(config).decoder_config(config)
-    except ConfigError as error:
-        assert names_one(error, changed), f"{changed}: {error}"
+    except ConfigError as refusal:
+        assert names_one(refusal, changed), f"{changed}: {refusal}"
         return False
     # Gemma says "gelu" and means its tanh form: test_families.py.
     return (config["model_type"], config.get("hidden_act")) != ("gemma", "gelu")
@@ -216,10 +226,10 @@ def agree(folder: Path, oracle: PreTrainedModel, ids: torch.Tensor, wanted: Outc
     model.save_pretrained(folder / "out")
     again = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager", dtype=torch.float32)
     for found in (outcome(model, ids), outcome(plain(again), ids)):
-        if max(errors(found, wanted)) >= TOLERANCE:
+        if not error(found, wanted) < TOLERANCE:
             # Norms over one or two channels, and the like, enlarge rounding: some, and as much in transformers as here.
             exact = outcome(oracle.double(), ids)
-            ours, theirs = max(errors(found, exact)), max(errors(wanted, exact))
+            ours, theirs = error(found, exact), error(wanted, exact)
             assert ours < min(TOLERANCE + 4 * theirs, 1e-3), f"{changed}: {ours} where transformers has {theirs}"
 
 
@@ -275,15 +285,15 @@ def test_garbage(model_type: str) -> None:
     fields = st.sampled_from(sorted({*FIELDS[model_type], *ONE_OF[model_type]} - {"model_type"}))
 
     @seed(crc32(model_type.encode()))
-    @settings(max_examples=20 * FUZZ)
+    @settings(max_examples=12 * FUZZ)
     @given(st.dictionaries(fields, garbage, max_size=2), st.sets(fields, max_size=1))
     def fuzz(changed: Config, lost: set[str]) -> None:
         config = {**copy.deepcopy(ONE_OF[model_type]), **changed}
         config = {name: value for name, value in config.items() if name not in lost}
         try:
             model = lm.from_config(config, device="meta")
-        except ConfigError as error:
-            assert names_one(error, {*changed, *lost}), error
+        except ConfigError as refusal:
+            assert names_one(refusal, {*changed, *lost}), refusal
             return
         if sum(parameter.numel() for parameter in model.parameters()) < 1e6:
             works(config)

@@ -22,6 +22,7 @@ def test_the_wheel_holds_every_module_and_convert_as_a_subpackage(tmp_path: Path
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    ours = {path.relative_to(source).as_posix() for path in source.rglob("*.py") if "build" not in path.parts}
-    expected = {f"ligermodels/{path}" if path.startswith("convert/") else path for path in ours}
-    assert packed == expected | {"ligermodels/py.typed"}
+    kinds = (".py", ".typed", ".yaml")
+    files = (path.relative_to(source).as_posix() for path in source.rglob("*") if path.suffix in kinds)
+    ours = {path for path in files if not path.startswith("build/")}
+    assert packed == {f"ligermodels/{path}" if path.startswith("convert/") else path for path in ours}

@@ -273,7 +273,6 @@ def test_what_is_not_finite_ends_the_run_and_is_named(base: Path, data: Path, tm
     [
         ({"base": None}, ConfigError, "base: the recipe names none"),
         ({"data": ()}, ConfigError, "data: the recipe names none"),
-        ({"stage": 2}, ConfigError, "stage: 2"),
         ({"date": "today"}, ConfigError, "date: must be YYYY-MM-DD, got 'today'"),
         ({"max_bad_lines": 0}, InputError, r"data\.jsonl:31: not an object"),
         ({"chat_template": "nowhere.jinja"}, CheckpointError, "nowhere.jinja"),

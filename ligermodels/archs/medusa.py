@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.archs.distillation import divergence
 from ligermodels.convert.medusa_files import open_heads, save_heads
 from ligermodels.convert.medusa_profiles import PROFILES, HeadsShape, profile_named
 from ligermodels.errors import CheckpointError, ConfigError, InputError
@@ -55,7 +56,8 @@ class MedusaHead(nn.Module):
 class MedusaOutput:
     """`loss`: scalar; `head_losses` (K,) undecayed; `ranks` (K, B, T) long, how many tokens a head finds likelier than
     the right one, -1 where there is no target; `accuracy` {1: (K,), 5: (K,)}, the share of targets among each head's 1
-    or 5 likeliest tokens; `counts` (K,) targets each head had; `logits` (K, B, T, V), without labels."""
+    or 5 likeliest tokens; `counts` (K,) targets each head had; `logits` (K, B, T, V), without labels; `base_loss` the
+    base model's own loss, where that is part of it."""
 
     loss: Tensor | None = None
     head_losses: Tensor | None = None
@@ -63,6 +65,7 @@ class MedusaOutput:
     accuracy: dict[int, Tensor] | None = None
     counts: Tensor | None = None
     logits: Tensor | None = None
+    base_loss: Tensor | None = None
 
 
 class MedusaModel(nn.Module):
@@ -107,10 +110,10 @@ class MedusaModel(nn.Module):
         """Fresh heads on `base`, whose parameters are frozen (stage 1).
 
         Args:
-            base: the model to speed up; trained on through `base.requires_grad_()` if that is wanted.
+            base: the model to speed up; `base.requires_grad_()` afterwards has it trained too (stage 2).
             num_heads: K, tokens predicted beyond the next one.
             num_layers: ResBlocks in each head.
-            lm_head: "own", a trained copy of the base's for each head; or "shared", the base's own, frozen.
+            lm_head: "own", a trained copy of the base's for each head; or "shared", the base's own, trained as it is.
             decay: head i's loss counts decay ** i.
 
         Raises InputError on a bad argument.
@@ -131,48 +134,89 @@ class MedusaModel(nn.Module):
         inputs_embeds: Tensor | None = None,
         *,
         num_items_in_batch: Tensor | int | None = None,
+        base_loss: bool = False,
+        heads_scale: Tensor | float = 1.0,
+        reference: CausalLM | None = None,
         **loss_options: Any,
     ) -> MedusaOutput:
         """Loss sum_i decay ** i * CE_i over the heads; or, without labels, every head's logits.
 
+        With `base_loss` (stage 2) it is L_lm + heads_scale * that, L_lm the base model's own loss, in which a
+        `reference` takes the labels' place: L_lm is the mean of KL(reference || base) then, over the same targets.
+
         Arguments and errors are those of `CausalLM.forward`; targets never cross a document's end. Logits are not
-        materialised where there are labels. `num_items_in_batch` may be (K,), one for each head: see `num_targets`.
+        materialised where there are labels. `num_items_in_batch` may be one for each loss: see `num_targets`.
+        Raises InputError for a reference without `base_loss`.
         """
+        if reference is not None and not base_loss:
+            raise InputError("reference: is for the base model's loss; give base_loss=True too")
         shape = self.base.check_inputs(input_ids, inputs_embeds, labels)
         bounds = self.base.document_bounds(shape, position_ids, cu_seqlens)
-        hidden = self.base.hidden_states(
-            input_ids, position_ids=position_ids, cu_seqlens=bounds, inputs_embeds=inputs_embeds
-        )
+        inputs = {"position_ids": position_ids, "cu_seqlens": bounds, "inputs_embeds": inputs_embeds}
+        router_logits: list[Tensor] = []
+        hidden = self.base.hidden_states(input_ids, **inputs, router_logits=router_logits)
         if labels is None:
             return MedusaOutput(logits=torch.stack([head(hidden, self.base.head) for head in self.heads]))
         if num_items_in_batch is not None:
             loss_options["reduction"] = "sum"
+        losses, rank = self._head_losses(hidden, labels, bounds, **loss_options)
+        if base_loss:
+            targets = self.base.shift_labels(labels, 1, bounds)
+            if reference is None:
+                first = self.base.head(hidden, targets, **loss_options)
+            else:
+                with torch.no_grad():
+                    untouched = reference.hidden_states(input_ids, **inputs)
+                reduction = loss_options.get("reduction", "mean")
+                first = divergence(hidden, self.base.head, untouched, reference.head, targets, reduction=reduction)
+            losses = torch.cat([first[None], losses])
+        if num_items_in_batch is not None:
+            losses = losses / num_items_in_batch
+        head_losses = losses[-len(self.heads) :]
+        loss = torch.stack([self.decay**i * loss for i, loss in enumerate(head_losses)]).sum()
+        if base_loss:
+            loss = losses[0] + heads_scale * loss
+            balance = self.base._load_balancing_loss(router_logits) if reference is None else None
+            if balance is not None:
+                loss = loss + self.base.config.router_loss * balance
+        counts = (rank >= 0).sum((1, 2))
+        correct = {k: ((rank >= 0) & (rank < k)).sum((1, 2)) for k in TOP_K}
+        return MedusaOutput(
+            loss=loss,
+            head_losses=head_losses.detach(),
+            ranks=rank,
+            accuracy={k: right / counts.clamp(min=1) for k, right in correct.items()},
+            counts=counts,
+            base_loss=losses[0].detach() if base_loss else None,
+        )
+
+    def _head_losses(
+        self, hidden: Tensor, labels: Tensor, bounds: Tensor | None, **loss_options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Each head's loss (K,), and the ranks (K, B, T), from hidden states (B, T, H)."""
         losses, ranks = [], []
         for i, head in enumerate(self.heads):
             targets = self.base.shift_labels(labels, 2 + i, bounds)
             loss, rank = head(hidden, self.base.head, targets, return_rank=True, **loss_options)
             losses.append(loss)
             ranks.append(rank)
-        head_losses, rank = torch.stack(losses), torch.stack(ranks)
-        if num_items_in_batch is not None:
-            head_losses = head_losses / num_items_in_batch
-        counts = (rank >= 0).sum((1, 2))
-        correct = {k: ((rank >= 0) & (rank < k)).sum((1, 2)) for k in TOP_K}
-        return MedusaOutput(
-            loss=torch.stack([self.decay**i * loss for i, loss in enumerate(head_losses)]).sum(),
-            head_losses=head_losses.detach(),
-            ranks=rank,
-            accuracy={k: right / counts.clamp(min=1) for k, right in correct.items()},
-            counts=counts,
-        )
+        return torch.stack(losses), torch.stack(ranks)
 
     def num_targets(
-        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        base_loss: bool = False,
     ) -> Tensor:
-        """Labels that each head counts, long (K,): summed over batches, they are their `num_items_in_batch`."""
+        """Labels that each head counts, long (K,): summed over batches, they are their `num_items_in_batch`.
+
+        With `base_loss` (K + 1,), the base model's first.
+        """
         bounds = self.base.document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
-        shifted = [shift_labels(labels, 2 + i, bounds) for i in range(len(self.heads))]
-        return torch.stack([(targets != IGNORE_INDEX).sum() for targets in shifted])
+        ahead = range(1 if base_loss else 2, 2 + len(self.heads))
+        return torch.stack([(shift_labels(labels, i, bounds) != IGNORE_INDEX).sum() for i in ahead])
 
     def propose(self, hidden: Tensor) -> Tensor:
         """Each head's logits (B, K, V) for hidden states (B, H)."""

@@ -1,4 +1,5 @@
-"""`ligermodels medusa eval` and `export`: what heads achieve, and heads in the formats of other programs."""
+"""`ligermodels medusa eval`, `export` and `generate-data`: what heads achieve, heads in the formats of other programs,
+and the model's own words to train on."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from ligermodels.cli.options import (
     require_free,
 )
 from ligermodels.console import print_json, progress, say, show_table
+from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
     from ligermodels.archs.medusa import MedusaModel
-    from ligermodels.training import Batch, HeadScores, Rows
+    from ligermodels.training import Batch, HeadScores
 
 RANKS = range(1, 11)
 
@@ -35,11 +37,17 @@ Heads = Annotated[
     typer.Argument(metavar="HEADS", help="Folder of its Medusa heads, in any of the formats that `export` writes."),
 ]
 
+Data = Annotated[
+    list[Path],
+    typer.Option(help="Text, or .jsonl with a text or a chat in each line, as for `train`. May be repeated."),
+]
+ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
+
 
 def evaluate(
     base: Base,
     heads: Heads,
-    data: Annotated[list[Path], typer.Option(help='Text, or .jsonl with a "text" in each line. May be repeated.')],
+    data: Data,
     prompts: Annotated[int, typer.Option(min=0, help="Pieces of the text to continue, to measure the speed.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of such a piece.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to continue it by.")] = 128,
@@ -47,6 +55,7 @@ def evaluate(
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this file, a PNG.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 8,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a row; documents are packed into rows.")] = 2048,
+    chat_template: ChatTemplate = None,
     dtype: DtypeOption = None,
     device: Device = None,
     attention: Attention = "auto",
@@ -64,16 +73,25 @@ def evaluate(
         require_plotting(plot)
     place = device_named(device)
 
+    import torch
+
     from ligermodels.generation import expected_tokens, grow
-    from ligermodels.training import evaluate_own_text, pack, race
+    from ligermodels.training import Stream, documents_of, evaluate_own_text, race
 
     folder = folder_of(base)
-    rows = pack(_documents(folder, data), length)
+    documents = documents_of(folder, data, chat_template=chat_template)
+    indices, _ = documents.corpus.split(0, seed=0)
+    with progress("reading text") as update:
+        batches: list[Batch] = []
+        for batch in Stream(documents, indices, length=length, rows=batch_size, epochs=1):
+            batches.append(batch)
+            update(len(batches), len(batches))
     medusa = load_heads(load(folder, dtype, place, attention), heads)
-    scores = own = _score(medusa, rows, batch_size)
+    scores = own = _score(medusa, batches)
     if prompts:
-        apart = max(1, len(rows.tokens) // prompts)
-        pieces = [piece[:prompt_tokens].tolist() for piece in rows.tokens.split(apart)[:prompts]]
+        tokens = torch.cat([batch["input_ids"][0] for batch in batches])
+        apart = max(1, len(tokens) // prompts)
+        pieces = [piece[:prompt_tokens].tolist() for piece in tokens.split(apart)[:prompts]]
         text = evaluate_own_text(medusa, pieces, max_new_tokens=max_new_tokens)
         own = text.scores
     tree = grow(own.hits, nodes)
@@ -153,32 +171,60 @@ def show_scores(scores: HeadScores, ranks: Sequence[int] = (1, 5)) -> None:
     show_table(columns, rows, numbers=range(2, len(columns)))
 
 
-def _documents(folder: Path, files: Sequence[Path]) -> list[list[int]]:
-    """Token ids of the documents in `files`, by the tokenizer of the checkpoint in `folder`, an EOS after each."""
-    from ligermodels.convert.config_json import read_json
-    from ligermodels.tokenizer import Tokenizer
-    from ligermodels.training import encode, read_documents
+def generate_data(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a hub id.")],
+    data: Data,
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write: data for `train`.")],
+    temperature: Annotated[float, typer.Option(min=0, help="Of the draws; 0: the likeliest tokens.")] = 0.3,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a continuation, or of an answer.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text that stay.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts and chats at once.")] = 16,
+    max_bad_lines: Annotated[int, typer.Option(min=0, help="Unusable lines that are passed over.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
+    chat_template: ChatTemplate = None,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    attention: Attention = "auto",
+    overwrite: Overwrite = False,
+) -> None:
+    """Let the model write its own training data, for self-distillation.
 
-    tokenizer = Tokenizer(folder)
-    texts = list(read_documents(files))
-    eos = read_json(folder / "config.json").get("eos_token_id")
-    found = []
-    with progress("reading text") as update:
-        for ids in encode(texts, tokenizer, eos_token_id=eos[0] if isinstance(eos, list) else eos):
-            found.append(ids)
-            update(len(found), len(texts))
-    return found
+    It continues the beginning of each text; in a chat it says all that the assistant does.
+    """
+    if out.suffix != ".jsonl":
+        raise InputError(f"{out}: lines of JSON are written; give a name that ends in .jsonl")
+    if out.exists() and not overwrite:
+        raise InputError(f"{out}: is there already; give another name, or --overwrite")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"{out}: its folder is not there")
+    place = device_named(device)
+
+    from ligermodels.training import OwnWords, documents_of, write_own_data
+
+    folder = folder_of(base)
+    documents = documents_of(folder, data, chat_template=chat_template, max_bad_lines=max_bad_lines, on_bad_line=say)
+    words = OwnWords(
+        load(folder, dtype, place, attention),
+        documents,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        prompt_tokens=prompt_tokens,
+        seed=seed,
+    )
+    count = len(documents.corpus)
+    with progress("generating") as update:
+        written = write_own_data(words, count, out, batch_size=batch_size, progress=update)
+    say(f"wrote {out}: {written:,} of {count:,} texts and chats")
 
 
-def _score(medusa: MedusaModel, rows: Rows, batch_size: int) -> HeadScores:
-    from ligermodels.training import batches, evaluate_heads
+def _score(medusa: MedusaModel, batches: Sequence[Batch]) -> HeadScores:
+    from ligermodels.training import evaluate_heads
 
-    total = -(-len(rows) // batch_size)
     with progress("scoring") as update:
 
         def counted() -> Iterator[Batch]:
-            for done, batch in enumerate(batches(rows, batch_size, epochs=1)):
-                update(done, total)
+            for done, batch in enumerate(batches):
+                update(done, len(batches))
                 yield batch
 
         return evaluate_heads(medusa, counted())

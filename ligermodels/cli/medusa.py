@@ -1,4 +1,4 @@
-"""`ligermodels medusa train | recipe | eval | export`."""
+"""`ligermodels medusa train | recipe | generate-data | eval | export`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(
     overwrite: Overwrite = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Train heads on a frozen model.
+    """Train heads on a frozen model or, in stage 2, together with it.
 
     Settings come from the flags, else from the recipe, else from the defaults. At the end the heads are scored on what
     was held out. A run that is killed, or stopped by SIGTERM (exit code 143), goes on with --resume.
@@ -65,6 +65,9 @@ def train(
     say(f"wrote {out}")
     if outcome.scores is not None:
         heads.show_scores(outcome.scores)
+    if outcome.drift is not None:
+        drift = outcome.drift
+        say(f"the model: KL to what it was {drift.kl:.4f} nats a token, perplexity {drift.perplexity_change:+.2%}")
 
 
 @app.command(name="recipe")
@@ -77,5 +80,6 @@ def show_recipe(
     typer.echo(recipe_text(name) if name else "\n".join(shipped_recipes()), nl=name is None)
 
 
+app.command(name="generate-data")(heads.generate_data)
 app.command(name="eval")(heads.evaluate)
 app.command()(heads.export)

@@ -136,7 +136,9 @@ def _flag(field: Field[Any]) -> inspect.Parameter:
     text = about["help"]
     if field.default not in (None, ()) and "[default" not in text:
         text += f"  [default: {field.default}]"
-    option = typer.Option(f"--{field.name.replace('_', '-')}", *SHORT.get(field.name, ()), help=text, **limits)
+    name = field.name.replace("_", "-")
+    names = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    option = typer.Option(names, *SHORT.get(field.name, ()), help=text, **limits)
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -8,6 +8,10 @@ from ligermodels.ops.dispatch import force, use_kernels
 from ligermodels.ops.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.ops.multi_head_linear_cross_entropy import (
+    multi_head_linear_cross_entropy,
+    multi_head_linear_cross_entropy_reference,
+)
 from ligermodels.ops.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
 from ligermodels.ops.rope_cache import rope_qkv_cached, rope_qkv_cached_reference
@@ -30,6 +34,8 @@ __all__ = [
     "grouped_mm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "multi_head_linear_cross_entropy",
+    "multi_head_linear_cross_entropy_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

@@ -45,6 +45,7 @@ def cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_rank: bool = False,
+    in_place: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of logits against class indices (the formula is at the head of this module).
 
@@ -56,6 +57,9 @@ def cross_entropy(
         torch gives nan) and so are the gradients.
     return_rank: also return (...) int64, how many classes stand before the target: those of a greater logit, and those
         of an equal logit and a smaller index; -1 for ignored rows. So rank < k is top-k accuracy.
+    in_place: with "mean" or "sum", the gradient may take the place of the logits, whose values are lost then: no memory
+        of its own, and one pass over the logits less. Whoever else saved them for a backward pass fails in it; this one
+        runs once.
     Returns the loss in float32 (float64 for float64 logits), or (loss, rank).
     Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range. On
     CUDA such a target fails a device-side assertion (no wait for the device), and is never read through.
@@ -63,12 +67,27 @@ def cross_entropy(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     check_loss("cross_entropy", logits, "logits", target, token_weights, reduction, options)
     coefficient = row_coefficients(target, ignore_index, reduction, token_weights, logits.dtype)
+    if in_place and _can_overwrite(logits, reduction):
+        loss, rank = _CrossEntropyInPlace.apply(logits, target, coefficient, options)
+        return (loss, rank) if return_rank else loss
     if use_kernels(logits):
         losses, rank = _CrossEntropy.apply(logits, target, options)
     else:
         losses, rank = row_losses_reference(logits, target, options)
     loss = losses * coefficient if reduction == "none" else (losses * coefficient).sum()
     return (loss, rank) if return_rank else loss
+
+
+def _can_overwrite(logits: torch.Tensor, reduction: Reduction) -> bool:
+    """Whether the gradient can be computed in the forward pass, and in the logits' place. Raises InputError for logits
+    that are a parameter."""
+    if reduction == "none" or not (torch.is_grad_enabled() and logits.requires_grad):
+        return False
+    if logits.is_leaf:
+        raise InputError("cross_entropy: in_place would overwrite logits that are a leaf of the graph; pass a copy")
+    # float16 may not hold the gradient before the loss scale, which comes with the backward pass, is multiplied in.
+    held = logits.dtype != torch.float16 and logits.is_contiguous() and logits.numel() > 0
+    return held and use_kernels(logits) and not torch.compiler.is_compiling()
 
 
 def cross_entropy_reference(
@@ -489,3 +508,50 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, coefficient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _cross_entropy_backward(coefficient, *ctx.saved_tensors, *ctx.options), None, None
+
+
+@triton.jit
+def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
+    """x *= factor; where the factor turns out to be 1, as it mostly is, without touching x."""
+    f = tl.load(factor).to(tl.float32)
+    if f != 1.0:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32) * f
+        tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
+
+
+def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """x *= factor in place, x contiguous, without a wait for the device."""
+    if use_kernels(x):
+        block = 8192
+        with torch.cuda.device_of(x):
+            _scale_kernel[(-(-x.numel() // block),)](x, factor, x.numel(), BLOCK=block, num_warps=8)
+    elif x.is_cuda or factor != 1:
+        x.mul_(factor)
+
+
+class _CrossEntropyInPlace(torch.autograd.Function):
+    """The reduced loss, and the ranks; the logits become the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, coefficient: torch.Tensor, options: LossOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_targets(target, logits.shape[-1], options.ignore_index)
+        losses, maxima, log_sums, rank = _forward_fake(logits, target, *options)
+        ctx.gradient = logits.detach()
+        torch.autograd.graph.increment_version(logits)
+        with torch.cuda.device_of(logits):
+            rows = as_rows(ctx.gradient)
+            launch_rows(rows, target.contiguous(), losses, maxima, log_sums, rank, coefficient.contiguous(), options)
+        ctx.mark_non_differentiable(rank)
+        return (losses * coefficient).sum(), rank
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradient is None:
+            raise RuntimeError("cross_entropy: the backward pass of an in-place loss runs once")
+        gradient, ctx.gradient = ctx.gradient, None
+        scale_(gradient, grad)
+        return gradient, None, None, None

@@ -20,8 +20,9 @@ from ligermodels.ops.cross_entropy import (
     cross_entropy_reference,
     launch_rows,
     row_coefficients,
+    scale_,
 )
-from ligermodels.ops.dispatch import tl, triton, use_kernels
+from ligermodels.ops.dispatch import use_kernels
 from ligermodels.ops.library import as_rows, opaque_op
 
 ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
@@ -178,13 +179,12 @@ def _linear_cross_entropy(
         else:
             x.index_copy_(0, chosen[chunk], values)
 
-    size = _chunk_rows(T, V, H, hidden, options, memory_budget, need_weight or need_bias)
+    size = chunk_rows(T, V, H, hidden, options, memory_budget, need_weight or need_bias)
     sum_dtype = weight.dtype if size >= T else coefficient.dtype  # a single chunk needs no sum of its own
     dw = torch.empty((V, H) if need_weight else (0,), dtype=sum_dtype, device=weight.device)
     db = torch.zeros(V if need_bias else 0, dtype=coefficient.dtype, device=weight.device)
     columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # CPU GEMMs may read such gaps
     workspace = hidden.new_empty(size, columns)[:, :V]
-    in_place = _launch if use_kernels(hidden) else _in_place_reference
     for start in range(0, T, size):
         chunk = slice(start, min(start + size, T))
         x, logits = take(rows, chunk), workspace[: chunk.stop - start]
@@ -193,7 +193,7 @@ def _linear_cross_entropy(
         else:
             torch.addmm(bias, x, weight.t(), out=logits)
         loss, rank = losses.new_empty(logits.shape[0]), ranks.new_empty(logits.shape[0] if return_rank else 0)
-        in_place(logits, take(targets, chunk), loss, rank, take(coefficients, chunk) if needed else None, options)
+        loss_in_place(logits, take(targets, chunk), loss, rank, take(coefficients, chunk) if needed else None, options)
         put(loss, losses.view(-1), chunk)
         if return_rank:
             put(rank, ranks.view(-1), chunk)
@@ -202,7 +202,7 @@ def _linear_cross_entropy(
         elif need_hidden:
             put(logits @ weight, dx.view(-1, H), chunk)
         if need_weight:
-            _accumulate(dw, logits, x, first=start == 0)
+            accumulate(dw, logits, x, first=start == 0)
         if need_bias:
             db += logits.sum(0, dtype=db.dtype)
     logits = workspace = hidden.new_empty(0)  # frees the chunk before the sum is rounded
@@ -211,18 +211,20 @@ def _linear_cross_entropy(
     return losses, ranks, dx, dw.to(weight.dtype), db.to(weight.dtype)
 
 
-def _chunk_rows(
-    T: int, V: int, H: int, hidden: torch.Tensor, options: LossOptions, budget: int, accumulates: bool
+def chunk_rows(
+    T: int, V: int, H: int, hidden: torch.Tensor, options: LossOptions, budget: int, accumulates: bool, extra: int = 0
 ) -> int:
-    """How many rows a chunk takes: as many as the budget allows, spread evenly, in whole tiles where there are any."""
+    """How many rows a chunk takes: as many as the budget allows, spread evenly, in whole tiles where there are any.
+
+    extra: bytes that the caller needs for each row beside its logits."""
     item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
     loss = accumulation = 0
     if not use_kernels(hidden):  # see _in_place_reference
         loss = V * ((wide if wide > item else 0) + (wide if options.softcap is not None else 0))
         loss = max(loss, 16 * min(V, RANK_COLUMNS) if options.return_rank else 0)
-    if accumulates and not hidden.is_cuda and wide > item:  # see _accumulate
+    if accumulates and not hidden.is_cuda and wide > item:  # see accumulate
         accumulation = (V + H) * wide
-    rows = max(budget // ((V + COLUMN_MULTIPLE) * item + max(loss, accumulation)), 1)
+    rows = max(budget // ((V + COLUMN_MULTIPLE) * item + extra + max(loss, accumulation)), 1)
     if rows >= T:
         return max(T, 1)
     if rows >= ROW_MULTIPLE:
@@ -231,7 +233,7 @@ def _chunk_rows(
     return min(rows, -(-T // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)
 
 
-def _accumulate(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *, first: bool) -> None:
+def accumulate(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *, first: bool) -> None:
     """total (V, H) += gradient.T @ x, or = for the first chunk, summed in total's dtype, which may be the wider."""
     g, beta = gradient.t(), 0 if first else 1
     if total.dtype == g.dtype:
@@ -242,7 +244,7 @@ def _accumulate(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *,
         torch.addmm(total, g.to(total.dtype), x.to(total.dtype), beta=beta, out=total)
 
 
-def _launch(
+def loss_in_place(
     logits: torch.Tensor,
     target: torch.Tensor,
     losses: torch.Tensor,
@@ -250,8 +252,13 @@ def _launch(
     coefficient: torch.Tensor | None,
     options: LossOptions,
 ) -> None:
-    maxima, log_sums = torch.empty_like(losses), torch.empty_like(losses)
-    launch_rows(logits, target, losses, maxima, log_sums, ranks, coefficient, options)
+    """Fills losses and ranks (M,) from logits (M, V), in whose place comes the gradient of coefficient * loss, if a
+    coefficient is given."""
+    if use_kernels(logits):
+        maxima, log_sums = torch.empty_like(losses), torch.empty_like(losses)
+        launch_rows(logits, target, losses, maxima, log_sums, ranks, coefficient, options)
+    else:
+        _in_place_reference(logits, target, losses, ranks, coefficient, options)
 
 
 def _in_place_reference(
@@ -304,26 +311,6 @@ def _in_place_reference(
     logits.copy_(x.masked_fill_(~valid.unsqueeze(1), 0.0))
 
 
-@triton.jit
-def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
-    """x *= factor; where the factor turns out to be 1, as it mostly is, without touching x."""
-    f = tl.load(factor).to(tl.float32)
-    if f != 1.0:
-        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32) * f
-        tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
-
-
-def _scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
-    """x *= factor in place, x contiguous, without a wait for the device."""
-    if use_kernels(x):
-        block = 8192
-        with torch.cuda.device_of(x):
-            _scale_kernel[(-(-x.numel() // block),)](x, factor, x.numel(), BLOCK=block, num_warps=8)
-    elif x.is_cuda or factor != 1:
-        x.mul_(factor)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """The reduced loss (or each row's, times its coefficient), and the ranks."""
 
@@ -367,7 +354,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif ctx.gradients is not None:
             gradients, ctx.gradients = ctx.gradients, None
             for g in gradients:
-                _scale_(g, grad)
+                scale_(g, grad)
         else:
             *inputs, coefficient = ctx.saved_tensors
             _, _, *gradients = _linear_cross_entropy(*inputs, coefficient * grad, *ctx.options, *needs)

@@ -7,16 +7,20 @@ if TYPE_CHECKING:
     from ligermodels.training.corpus import Corpus, Documents
     from ligermodels.training.data import Batch, Rows, batches, encode, hold_out, pack, read_documents
     from ligermodels.training.evaluation import (
+        Drift,
         HeadScores,
         OwnText,
         Race,
         evaluate,
+        evaluate_drift,
         evaluate_heads,
         evaluate_own_text,
         race,
     )
+    from ligermodels.training.joint import Joint, frozen_copy
     from ligermodels.training.loop import StepMetrics, train
     from ligermodels.training.optimizer import adamw, warmup_cosine
+    from ligermodels.training.own_data import OwnWords, write_own_data
     from ligermodels.training.recipe import Recipe, read_recipe
     from ligermodels.training.run import Console, Outcome, documents_of, train_heads
     from ligermodels.training.stream import Ahead, Stream
@@ -24,9 +28,21 @@ if TYPE_CHECKING:
 _HOMES = {
     "corpus": ("Corpus", "Documents"),
     "data": ("Batch", "Rows", "batches", "encode", "hold_out", "pack", "read_documents"),
-    "evaluation": ("HeadScores", "OwnText", "Race", "evaluate", "evaluate_heads", "evaluate_own_text", "race"),
+    "evaluation": (
+        "Drift",
+        "HeadScores",
+        "OwnText",
+        "Race",
+        "evaluate",
+        "evaluate_drift",
+        "evaluate_heads",
+        "evaluate_own_text",
+        "race",
+    ),
+    "joint": ("Joint", "frozen_copy"),
     "loop": ("StepMetrics", "train"),
     "optimizer": ("adamw", "warmup_cosine"),
+    "own_data": ("OwnWords", "write_own_data"),
     "recipe": ("Recipe", "read_recipe"),
     "run": ("Console", "Outcome", "documents_of", "train_heads"),
     "stream": ("Ahead", "Stream"),
@@ -38,9 +54,12 @@ __all__ = [
     "Console",
     "Corpus",
     "Documents",
+    "Drift",
     "HeadScores",
+    "Joint",
     "Outcome",
     "OwnText",
+    "OwnWords",
     "Race",
     "Recipe",
     "Rows",
@@ -51,8 +70,10 @@ __all__ = [
     "documents_of",
     "encode",
     "evaluate",
+    "evaluate_drift",
     "evaluate_heads",
     "evaluate_own_text",
+    "frozen_copy",
     "hold_out",
     "pack",
     "race",
@@ -61,6 +82,7 @@ __all__ = [
     "train",
     "train_heads",
     "warmup_cosine",
+    "write_own_data",
 ]
 
 

@@ -202,7 +202,8 @@ class Documents:
         self._max_bad_lines, self._on_bad_line = max_bad_lines, on_bad_line
 
     @cached_property
-    def _template(self) -> ChatTemplate:
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises CheckpointError without one."""
         if self._make_template is None:
             raise CheckpointError("there are chats in the data, and no chat template for them")
         return self._make_template()
@@ -223,7 +224,7 @@ class Documents:
             except CheckpointError:  # No template: it is not the line that is unusable.
                 raise
             except ValueError as error:
-                self._pass_over(index, str(error))
+                self.pass_over(index, str(error))
                 continue
             if isinstance(text, Tokens):
                 found[place] = text
@@ -237,6 +238,19 @@ class Documents:
                 if ends and ids[-1:] != self._end:
                     ids = ids + self._end
                 found[place] = Tokens(ids, ids)
+        return found
+
+    def records(self, indices: Iterable[int]) -> list[str | tuple[list[Message], dict[str, Any]] | None]:
+        """These documents before they are tokens: a text; or a chat, with what else the template should know; or None
+        for those that are unusable. Raises InputError for one unusable line more than allowed."""
+        found: list[str | tuple[list[Message], dict[str, Any]] | None] = []
+        for index in map(int, indices):
+            content, is_line, *_ = self.corpus.read(index)
+            try:
+                found.append(parse_line(content) if is_line else content.decode())
+            except ValueError as error:
+                self.pass_over(index, str(error))
+                found.append(None)
         return found
 
     def count(self, indices: Sequence[int] | Indices, progress: Callable[[int, int], object] | None = None) -> int:
@@ -253,10 +267,11 @@ class Documents:
         if isinstance(record, str):
             return record
         messages, variables = record
-        ids, mask = encode_chat(messages, self._template, self.tokenizer, **variables)
+        ids, mask = encode_chat(messages, self.template, self.tokenizer, **variables)
         return Tokens(ids, [token if own else IGNORE_INDEX for token, own in zip(ids, mask, strict=True)])
 
-    def _pass_over(self, index: int, reason: str) -> None:
+    def pass_over(self, index: int, reason: str) -> None:
+        """Count a document as unusable, and say so. Raises InputError for one more than allowed."""
         if index in self.bad:
             return
         self.bad.add(index)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ligermodels.archs.distillation import divergence
 from ligermodels.archs.medusa import MedusaModel
 from ligermodels.errors import InputError
 from ligermodels.generation import Tree
@@ -81,6 +82,52 @@ def evaluate_heads(
     return HeadScores(
         torch.stack(losses).sum(0).cpu() / at_least_one, torch.stack(hits).sum(0).cpu() / at_least_one[:, None], count
     )
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far a model has moved from a reference, over some text: `kl`, KL(reference || model), nats a target; `loss`
+    and `reference_loss`, nats a target."""
+
+    kl: float
+    loss: float
+    reference_loss: float
+
+    @property
+    def perplexity_change(self) -> float:
+        """Perplexity over the reference's, less 1: 0.01 is one percent worse."""
+        return math.exp(self.loss - self.reference_loss) - 1
+
+
+@torch.no_grad()
+def evaluate_drift(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) -> Drift:
+    """How far `model` is from `reference`, a model of the same vocabulary on the same device.
+
+    Raises InputError when there is no batch.
+    """
+    sums, counts = [], []
+    with evaluating(model), evaluating(reference):
+        for batch in batches:
+            part = on_device(batch, model.device)
+            labels = part.pop("labels")
+            shape = (labels.shape[0], labels.shape[1])
+            bounds = model.document_bounds(shape, part.get("position_ids"), part.get("cu_seqlens"))
+            targets = model.shift_labels(labels, 1, bounds)
+            part["cu_seqlens"] = bounds
+            hidden, untouched = (each.hidden_states(**part) for each in (model, reference))
+            sums.append(
+                torch.stack(
+                    [
+                        divergence(hidden, model.head, untouched, reference.head, targets, reduction="sum"),
+                        model.head(hidden, targets, reduction="sum"),
+                        reference.head(untouched, targets, reduction="sum"),
+                    ]
+                ).double()
+            )
+            counts.append((targets != IGNORE_INDEX).sum())
+    if not sums:
+        raise InputError("there is no text to evaluate on: not a single batch was given")
+    return Drift(*(torch.stack(sums).sum(0) / torch.stack(counts).sum().clamp(min=1)).tolist())
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,17 @@ class Recipe:
 
     heads: int = _setting(5, "Tokens to guess beyond the next one.", at_least=1)
     layers: int = _setting(1, "ResBlocks in a head.", at_least=1)
-    lm_head: Literal["own", "shared"] = _setting("own", "An lm_head for each head, or the model's own, untouched.")
-    start_from: str | None = _setting(None, "Folder of heads to train on.  [default: new ones]")
+    lm_head: Literal["own", "shared"] = _setting("own", "An lm_head for each head, or the model's own.")
+    start_from: str | None = _setting(
+        None, "Folder of heads to train on, such as those of stage 1.  [default: new ones]"
+    )
     stage: int = _setting(1, "1: the model is frozen; 2: it learns with the heads.", at_least=1, at_most=2)
 
     decay: float = _setting(0.8, "Head i's loss counts decay ** i.", at_least=0)
     lambda0: float = _setting(0.2, "Stage 2: weight of the heads' loss beside the model's own.", at_least=0)
     lambda0_schedule: Literal["constant", "linear", "sine"] = _setting("constant", "Stage 2: lambda0's way up.")
+
+    distill: bool = _setting(False, "Stage 2: the model learns to stay as it was, not from the data's own words.")
 
     optimizer: Literal["adamw", "adafactor"] = _setting("adamw", "adafactor needs less memory.")
     learning_rate: float = _setting(5e-4, "The highest; of the model, in stage 2.", at_least=0)
@@ -95,6 +99,8 @@ class Recipe:
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that one "
                 f"of length ({self.length})"
             )
+        if self.distill and self.stage == 1:
+            raise ConfigError("distill: is for stage 2; in stage 1 the model is frozen")
         if not self.steps and not self.epochs:
             raise ConfigError("epochs: must be above 0 when steps are not given")
 
@@ -183,6 +189,8 @@ def checked(name: str, value: Any) -> Any:
                 return tuple(map(str, items))
         if kind is str and isinstance(value, str | os.PathLike):
             return str(value)
+        if kind is bool and isinstance(value, bool):
+            return value
         if kind is int and isinstance(value, int) and not isinstance(value, bool):
             return value
         if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -205,7 +213,7 @@ def _words(kind: Any) -> str:
         return " or ".join(get_args(kind))
     if get_origin(kind) is tuple:
         return "a list of texts"
-    return {int: "a whole number", float: "a number", str: "text", type(None): "null"}[kind]
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}[kind]
 
 
 def _range(low: float, high: float) -> str:

@@ -25,13 +25,15 @@ from ligermodels.chat import ChatTemplate
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.model import CausalLM
 from ligermodels.pretrained import from_pretrained
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.corpus import Corpus, Documents, Indices
+from ligermodels.training.corpus import Corpus, Documents
 from ligermodels.training.data import Batch
-from ligermodels.training.evaluation import HeadScores, evaluate_heads
-from ligermodels.training.loop import StepMetrics, train
+from ligermodels.training.evaluation import Drift, HeadScores, evaluate_drift, evaluate_heads
+from ligermodels.training.joint import Joint, frozen_copy
+from ligermodels.training.loop import StepMetrics, Trainable, train
 from ligermodels.training.metrics import Metrics
 from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
 from ligermodels.training.recipe import Recipe
@@ -58,11 +60,12 @@ class Console:
 @dataclass(frozen=True)
 class Outcome:
     """The step that a run reached, of how many, and the scores at the end: None when it was stopped before, or when
-    nothing was held out."""
+    nothing was held out. `drift`, of stage 2: how far the model is from what it was."""
 
     step: int
     steps: int
     scores: HeadScores | None = None
+    drift: Drift | None = None
 
     @property
     def finished(self) -> bool:
@@ -80,6 +83,8 @@ def train_heads(
     console: Console | None = None,
 ) -> Outcome:
     """Train Medusa heads as `recipe` says, and write them to `out`, with recipe.yaml, metrics.jsonl and checkpoints/.
+
+    In stage 2 the model is trained too, and `out` gets it as well: a Hugging Face checkpoint, with the heads in it.
 
     The process may be killed at any time: with `resume` it goes on from the newest checkpoint, and every loss is, to
     the bit, the one that an undisturbed run has (on a machine of the same kind). On SIGTERM the step is finished, a
@@ -106,8 +111,6 @@ class _Run:
     def __init__(self, recipe: Recipe, out: Path, resume: bool, console: Console) -> None:
         if recipe.base is None or not recipe.data:
             raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe names none; give it")
-        if recipe.stage == 2:
-            raise ConfigError("stage: 2, training the model with its heads, is not implemented yet; only 1 is")
         self.out, self.console = out, console
         self.checkpoints = Checkpoints(out / "checkpoints", recipe.keep_checkpoints)
         self.start, self.about = 0, dict[str, Any]()
@@ -161,7 +164,16 @@ class _Run:
                 raise ConfigError(
                     f"start_from: heads, layers and lm_head are {found} there, not as the recipe has them"
                 )
-        groups = parameter_groups([(self.medusa.head_parameters(), recipe.learning_rate)], recipe.weight_decay)
+        self.trained: Trainable = self.medusa
+        self.reference: CausalLM | None = None
+        rates = [(self.medusa.head_parameters(), recipe.learning_rate)]
+        if recipe.stage == 2:
+            if recipe.distill or len(self.held):
+                self.reference = frozen_copy(model)
+            self.trained = Joint(self.medusa, self.reference if recipe.distill else None)
+            heads_rate = recipe.learning_rate * recipe.head_lr_multiplier
+            rates = [(model.parameters(), recipe.learning_rate), (self.medusa.head_parameters(), heads_rate)]
+        groups = parameter_groups(rates, recipe.weight_decay)
         self.optimizer = optimizer_named(recipe.optimizer, groups, betas=(recipe.beta1, recipe.beta2))
         warmup = min(40, self.steps // 10) if recipe.warmup is None else recipe.warmup
         self.schedule = warmup_cosine(self.optimizer, self.steps, warmup=warmup, floor=recipe.final_lr)
@@ -181,12 +193,12 @@ class _Run:
         self._prepare_folder()
         metrics = Metrics(self.out, after=self.start)
         hooks: list[tuple[int, Callable[[int], object]]] = []
-        scores: list[HeadScores] = []
+        scored: dict[int, Outcome] = {}
         if len(self.held):
 
             def score(step: int) -> None:
-                scores[:] = [self._score()]
-                metrics.write(step, {f"top-{k}": scores[0].accuracy(k).tolist() for k in (1, 5)})
+                scored[step] = found = self._score(step)
+                metrics.write(step, _numbers(found))
 
             hooks.append((recipe.evaluate_every or self.steps, score))
         if recipe.checkpoint_every:
@@ -194,7 +206,7 @@ class _Run:
         try:
             with self.console.progress("training") as update, _sigterm() as stop:
                 step = train(
-                    self.medusa,
+                    self.trained,
                     self.batches,
                     steps=self.steps,
                     optimizer=self.optimizer,
@@ -206,6 +218,7 @@ class _Run:
                     hooks=hooks,
                     start=self.start,
                     stop=stop,
+                    loss_options=self._loss_options,
                 )
                 if step < self.steps and self.checkpoints.steps()[-1:] != [step]:
                     self._save(step)
@@ -219,10 +232,15 @@ class _Run:
             metrics.close()
         if step < self.steps:
             return Outcome(step, self.steps)
-        self.medusa.save_pretrained(self.out, overwrite=True)
-        if len(self.held) and not scores:  # The run had come to its end before.
-            scores.append(self._score())
-        return Outcome(step, self.steps, scores[0] if scores else None)
+        if recipe.stage == 2:
+            self.medusa.export(self.out, "full-hf", base_model=recipe.base, overwrite=True)
+        else:
+            self.medusa.save_pretrained(self.out, overwrite=True)
+        return scored.get(step) or self._score(step)  # A run that had come to its end before has yet to be scored.
+
+    def _loss_options(self, step: int) -> dict[str, float]:
+        recipe = self.recipe
+        return {} if recipe.stage == 1 else {"heads_scale": recipe.lambda0_at(step, self.steps)}
 
     def _prepare_folder(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -247,8 +265,21 @@ class _Run:
             },
         )
 
-    def _score(self) -> HeadScores:
-        return score_held_out(self.medusa, self.documents, self.held, self.recipe, self.console)
+    def _score(self, step: int) -> Outcome:
+        """Scores on the documents that were held out, or on the first `held_out_tokens` of them."""
+        if not len(self.held):
+            return Outcome(step, self.steps)
+        scores = evaluate_heads(self.medusa, self._held_batches())
+        drift = None
+        if self.reference is not None:
+            drift = evaluate_drift(self.medusa.base, self.reference, self._held_batches())
+        return Outcome(step, self.steps, scores, drift)
+
+    def _held_batches(self) -> Iterator[Batch]:
+        recipe, rows = self.recipe, self.recipe.micro_batch_rows
+        stream = Stream(self.documents, self.held, length=recipe.length, rows=rows, epochs=1)
+        tokens = recipe.held_out_tokens
+        return islice(stream, None if tokens is None else max(1, tokens // (recipe.length * rows)))
 
 
 def documents_of(
@@ -290,14 +321,15 @@ def documents_of(
     )
 
 
-def score_held_out(
-    medusa: MedusaModel, documents: Documents, held: Indices, recipe: Recipe, console: Console
-) -> HeadScores:
-    """Scores on the documents `held`, or on the first `held_out_tokens` of them."""
-    stream: Iterator[Batch] = Stream(documents, held, length=recipe.length, rows=recipe.micro_batch_rows, epochs=1)
-    if recipe.held_out_tokens is not None:
-        stream = islice(stream, max(1, recipe.held_out_tokens // (recipe.length * recipe.micro_batch_rows)))
-    return evaluate_heads(medusa, stream)
+def _numbers(found: Outcome) -> dict[str, float | list[float]]:
+    """What metrics.jsonl says of scores."""
+    numbers: dict[str, float | list[float]] = {}
+    if found.scores is not None:
+        numbers |= {f"top-{k}": found.scores.accuracy(k).tolist() for k in (1, 5)}
+    if found.drift is not None:
+        numbers |= {"kl": found.drift.kl, "perplexity": math.exp(found.drift.loss)}
+        numbers["perplexity_change"] = found.drift.perplexity_change
+    return numbers
 
 
 def _same(recipe: Recipe, before: dict[str, Any]) -> Recipe:

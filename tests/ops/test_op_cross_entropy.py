@@ -64,6 +64,38 @@ def test_not_a_number(where: Where) -> None:
     assert logits.grad.isnan().any(1).tolist() == [True, False, False] and not logits.grad[1].any()
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_in_place(where: Where, name: str) -> None:
+    logits = torch.randn(2, 5, 300, dtype=where.dtype, device=where.device)
+    y = targets((2, 5), 300, where.device)
+    options = options_for(name, y)
+    y = y.masked_fill(y == -100, options.get("ignore_index", -100))
+    check(
+        lambda x: cross_entropy(x * 1, y, in_place=True, **options),
+        lambda x: plain_loss(x, y, **options),
+        [logits],
+    )
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_place_is_safe(dtype: torch.dtype, kernels_device: torch.device) -> None:
+    x = torch.randn(3, 40, device=kernels_device, dtype=dtype, requires_grad=True)
+    y = targets((3,), 40, kernels_device, ignored=0.0)
+    with pytest.raises(InputError, match="a leaf of the graph"):
+        cross_entropy(x, y, in_place=True)
+    logits = x * 2
+    before = logits.detach().clone()
+    loss = cross_entropy(logits, y, in_place=True)
+    assert not torch.equal(logits, before)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="runs once"):
+        loss.backward()
+    loss = cross_entropy(x.exp(), y, in_place=True)  # exp saved what was overwritten
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_ignored(where: Where, reduction: str) -> None:
     logits = torch.randn(2, 3, 20, dtype=where.dtype, device=where.device, requires_grad=True)

@@ -12,7 +12,7 @@ from op_harness import check, contiguous, strided_rows, transposed
 
 from ligermodels.errors import InputError
 from ligermodels.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference
-from ligermodels.ops.linear_cross_entropy import _chunk_rows
+from ligermodels.ops.linear_cross_entropy import chunk_rows
 
 TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
 
@@ -73,14 +73,14 @@ def test_great_logits(where: Where) -> None:
 
 
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
-@pytest.mark.parametrize("ignored", [0.02, 0.5, 0.98])
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.98])
 def test_rows_without_targets_are_left_out(where: Where, ignored: float, memory_budget: int) -> None:
-    hidden, weight, bias = head(where, (2, 50), 12, 30)
-    y = targets((2, 50), 30, where.device, ignored)
+    hidden, weight, bias = head(where, (2, 10), 12, 30)
+    y = targets((2, 10), 30, where.device, ignored)
     options = {"num_targets": int((y != -100).sum()), "memory_budget": memory_budget}
 
-    compare(hidden, weight, y, bias, reduction="none", return_rank=True, frozen=True, **options)
-    if ignored > 0.1:  # they are not so much as read
+    compare(hidden, weight, y, bias, reduction="none", return_rank=True, frozen=memory_budget > TINY, **options)
+    if ignored:  # they are not so much as read
         hidden.view(-1, 12)[y.view(-1) == -100] = float("nan")
         inputs = [t.requires_grad_() for t in (hidden, weight, bias)]
         loss = linear_cross_entropy(hidden, weight, y, bias, **options)
@@ -136,7 +136,7 @@ def test_a_changed_weight_is_noticed_by_the_second_backward_only(where: Where) -
 def test_no_grad_computes_no_gradient(where: Where, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither without operands that need one, nor under no_grad."""
     module = sys.modules["ligermodels.ops.linear_cross_entropy"]  # by import it would be the function of that name
-    monkeypatch.setattr(module, "_accumulate", lambda *_, **__: pytest.fail("computed a gradient of the weight"))
+    monkeypatch.setattr(module, "accumulate", lambda *_, **__: pytest.fail("computed a gradient of the weight"))
     hidden, weight, _ = head(where, (6,), 8, 30)
     y = targets((6,), 30, where.device)
     linear_cross_entropy(hidden.requires_grad_(), weight, y, reduction=reduction).sum().backward()
@@ -262,7 +262,7 @@ def test_chunks_fill_the_budget_evenly() -> None:
     from ligermodels.ops.cross_entropy import LossOptions
 
     for T, budget in ((8192, 2**30), (1000, 2**24), (100, 2**20), (1, 1), (0, 1), (129, 128 * 4 * 1016)):
-        rows = _chunk_rows(T, 1000, 64, x, LossOptions(), budget, True)
+        rows = chunk_rows(T, 1000, 64, x, LossOptions(), budget, True)
         assert rows == 1 or rows * (1000 + 16) * 4 <= budget
         chunks = -(-T // rows)
         assert T == 0 or rows * chunks - T < max(128, rows), "the last chunk is empty"

@@ -1,0 +1,141 @@
+"""`python -m benchmarks.medusa [--out FILE]`: a step of Medusa stage 1, the backbone frozen, beside the same in torch.
+
+The peers have transformers' backbone (Liger's with its kernels) and the same heads in plain torch, whose losses are
+torch's own over fp32 logits, or Liger's fused linear cross entropy, one a head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ligermodels as lm
+from benchmarks.measure import facts
+from benchmarks.models import CONFIGS
+from benchmarks.training import PROVIDERS
+from ligermodels.layers import shift_labels
+from ligermodels.training.fused_adamw import FusedAdamW
+
+DECAY, STEPS = 0.8, 6
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class TorchHeads(nn.Module):
+    """A backbone of transformers and K heads, each x + silu(linear(x)) and an lm_head."""
+
+    def __init__(self, model: Any, num_heads: int, loss: Loss) -> None:
+        super().__init__()
+        self.backbone, self.loss = model.model.requires_grad_(False), loss
+        size, weight = model.config.hidden_size, model.lm_head.weight
+        self.blocks = nn.ModuleList(nn.Linear(size, size) for _ in range(num_heads)).to(weight)
+        self.lm_heads = nn.ParameterList(weight.detach().clone() for _ in range(num_heads))
+        for block in self.blocks:
+            for parameter in block.parameters():
+                nn.init.zeros_(parameter)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The heads' losses, decayed and added up."""
+        with torch.no_grad():
+            hidden = self.backbone(input_ids=input_ids).last_hidden_state
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for index, (block, weight) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+            x = (hidden + F.silu(block(hidden))).flatten(0, 1)
+            total = total + DECAY**index * self.loss(x, weight, shift_labels(labels, 2 + index).flatten())
+        return total
+
+
+def _eager_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy((x @ weight.t()).float(), target)
+
+
+def _liger_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
+    return loss
+
+
+def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
+    """The loss of ids and labels, and the optimizer of the heads."""
+    if provider.startswith("ligermodels"):
+        base = lm.from_config(config, dtype=torch.bfloat16, device="cuda")
+        medusa = lm.MedusaModel.from_base(base, num_heads, lm_head="shared" if "shared" in provider else "own")
+        optimizer = FusedAdamW(medusa.head_parameters(), lr=1e-5)
+        return lambda ids, labels: medusa(ids, labels=labels).loss, optimizer
+    model = PROVIDERS["transformers + liger" if provider == "liger" else "transformers"](config, None)
+    heads = TorchHeads(model, num_heads, _liger_loss if provider == "liger" else _eager_loss)
+    trained = [p for p in heads.parameters() if p.requires_grad]
+    return heads, torch.optim.AdamW(trained, lr=1e-5, fused=True)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.medusa", description=__doc__)
+    parser.add_argument("--model", default="llama-3-8b", choices=CONFIGS)
+    parser.add_argument("--heads", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--ignored", type=float, nargs="*", default=[0.0, 0.5])
+    parser.add_argument("--providers", nargs="*", default=["ligermodels", "ligermodels shared", "torch", "liger"])
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    arguments = parser.parse_args()
+    config = CONFIGS[arguments.model]
+    name = f"{arguments.model} {arguments.heads} heads {arguments.batch}x{arguments.length}"
+    for provider in arguments.providers:
+        torch.manual_seed(0)
+        loss_of, optimizer = make(provider, config, arguments.heads)
+        ids = torch.randint(config["vocab_size"], (arguments.batch, arguments.length), device="cuda")
+        states = 2 * sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+        for ignored in arguments.ignored:
+            labels = torch.where(torch.rand(ids.shape, device="cuda") < ignored, -100, ids)
+
+            def step(labels: Tensor = labels) -> Tensor:
+                loss = loss_of(ids, labels)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                return loss.detach()
+
+            loss = float(step())
+            step()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            times = []
+            for _ in range(STEPS):
+                start = time.perf_counter()
+                step()
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - start)
+            seconds = sorted(times)[STEPS // 2]
+            record = {
+                "case": f"{name} {ignored:.0%} ignored",
+                "provider": provider,
+                "step_ms": seconds * 1e3,
+                "tokens_per_s": ids.numel() / seconds,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "held_gib": held / 2**30,
+                "states_gib": states / 2**30,
+                "loss": loss,
+            }
+            print(record, flush=True)
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                with arguments.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**record, **facts()}) + "\n")
+        del loss_of, optimizer, step
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How far a model's predictions are from those of another, the reference, and the gradient of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.layers import IGNORE_INDEX, LMHead
+
+WIDE_COPIES = 6
+"""Tensors of a chunk's rows by the vocabulary, in float32 or wider, that are held at once."""
+
+
+def divergence(
+    hidden: Tensor,
+    head: LMHead,
+    reference_hidden: Tensor,
+    reference_head: LMHead,
+    targets: Tensor,
+    *,
+    reduction: str = "mean",
+    memory_budget: int = 2**30,
+) -> Tensor:
+    """KL(reference || model) = sum_v q_v (log q_v - log p_v) of the next token, over the places that have a target.
+
+    Logits exist for a chunk of places at a time, and gradients are computed along with them, which is exact: the
+    logits' own is p - q.
+
+    Args:
+        hidden: (..., H), and `reference_hidden` (..., H'): states after the final norm, for the heads beside them.
+        targets: long (...); of a place only whether it is ignored (-100) counts.
+        reduction: "sum", or "mean" over the places; 0 without any.
+        memory_budget: bytes for a chunk's logits and what is computed with them; at least one row is taken.
+
+    Returns a scalar, in float32 or wider. The reference gets no gradient.
+    """
+    rows = (targets.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    chunk = max(1, memory_budget // (WIDE_COPIES * wide.itemsize * head.weight.shape[0]))
+    # Asked here: inside an autograd.Function's forward gradients are off.
+    parameters = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
+    total: Tensor = _Divergence.apply(
+        head,
+        reference_head,
+        rows.split(chunk),
+        wide,
+        torch.is_grad_enabled() and hidden.requires_grad,
+        hidden.flatten(0, -2),
+        reference_hidden.flatten(0, -2),
+        *parameters,
+    )
+    return total if reduction == "sum" else total / max(1, len(rows))
+
+
+class _Divergence(torch.autograd.Function):
+    """The sum over all chunks of rows; gradients of `hidden` and of the `parameters` of `head`."""
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(
+        ctx: Any,
+        head: LMHead,
+        reference: LMHead,
+        chunks: Sequence[Tensor],
+        wide: torch.dtype,
+        of_hidden: bool,
+        hidden: Tensor,
+        reference_hidden: Tensor,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=wide)
+        gradients = [torch.zeros_like(p, dtype=wide) for p in parameters]  # One sum of all chunks, rounded once.
+        of_rows = torch.zeros_like(hidden) if of_hidden else None
+        for rows in chunks:
+            x = hidden[rows].requires_grad_(of_hidden)
+            wanted = [*([x] if of_hidden else []), *parameters]
+            with torch.set_grad_enabled(bool(wanted)):
+                logits = head(x)
+            log_p = logits.detach().to(wide).log_softmax(-1)
+            log_q = reference(reference_hidden[rows]).to(wide).log_softmax(-1)
+            q = log_q.exp()
+            total += (q * log_q.sub_(log_p)).sum()
+            if wanted:
+                found = list(torch.autograd.grad(logits, wanted, log_p.exp_().sub_(q).to(logits.dtype)))
+                if of_rows is not None:
+                    of_rows[rows] = found.pop(0)
+                for gradient, part in zip(gradients, found, strict=True):
+                    gradient += part
+        ctx.of_hidden = of_hidden
+        rounded = [gradient.to(p.dtype) for gradient, p in zip(gradients, parameters, strict=True)]
+        ctx.save_for_backward(*([] if of_rows is None else [of_rows]), *rounded)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = [(tensor * grads[0]).to(tensor.dtype) for tensor in ctx.saved_tensors]
+        of_hidden = found.pop(0) if ctx.of_hidden else None
+        return None, None, None, None, None, of_hidden, None, *found

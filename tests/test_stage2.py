@@ -1,0 +1,316 @@
+"""Stage 2, the model trained with its heads: loss, divergence and their gradients against plain torch in float64, whole
+runs that go on to the bit, and a small model in which it pays."""
+
+import copy
+import json
+from collections.abc import Iterator
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_runs import base, data, one_thread, recipe_for  # noqa: F401  (fixtures)
+from typer.testing import CliRunner
+from zoo import CONFIGS, make_checkpoint
+
+import ligermodels as lm
+from ligermodels.archs.distillation import divergence
+from ligermodels.cli import app
+from ligermodels.demo import END, DemoSettings, llama_config, python_sources, train_tokenizer
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import HeadConfig, LMHead
+from ligermodels.training import (
+    Joint,
+    adamw,
+    batches,
+    encode,
+    evaluate,
+    evaluate_drift,
+    evaluate_heads,
+    frozen_copy,
+    hold_out,
+    pack,
+    read_documents,
+    train,
+    train_heads,
+    warmup_cosine,
+)
+from ligermodels.training.optimizer import optimizer_named, parameter_groups
+
+BOUNDS = [0, 11, 13, 33, 66]
+
+
+def small(kind: str, **changes: Any) -> lm.CausalLM:
+    torch.manual_seed(5)
+    config = {**CONFIGS[kind], "initializer_range": 0.3, **changes}
+    return lm.from_config(config, dtype=torch.float64)
+
+
+def stirred(model: lm.CausalLM) -> lm.CausalLM:
+    """Another model, somewhat like this one."""
+    other = frozen_copy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return other
+
+
+def joint_loss(
+    model: lm.MedusaModel, ids: torch.Tensor, labels: torch.Tensor, scale: float, reference: lm.CausalLM | None
+) -> torch.Tensor:
+    """The loss of stage 2 the plain way: documents one by one, all logits, targets by slices."""
+    heads: list[list[torch.Tensor]] = [[] for _ in model.heads]
+    own: list[torch.Tensor] = []
+    for start, end in zip(BOUNDS[:-1], BOUNDS[1:], strict=True):
+        part, wanted = ids.flatten()[None, start:end], labels.flatten()[start:end]
+        hidden = model.base.hidden_states(part)[0]
+        logits = model.base.head(hidden)[:-1].log_softmax(-1)
+        if reference is None:
+            terms = -logits.gather(1, wanted[1:, None].clamp(min=0))[:, 0]
+        else:
+            with torch.no_grad():
+                q = reference(part).logits[0, :-1].softmax(-1)
+            terms = F.kl_div(logits, q, reduction="none").sum(-1)
+        own.append(terms[wanted[1:] >= 0])
+        for i, head in enumerate(model.heads):
+            x = hidden
+            for block in head.layers:
+                x = x + F.silu(F.linear(x, block.linear.weight, block.linear.bias))
+            logits = (model.base.head if head.lm_head is None else head.lm_head)(x)[: -2 - i].log_softmax(-1)
+            aim = wanted[2 + i :]
+            if len(aim) > 0:
+                heads[i].append(-logits[aim >= 0].gather(1, aim[aim >= 0, None])[:, 0])
+    losses = [torch.cat(each).mean() for each in heads]
+    return torch.cat(own).mean() + scale * sum(model.decay**i * loss for i, loss in enumerate(losses))
+
+
+@pytest.mark.parametrize("distill", [False, True])
+@pytest.mark.parametrize(("kind", "lm_head"), [("llama-3.1", "own"), ("llama-3.2", "shared"), ("gemma2", "shared")])
+def test_joint_loss_and_gradients_are_those_of_plain_torch(kind: str, lm_head: str, distill: bool) -> None:
+    """An untied and a tied embedding, a softcap; rows packed, labels ignored, summed up over two batches."""
+    model = lm.MedusaModel.from_base(small(kind), 3, 2, lm_head)
+    with torch.no_grad():
+        for parameter in model.head_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    reference = stirred(model.base) if distill else None
+    joint = Joint(model, reference)
+    vocab = model.base.config.vocab_size
+    ids = torch.randint(3, vocab, (1, 66))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    wanted = joint_loss(model, ids, labels, 0.3, reference)
+    gradients = torch.autograd.grad(wanted, parameters)
+
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    whole = joint(ids, labels, cu_seqlens=bounds, heads_scale=torch.tensor(0.3))
+    torch.testing.assert_close(whole.loss, wanted)
+    torch.testing.assert_close(
+        whole.base_loss + 0.3 * sum(0.8**i * each for i, each in enumerate(whole.head_losses)), wanted
+    )
+    for name, found, gradient in zip(names, torch.autograd.grad(whole.loss, parameters), gradients, strict=True):
+        torch.testing.assert_close(found, gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+    # The same in two parts, of which each has its share of all targets.
+    rows = [(ids[:, :33], labels[:, :33], bounds[:4]), (ids[:, 33:], labels[:, 33:], bounds[3:] - 33)]
+    items = sum(joint.num_targets(part, cu_seqlens=ends) for _, part, ends in rows)
+    assert items.shape == (4,) and items[0] > items[1]
+    for part, targets, ends in rows:
+        joint(part, targets, cu_seqlens=ends, heads_scale=0.3, num_items_in_batch=items).loss.backward()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    if reference is not None:
+        assert all(p.grad is None for p in reference.parameters())
+        with pytest.raises(InputError, match="reference"):
+            model(ids, labels, reference=reference)
+
+
+def test_a_mixture_keeps_its_experts_balanced() -> None:
+    """The base's own loss is all of it, but under a reference, which says by itself what is to be said."""
+    base = small("mixtral", output_router_logits=True)
+    ids = torch.randint(3, base.config.vocab_size, (2, 17))
+    wanted = base(ids, ids)
+    joint = Joint(lm.MedusaModel.from_base(base, 2))
+    found = joint(ids, ids, heads_scale=0.0)
+    assert wanted.aux_loss > 0 and base.config.router_loss > 0
+    torch.testing.assert_close(found.loss, wanted.loss)
+    still = Joint(lm.MedusaModel.from_base(base, 2), frozen_copy(base))(ids, ids, heads_scale=0.0)
+    torch.testing.assert_close(still.loss, torch.zeros_like(still.loss))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True), (False, False)])
+def test_divergence_and_its_gradients(trained: tuple[bool, bool], reduction: str) -> None:
+    """Chunk by chunk, with a bias, a softcap and a scale; the hidden states trained, the head, both, or none."""
+    config = HeadConfig(bias=True, softcap=4.0, logit_scale=0.7)
+    heads = [LMHead(width, 41, config).double() for width in (9, 6)]
+    for head in heads:
+        torch.nn.init.normal_(head.weight)
+        torch.nn.init.normal_(head.bias)
+    hidden = torch.randn(2, 13, 9, dtype=torch.float64, requires_grad=trained[0])
+    heads[0].requires_grad_(trained[1])
+    other = torch.randn(2, 13, 6, dtype=torch.float64)
+    targets = torch.zeros(2, 13).long().masked_fill(torch.rand(2, 13) < 0.4, -100)
+    keep = targets >= 0
+    terms = F.kl_div(heads[0](hidden).log_softmax(-1), heads[1](other).softmax(-1).detach(), reduction="none")
+    terms = terms.sum(-1)[keep]
+    wanted = terms.mean() if reduction == "mean" else terms.sum()
+    moved = [t for t in (hidden, *heads[0].parameters()) if t.requires_grad]
+    expected = torch.autograd.grad(3 * wanted, moved) if moved else ()
+    sizes = []
+    heads[0].register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[0]))
+    for budget in (1, 41 * 48 * 5, 2**30):
+        found = divergence(hidden, heads[0], other, heads[1], targets, reduction=reduction, memory_budget=budget)
+        torch.testing.assert_close(found, wanted.detach() if not moved else wanted)
+        assert found.requires_grad == bool(moved)
+        for mine, theirs in zip(torch.autograd.grad(3 * found, moved) if moved else (), expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        with torch.no_grad():
+            again = divergence(hidden, heads[0], other, heads[1], targets, reduction=reduction, memory_budget=budget)
+        assert torch.equal(again, found.detach()) and not again.requires_grad
+    count = int(keep.sum())
+    assert count > 10 and sorted(set(sizes)) == sorted({1, 5, count % 5 or 5, count})
+    nothing = divergence(hidden, heads[0], other, heads[1], torch.full_like(targets, -100), reduction=reduction)
+    assert nothing == 0
+    for gradient in torch.autograd.grad(nothing, moved) if moved else ():
+        assert not gradient.any()
+
+
+def test_divergence_in_bfloat16_is_summed_in_float32() -> None:
+    """As near the exact gradient as one rounding of logits allows, over many chunks."""
+    head, other = LMHead(32, 97), LMHead(32, 97)
+    for each in (head, other):
+        torch.nn.init.normal_(each.weight, std=0.3)
+        each.bfloat16()
+    hidden, targets = torch.randn(300, 32).bfloat16(), torch.zeros(300).long()
+    exact = copy.deepcopy(head).double()
+    found = divergence(hidden, head, hidden, other, targets, memory_budget=97 * 24 * 3)
+    wanted = divergence(hidden.double(), exact, hidden.double(), copy.deepcopy(other).double(), targets)
+    found.backward()
+    wanted.backward()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=0)
+    assert (head.weight.grad - exact.weight.grad).norm() / exact.weight.grad.norm() < 6e-3
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl says, but for speeds."""
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if "tokens_per_second" not in line]
+
+
+def stage_2(base: Path, data: Path, **changes: Any) -> Any:  # noqa: F811
+    settings = {"stage": 2, "learning_rate": 1e-3, "lambda0": 0.5, "lambda0_schedule": "sine", "evaluate_every": 4}
+    return recipe_for(base, data, **{**settings, **changes})
+
+
+def test_from_stage_1_to_a_whole_checkpoint(base: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
+    train_heads(recipe_for(base, data, steps=5, held_out=0), tmp_path / "heads")
+    recipe = stage_2(base, data, distill=True, start_from=str(tmp_path / "heads"), chat_template=None)
+    outcome = train_heads(recipe, tmp_path / "out")
+    assert outcome.drift is not None and outcome.scores is not None and outcome.drift.kl > 0
+    last = lines(tmp_path / "out")[-1]
+    assert (last["kl"], last["perplexity_change"]) == (outcome.drift.kl, outcome.drift.perplexity_change)
+    assert last["perplexity"] == exp(outcome.drift.loss)
+
+    # Model and heads are opened by what opens each, and are those that were scored.
+    model = lm.from_pretrained(tmp_path / "out")
+    medusa = lm.MedusaModel.from_pretrained(model, tmp_path / "out")
+    assert medusa.shape.num_heads == 3 and medusa.lm_head == "own"
+    before = lm.from_pretrained(base)
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+    text = tmp_path / "text.txt"
+    text.write_text("Who are you, and what is it that you can do for me?" * 9)
+    evaluated = CliRunner().invoke(
+        app, ["medusa", "eval", *[str(tmp_path / "out")] * 2, "--data", str(data.parent / "chats.jsonl"), "--json"]
+    )
+    assert evaluated.exit_code == 1 and "cannot be read" in evaluated.stderr
+    chats = [line for line in data.read_text().splitlines() if line != "{}"]
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
+    options = ["--data", str(tmp_path / "chats.jsonl"), "--length", "16", "--prompts", "2", "--max-new-tokens", "5"]
+    evaluated = CliRunner().invoke(app, ["medusa", "eval", *[str(tmp_path / "out")] * 2, *options, "--json"])
+    found = json.loads(evaluated.stdout)
+    # Of chats only what the assistant says is scored.
+    assert 0 < found["targets"][0] < sum(len(line) for line in chats) / 8 and found["generation"]["same"] == 2
+
+    # It may be trained on, from itself.
+    again = recipe.changed({"base": str(tmp_path / "out"), "start_from": str(tmp_path / "out"), "learning_rate": 0.0})
+    still = train_heads(again, tmp_path / "again")
+    assert still.drift is not None and abs(still.drift.kl) < 1e-6 and still.drift.perplexity_change == 0
+    assert still.scores is not None and torch.equal(still.scores.hits, outcome.scores.hits)
+
+
+@pytest.mark.parametrize(("distill", "lm_head"), [(False, "shared"), (True, "own")])
+def test_stage_2_goes_on_to_the_bit(  # noqa: F811
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    distill: bool,
+    lm_head: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ligermodels.training import run
+
+    recipe = stage_2(base, data, distill=distill, lm_head=lm_head, checkpoint_every=3)
+    train_heads(recipe, tmp_path / "whole")
+    taken: list[int] = []
+    scale = run.Recipe.lambda0_at
+
+    def stops(self: Any, step: int, steps: int) -> float:
+        taken.append(step)
+        if taken.count(step) == 1 and step in (2, 8):
+            raise KeyboardInterrupt
+        return scale(self, step, steps)
+
+    monkeypatch.setattr(run.Recipe, "lambda0_at", stops)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train_heads(recipe, tmp_path / "killed", resume=True)
+    outcome = train_heads(recipe, tmp_path / "killed", resume=True)
+    assert taken == [1, 2, 1, 2, 3, 4, 5, 6, 7, 8, 7, 8, 9, 10, 11, 12] and outcome.finished
+    assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
+    one, other = (lm.from_pretrained(tmp_path / name) for name in ("killed", "whole"))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_two_learning_rates_and_the_heads_way_up(  # noqa: F811
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ligermodels.training import run
+
+    seen: list[Any] = []
+
+    def watched(*args: Any, **options: Any) -> int:
+        seen.append(options)
+        return train(*args, **options)
+
+    monkeypatch.setattr(run, "train", watched)
+    recipe = stage_2(base, data, steps=4, warmup=0, weight_decay=0.1, head_lr_multiplier=3.0, held_out=0)
+    assert train_heads(recipe, tmp_path / "out").drift is None
+    groups = seen[0]["optimizer"].param_groups
+    assert [(g["initial_lr"], g["weight_decay"]) for g in groups] == pytest.approx(
+        [(1e-3, 0.1), (1e-3, 0.0), (3e-3, 0.1), (3e-3, 0.0)]
+    )
+    sizes = [sum(p.numel() for p in group["params"]) for group in groups]
+    medusa = lm.MedusaModel.from_pretrained(lm.from_pretrained(base), tmp_path / "out")
+    assert sizes[0] + sizes[1] == sum(p.numel() for p in medusa.base.parameters())
+    assert sizes[2] + sizes[3] == sum(p.numel() for p in medusa.head_parameters())
+    scales = [seen[0]["loss_options"](step)["heads_scale"] for step in (1, 2, 4)]
+    assert scales == [recipe.lambda0_at(step, 4) for step in (1, 2, 4)] and scales[0] < scales[1] < scales[2] == 0.5
+    assert seen[0]["loss_options"] is not None
+    with pytest.raises(ConfigError, match="distill: is for stage 2"):
+        recipe.changed({"stage": 1, "distill": True})
+
+
+# -- the model's own words ---------------------------------------------------------------------------------------------
+
+
+def own_words(base: Path, data: Path, out: Path, *options: object) -> list[dict[str, Any]]:  # noqa: F811
+    arguments = ["medusa", "generate-data", base, "--data", data, "--out", out, *options]
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in out.read_text().splitlines()]
