@@ -107,7 +107,7 @@ SETTINGS += ["partial_rotary_factor", "finetuned", "unheard_of"]
 
 sizes, floats, words = st.sampled_from(SIZES), st.sampled_from(FLOATS), st.sampled_from(WORDS)
 scalars = st.none() | st.booleans() | sizes | floats | words
-LIKE = {bool: st.sampled_from([True, False]), int: sizes | floats, float: floats | sizes, str: words}
+LIKE = {int: sizes | floats, float: floats | sizes, str: words}
 
 
 @st.composite
@@ -127,6 +127,8 @@ def values_of(name: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
     ropes_by_type = st.dictionaries(st.sampled_from(LAYER_TYPES[:3]), ropes() | st.none(), max_size=3)
     anything = scalars | flags | st.lists(st.integers(-1, layers), max_size=3) | kinds | ropes() | ropes_by_type
     own = {"rope_parameters": ropes() | ropes_by_type, "rope_scaling": ropes(), "layer_types": kinds}
+    if isinstance(default, bool):
+        own[name] = st.sampled_from([not default, default])
     likely = own.get(name, LIKE.get(type(default), sizes | floats | st.booleans()))
     return st.integers(0, 3).flatmap(lambda die: anything if die == 3 else likely)
 

@@ -67,6 +67,8 @@ WRONG = {
     "dtype: int8": "dtype: must be bfloat16 or float16 or float32 or float64 or null, got 'int8'",
     "data: [1]": "data: must be a list of texts",
     "stage: 3": "stage: must be from 1 to 2, got 3",
+    "stage: 2\ndistill: 1": "distill: must be true or false, got 1",
+    "distill: true": "distill: is for stage 2",
     "batch_tokens: 5000": "batch_tokens \\(5000\\) must be a multiple of micro_batch_tokens \\(5000\\), and that",
     "batch_tokens: 8192\nmicro_batch_tokens: 6144": "a multiple of micro_batch_tokens \\(6144\\)",
     "epochs: 0": "epochs: must be above 0",
@@ -111,7 +113,7 @@ def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(runs, "train_heads", train_heads)
     (tmp_path / "mine.yaml").write_text(
-        "base: somewhere\ndata: x\nheads: 3\nlayers: 2\nlm_head: shared\ngrad_clip: null\n"
+        "base: somewhere\ndata: x\nheads: 3\nlayers: 2\nlm_head: shared\ngrad_clip: null\nstage: 2\ndistill: true\n"
     )
     given = ["--recipe", tmp_path / "mine.yaml", "--out", tmp_path / "out", "--heads", 4, "--lr", 0.25]
     assert cli("train", *given, "--data", "a", "--data", "b", "--lambda0-schedule", "sine").exit_code == 0
@@ -125,8 +127,8 @@ def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert (recipe.learning_rate, recipe.data, recipe.lambda0_schedule) == (0.25, ("a", "b"), "sine")
     assert out == tmp_path / "out"
-    assert cli("train", "elsewhere", *given).exit_code == 0 and seen[1][0].base == "elsewhere"
-    assert seen[1][0].data == ("x",)
+    assert cli("train", "elsewhere", *given, "--no-distill").exit_code == 0 and seen[1][0].base == "elsewhere"
+    assert seen[1][0].data == ("x",) and recipe.distill and not seen[1][0].distill
 
     # Every setting has a flag; a wrong one is refused before anything is done.
     shown = cli("train", "--help").stdout

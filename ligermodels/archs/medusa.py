@@ -152,7 +152,7 @@ class MedusaModel(nn.Module):
             raise InputError("reference: is for the base model's loss; give base_loss=True too")
         shape = self.base.check_inputs(input_ids, inputs_embeds, labels)
         bounds = self.base.document_bounds(shape, position_ids, cu_seqlens)
-        inputs = {"position_ids": position_ids, "cu_seqlens": bounds, "inputs_embeds": inputs_embeds}
+        inputs: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": bounds, "inputs_embeds": inputs_embeds}
         router_logits: list[Tensor] = []
         hidden = self.base.hidden_states(input_ids, **inputs, router_logits=router_logits)
         if labels is None:

@@ -11,6 +11,7 @@ holds rows of several of them; where each has its own the chunks end with the he
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate as running_sum
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,16 +19,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
 from ligermodels.errors import InputError
-from ligermodels.ops.cross_entropy import LossOptions, check_loss, check_targets, row_coefficients, row_losses_reference
-from ligermodels.ops.library import as_rows, opaque_op
-from ligermodels.ops.linear_cross_entropy import (
-    COLUMN_MULTIPLE,
-    SKIP_BELOW,
-    accumulate,
-    chunk_rows,
-    loss_in_place,
+from ligermodels.ops.cross_entropy import (
+    LossOptions,
+    check_loss,
+    check_targets,
+    row_coefficients,
+    row_losses_reference,
     scale_,
 )
+from ligermodels.ops.library import as_rows, opaque_op
+from ligermodels.ops.linear_cross_entropy import COLUMN_MULTIPLE, SKIP_BELOW, accumulate, chunk_rows, loss_in_place
 
 Block = tuple[torch.Tensor, torch.Tensor | None]
 OneOrEach = torch.Tensor | Sequence[torch.Tensor]
@@ -82,7 +83,9 @@ def multi_head_linear_cross_entropy(
         operands = [t.to(torch.get_autocast_dtype(hidden.device.type)) for t in operands]
     sizes = tuple(map(len, (weights, biases, block_weights, block_biases)))
     K, N = _check(operands, targets, sizes, token_weights, memory_budget, options)
-    coefficient, head_weights = _coefficients(operands[0], targets, head_weights, normalizer, ignore_index, token_weights)
+    coefficient, head_weights = _coefficients(
+        operands[0], targets, head_weights, normalizer, ignore_index, token_weights
+    )
     if num_targets is None:
         counted = not (targets.is_cuda or torch.compiler.is_compiling())
         num_targets = (targets != ignore_index).view(K, -1).sum(1).tolist() if counted else [N] * K
@@ -321,7 +324,7 @@ def _multi_head_linear_cross_entropy(
     sums = _Sums([*weights, *biases, *block_weights, *block_biases], needs[1:])
     of_blocks = len(weights) + len(biases)  # from here on sums has their K * L weights, then their biases
     trained = [any(sums.needs[of_blocks + i :: K * L]) for i in range(K * L)]
-    lowest = [0 if need_hidden else (trained[k * L : (k + 1) * L] + [True]).index(True) for k in range(K)]
+    lowest = [0 if need_hidden else next((i for i in range(L) if trained[k * L + i]), L) for k in range(K)]
 
     groups = [(starts[0], ends[-1])] if len(weights) == 1 else list(zip(starts, ends, strict=True))
     longest = max(end - start for start, end in groups)
@@ -384,7 +387,7 @@ def _transform(
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """x (M, H) through a chain of ResBlocks, and each block's input and what its SiLU is given."""
     seen = []
-    for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
+    for weight, bias in zip_longest(weights, biases):
         z = linear(x, weight, bias)
         seen.append((x, z))
         x = x + silu(z)
@@ -424,6 +427,7 @@ class _MultiHeadLinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[6:]
+        gradients: Sequence[torch.Tensor]
         if ctx.functional:
             gradients = [g * grad if need else g for g, need in zip(ctx.saved_tensors, needs, strict=True)]
         elif ctx.gradients is not None:
@@ -431,8 +435,8 @@ class _MultiHeadLinearCrossEntropy(torch.autograd.Function):
             for g in gradients:
                 scale_(g, grad)
         else:
-            targets, weighted, *operands = ctx.saved_tensors
-            _, _, gradients = _call(operands, ctx.sizes, targets, weighted * grad, ctx.settings, needs)
+            targets, weighted, *saved = ctx.saved_tensors
+            _, _, gradients = _call(saved, ctx.sizes, targets, weighted * grad, ctx.settings, needs)
         return *[None] * 6, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         evaluate_own_text,
         race,
     )
+    from ligermodels.training.fused_adamw import FusedAdamW
     from ligermodels.training.joint import Joint, frozen_copy
     from ligermodels.training.loop import StepMetrics, train
     from ligermodels.training.optimizer import adamw, warmup_cosine
@@ -39,6 +40,7 @@ _HOMES = {
         "evaluate_own_text",
         "race",
     ),
+    "fused_adamw": ("FusedAdamW",),
     "joint": ("Joint", "frozen_copy"),
     "loop": ("StepMetrics", "train"),
     "optimizer": ("adamw", "warmup_cosine"),
@@ -55,6 +57,7 @@ __all__ = [
     "Corpus",
     "Documents",
     "Drift",
+    "FusedAdamW",
     "HeadScores",
     "Joint",
     "Outcome",

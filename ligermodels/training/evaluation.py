@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def evaluate_drift(model: CausalLM, reference: CausalLM, batches: Iterable[Batch
     sums, counts = [], []
     with evaluating(model), evaluating(reference):
         for batch in batches:
-            part = on_device(batch, model.device)
+            part: dict[str, Any] = on_device(batch, model.device)
             labels = part.pop("labels")
             shape = (labels.shape[0], labels.shape[1])
             bounds = model.document_bounds(shape, part.get("position_ids"), part.get("cu_seqlens"))

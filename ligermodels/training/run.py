@@ -168,6 +168,10 @@ class _Run:
         self.reference: CausalLM | None = None
         rates = [(self.medusa.head_parameters(), recipe.learning_rate)]
         if recipe.stage == 2:
+            if model.dtype.itemsize < 4:
+                self.console.say(
+                    f"the model learns in {model.dtype}, where small steps are lost; dtype: float32 has them"
+                )
             if recipe.distill or len(self.held):
                 self.reference = frozen_copy(model)
             self.trained = Joint(self.medusa, self.reference if recipe.distill else None)
@@ -233,7 +237,7 @@ class _Run:
         if step < self.steps:
             return Outcome(step, self.steps)
         if recipe.stage == 2:
-            self.medusa.export(self.out, "full-hf", base_model=recipe.base, overwrite=True)
+            self.medusa.export(self.out, "full-hf", overwrite=True)
         else:
             self.medusa.save_pretrained(self.out, overwrite=True)
         return scored.get(step) or self._score(step)  # A run that had come to its end before has yet to be scored.

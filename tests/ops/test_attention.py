@@ -113,6 +113,44 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
         assert (a.detach().cpu().double() - b).norm() <= LIMITS[dtype] * max(float(b.norm()), math.sqrt(b.numel()) / 10)
 
 
+LONG_CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 130},
+    "softcap": {"softcap": 5.0},
+    "softcap in a window": {"softcap": 5.0, "window": 130},
+    "packed": {"bounds": (0, 1, 300, 301, 700)},
+    "packed window": {"bounds": (0, 1, 300, 301, 700), "window": 130},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in backends() if name != "reference"])
+@pytest.mark.parametrize("case", LONG_CASES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_long_sequences(name: str, case: str, head_dim: int) -> None:
+    """Over many tiles, in bfloat16, against the reference in float32 on the same values."""
+    options = dict(LONG_CASES[case])
+    bounds = options.pop("bounds", None)
+    batch = 1 if bounds else 2
+    if bounds:
+        options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    inputs = [
+        torch.randn(batch, 700, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    ]
+    try:
+        out = attention(*inputs, backend=name, **options)
+    except BackendError as refusal:
+        pytest.skip(str(refusal))
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    wanted = attention(*exact, backend="reference", **options)
+    seed = torch.randn_like(out)
+    found = [out, *torch.autograd.grad(out, inputs, seed)]
+    expected = [wanted, *torch.autograd.grad(wanted, exact, seed.float())]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.float() - b).norm() <= 0.01 * b.norm()
+
+
 def test_tensors_that_do_not_fit_are_refused() -> None:
     q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
     with pytest.raises(InputError, match="do not fit"):

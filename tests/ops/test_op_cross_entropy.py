@@ -70,11 +70,7 @@ def test_in_place(where: Where, name: str) -> None:
     y = targets((2, 5), 300, where.device)
     options = options_for(name, y)
     y = y.masked_fill(y == -100, options.get("ignore_index", -100))
-    check(
-        lambda x: cross_entropy(x * 1, y, in_place=True, **options),
-        lambda x: plain_loss(x, y, **options),
-        [logits],
-    )
+    check(lambda x: cross_entropy(x * 1, y, in_place=True, **options), lambda x: plain_loss(x, y, **options), [logits])
 
 
 @pytest.mark.kernels

@@ -75,6 +75,13 @@ CASES = {
         ((4, 8), (50, 8)),
         ("linear_cross_entropy",) * 2,
     ),
+    "multi_head_linear_cross_entropy": Case(
+        lambda h, w, v, b, c, d: ops.multi_head_linear_cross_entropy(
+            h, w, torch.stack([target(h), target(h).roll(1)]), [[(v, b)], [(c, d)]], return_rank=True, memory_budget=1
+        )[::2],
+        ((4, 8), (50, 8), (8, 8), (8,), (8, 8), (8,)),
+        ("multi_head_linear_cross_entropy",),
+    ),
 }
 
 
