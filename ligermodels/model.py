@@ -291,7 +291,7 @@ class CausalLM(nn.Module):
             output.loss = self.head(hidden, targets, num_targets=count.get(), **loss_options)
             if num_items_in_batch is not None:
                 output.loss = output.loss / num_items_in_batch
-            output.aux_loss = self._load_balancing_loss(router_logits)
+            output.aux_loss = self.load_balancing_loss(router_logits)
             if output.aux_loss is not None and self.config.router_loss:
                 output.loss = output.loss + self.config.router_loss * output.aux_loss
         if return_logits or (return_logits is None and labels is None):
@@ -307,7 +307,8 @@ class CausalLM(nn.Module):
         )
         return shift_labels(labels, ahead, bounds)
 
-    def _load_balancing_loss(self, router_logits: list[Tensor]) -> Tensor | None:
+    def load_balancing_loss(self, router_logits: list[Tensor]) -> Tensor | None:
+        """Of the routers' logits that `hidden_states` gave, unweighted; None without mixtures of experts."""
         mixtures = [block.mlp for block in self.config.blocks if isinstance(block.mlp, MoEConfig)]
         if not mixtures:
             return None

@@ -23,6 +23,7 @@ from ligermodels.demo import END, DemoSettings, llama_config, python_sources, tr
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import HeadConfig, LMHead
 from ligermodels.training import (
+    Batch,
     Console,
     Joint,
     OwnWords,
@@ -198,6 +199,29 @@ def test_divergence_in_bfloat16_is_summed_in_float32() -> None:
     assert (head.weight.grad - exact.weight.grad).norm() / exact.weight.grad.norm() < 6e-3
 
 
+def test_drift_by_hand() -> None:
+    """Over the targets of all batches, of which some are ignored; documents end where they do."""
+    model = small("llama-3.1")
+    reference = stirred(model)
+    parts, terms = [], []
+    for length, cut in ((17, 5), (9, 4)):
+        ids = torch.randint(3, model.config.vocab_size, (1, length))
+        labels = ids.masked_fill(torch.rand(ids.shape) < 0.4, -100)
+        parts.append(Batch({"input_ids": ids, "labels": labels, "cu_seqlens": torch.tensor([0, cut, length]).int()}))
+        for document, wanted in zip(
+            ids.split([cut, length - cut], 1), labels.split([cut, length - cut], 1), strict=True
+        ):
+            p, q = (each(document).logits[0, :-1].log_softmax(-1) for each in (model, reference))
+            terms.append((q.exp() * (q - p)).sum(-1)[wanted[0, 1:] >= 0])
+    drift = evaluate_drift(model, reference, parts)
+    assert drift.kl == pytest.approx(torch.cat(terms).mean().item()) and drift.kl > 1e-3
+    losses = [evaluate(each, parts) for each in (model, reference)]
+    assert [drift.loss, drift.reference_loss] == pytest.approx(losses)
+    assert drift.perplexity_change == pytest.approx(exp(losses[0]) / exp(losses[1]) - 1)
+    with pytest.raises(InputError, match="no text"):
+        evaluate_drift(model, reference, [])
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +320,12 @@ def test_two_learning_rates_and_the_heads_way_up(
     scales = [seen[0]["loss_options"](step)["heads_scale"] for step in (1, 2, 4)]
     assert scales == [recipe.lambda0_at(step, 4) for step in (1, 2, 4)] and scales[0] < scales[1] < scales[2] == 0.5
     train_heads(recipe.changed({"dtype": "bfloat16"}), tmp_path / "other", console=Console(said.append))
-    assert "bfloat16, where small steps are lost" in said[-1]
+    assert [line for line in said if "bfloat16, where small steps are lost" in line]
+    # A model that stays as it is has nothing to learn from itself.
+    for distill, low, high in ((True, -1e-6, 1e-6), (False, 1, 99)):
+        still = {"distill": distill, "lambda0": 0.0, "learning_rate": 0.0}
+        train_heads(recipe.changed(still), tmp_path / "other")
+        assert low < max(line["loss"] for line in lines(tmp_path / "other")) < high
     with pytest.raises(ConfigError, match="distill: is for stage 2"):
         recipe.changed({"stage": 1, "distill": True})
 

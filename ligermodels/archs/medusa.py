@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, overload
@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels import ops
 from ligermodels.archs.distillation import divergence
 from ligermodels.convert.medusa_files import open_heads, save_heads
 from ligermodels.convert.medusa_profiles import PROFILES, HeadsShape, profile_named
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import SpeculativeOutput, Tree, default_tree, medusa_generate
-from ligermodels.layers import IGNORE_INDEX, LMHead, shift_labels
+from ligermodels.layers import IGNORE_INDEX, LMHead, TargetCount, shift_labels
 from ligermodels.model import CausalLM
 
 TOP_K = (1, 5)
@@ -153,54 +154,97 @@ class MedusaModel(nn.Module):
         shape = self.base.check_inputs(input_ids, inputs_embeds, labels)
         bounds = self.base.document_bounds(shape, position_ids, cu_seqlens)
         inputs: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": bounds, "inputs_embeds": inputs_embeds}
+        reduction = self._reduction(loss_options, num_items_in_batch)
+        targets = None if labels is None else self._targets(labels, bounds, range(1, 2 + len(self.heads)))
+        wanted = [] if targets is None else [TargetCount(each) for each in targets]
         router_logits: list[Tensor] = []
         hidden = self.base.hidden_states(input_ids, **inputs, router_logits=router_logits)
-        if labels is None:
+        if targets is None:
             return MedusaOutput(logits=torch.stack([head(hidden, self.base.head) for head in self.heads]))
-        if num_items_in_batch is not None:
-            loss_options["reduction"] = "sum"
-        losses, rank = self._head_losses(hidden, labels, bounds, **loss_options)
+
+        weights = loss_options.pop("token_weights", None)
+        if weights is not None:
+            weights = torch.stack([shift_labels(weights, 1 + i) for i in range(len(targets))])
+        loss, head_losses, ranks = self._head_losses(
+            hidden,
+            targets[1:],
+            [count.get() for count in wanted[1:]],
+            self._normalizer(reduction, num_items_in_batch),
+            token_weights=None if weights is None else weights[1:],
+            **loss_options,
+        )
+        first = None
         if base_loss:
-            targets = self.base.shift_labels(labels, 1, bounds)
             if reference is None:
-                first = self.base.head(hidden, targets, **loss_options)
+                first_weights = None if weights is None else weights[0]
+                options = {"reduction": reduction, "token_weights": first_weights, **loss_options}
+                first = self.base.head(hidden, targets[0], num_targets=wanted[0].get(), **options)
             else:
                 with torch.no_grad():
                     untouched = reference.hidden_states(input_ids, **inputs)
-                reduction = loss_options.get("reduction", "mean")
-                first = divergence(hidden, self.base.head, untouched, reference.head, targets, reduction=reduction)
-            losses = torch.cat([first[None], losses])
-        if num_items_in_batch is not None:
-            losses = losses / num_items_in_batch
-        head_losses = losses[-len(self.heads) :]
-        loss = torch.stack([self.decay**i * loss for i, loss in enumerate(head_losses)]).sum()
-        if base_loss:
-            loss = losses[0] + heads_scale * loss
-            balance = self.base._load_balancing_loss(router_logits) if reference is None else None
+                first = divergence(hidden, self.base.head, untouched, reference.head, targets[0], reduction=reduction)
+            if num_items_in_batch is not None:
+                first = first / torch.as_tensor(num_items_in_batch).flatten()[0].to(first.device)
+            loss = first + heads_scale * loss
+            balance = self.base.load_balancing_loss(router_logits) if reference is None else None
             if balance is not None:
                 loss = loss + self.base.config.router_loss * balance
-        counts = (rank >= 0).sum((1, 2))
-        correct = {k: ((rank >= 0) & (rank < k)).sum((1, 2)) for k in TOP_K}
+        counts = (ranks >= 0).sum((1, 2))
+        correct = {k: ((ranks >= 0) & (ranks < k)).sum((1, 2)) for k in TOP_K}
         return MedusaOutput(
             loss=loss,
-            head_losses=head_losses.detach(),
-            ranks=rank,
+            head_losses=head_losses,
+            ranks=ranks,
             accuracy={k: right / counts.clamp(min=1) for k, right in correct.items()},
             counts=counts,
-            base_loss=losses[0].detach() if base_loss else None,
+            base_loss=None if first is None else first.detach(),
         )
 
+    def _reduction(self, loss_options: dict[str, Any], num_items_in_batch: Tensor | int | None) -> str:
+        """The reduction of each loss, taken out of the options: "sum" where it is divided by counts that are given."""
+        reduction: str = loss_options.pop("reduction", "mean")
+        if reduction not in ("mean", "sum"):
+            raise InputError(f"reduction: must be 'mean' or 'sum' for Medusa heads, got {reduction!r}")
+        return reduction if num_items_in_batch is None else "sum"
+
+    def _normalizer(self, reduction: str, num_items_in_batch: Tensor | int | None) -> Tensor | float | None:
+        """What each head's summed loss is divided by; None for the number of its targets."""
+        if num_items_in_batch is None:
+            return None if reduction == "mean" else 1.0
+        items = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()[-len(self.heads) :]
+        return items.expand(len(self.heads)).float()
+
+    def _targets(self, labels: Tensor, bounds: Tensor | None, ahead: Iterable[int]) -> Tensor:
+        """Targets (n, B, T), each as many tokens ahead of the labels (B, T)."""
+        return torch.stack([self.base.shift_labels(labels, count, bounds) for count in ahead])
+
     def _head_losses(
-        self, hidden: Tensor, labels: Tensor, bounds: Tensor | None, **loss_options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Each head's loss (K,), and the ranks (K, B, T), from hidden states (B, T, H)."""
-        losses, ranks = [], []
-        for i, head in enumerate(self.heads):
-            targets = self.base.shift_labels(labels, 2 + i, bounds)
-            loss, rank = head(hidden, self.base.head, targets, return_rank=True, **loss_options)
-            losses.append(loss)
-            ranks.append(rank)
-        return torch.stack(losses), torch.stack(ranks)
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        num_targets: Sequence[int | None],
+        normalizer: Tensor | float | None,
+        **loss_options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The decayed sum of the heads' losses, each of them (K,), and the ranks (K, B, T), in one op."""
+        heads = cast(Sequence[MedusaHead], self.heads)
+        lm_heads = [self.base.head if head.lm_head is None else head.lm_head for head in heads]
+        shared, biased, config = self.lm_head == "shared", lm_heads[0].bias is not None, lm_heads[0].config
+        known = [count for count in num_targets if count is not None]
+        return ops.multi_head_linear_cross_entropy(
+            hidden,
+            lm_heads[0].weight if shared else [head.weight for head in lm_heads],
+            targets,
+            [[(block.linear.weight, block.linear.bias) for block in head.layers] for head in heads],
+            (lm_heads[0].bias if shared else [head.bias for head in lm_heads]) if biased else None,
+            head_weights=[self.decay**i for i in range(len(heads))],
+            normalizer=normalizer,
+            num_targets=known if len(known) == len(heads) else None,
+            softcap=config.softcap,
+            logit_scale=config.logit_scale,
+            return_rank=True,
+            **loss_options,
+        )
 
     def num_targets(
         self,

@@ -427,7 +427,6 @@ class _MultiHeadLinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[6:]
-        gradients: Sequence[torch.Tensor]
         if ctx.functional:
             gradients = [g * grad if need else g for g, need in zip(ctx.saved_tensors, needs, strict=True)]
         elif ctx.gradients is not None:
@@ -436,7 +435,7 @@ class _MultiHeadLinearCrossEntropy(torch.autograd.Function):
                 scale_(g, grad)
         else:
             targets, weighted, *saved = ctx.saved_tensors
-            _, _, gradients = _call(saved, ctx.sizes, targets, weighted * grad, ctx.settings, needs)
+            gradients = _call(saved, ctx.sizes, targets, weighted * grad, ctx.settings, needs)[2]
         return *[None] * 6, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
