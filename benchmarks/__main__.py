@@ -57,11 +57,11 @@ def run(names: list[str], providers: list[str] | None = None) -> list[dict[str, 
     limit, common, records = copy_rate(), facts(), []
     for case in (case for name in names for case in CASES[name]()):
         if case.limit is not None:
-            forward, both = (partial(call, *case.inputs()) for call in case.limit)
+            alone = [partial(call, *case.inputs()) for call in case.limit]
             with torch.no_grad():
-                times = {"forward_ms": milliseconds(forward), "both_ms": milliseconds(both)}
+                times = {"forward_ms": milliseconds(alone[0]), "both_ms": milliseconds(alone[1])}
             records.append({"case": case.name, "provider": "limit", "copy_bytes_per_s": limit, **times, **common})
-            del forward, both
+            del alone
         for provider, call in case.providers.items():
             if providers is not None and provider not in providers:
                 continue

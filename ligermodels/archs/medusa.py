@@ -47,6 +47,11 @@ class MedusaHead(nn.Module):
         self.layers = nn.Sequential(*(ResBlock(hidden_size) for _ in range(num_layers)))
         self.lm_head = lm_head
 
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """Those of the ResBlocks."""
+        return [cast(ResBlock, block).linear for block in self.layers]
+
     def forward(self, hidden: Tensor, shared: LMHead, targets: Tensor | None = None, **loss_options: Any) -> Any:
         """As `LMHead.forward`, on the transformed hidden states (..., H)."""
         head = shared if self.lm_head is None else self.lm_head
@@ -229,14 +234,15 @@ class MedusaModel(nn.Module):
         """The decayed sum of the heads' losses, each of them (K,), and the ranks (K, B, T), in one op."""
         heads = cast(Sequence[MedusaHead], self.heads)
         lm_heads = [self.base.head if head.lm_head is None else head.lm_head for head in heads]
-        shared, biased, config = self.lm_head == "shared", lm_heads[0].bias is not None, lm_heads[0].config
+        shared, config = self.lm_head == "shared", lm_heads[0].config
+        biases = [head.bias for head in lm_heads if head.bias is not None]
         known = [count for count in num_targets if count is not None]
         return ops.multi_head_linear_cross_entropy(
             hidden,
             lm_heads[0].weight if shared else [head.weight for head in lm_heads],
             targets,
-            [[(block.linear.weight, block.linear.bias) for block in head.layers] for head in heads],
-            (lm_heads[0].bias if shared else [head.bias for head in lm_heads]) if biased else None,
+            [[(block.weight, block.bias) for block in head.linears] for head in heads],
+            None if not biases else biases[0] if shared else biases,
             head_weights=[self.decay**i for i in range(len(heads))],
             normalizer=normalizer,
             num_targets=known if len(known) == len(heads) else None,
