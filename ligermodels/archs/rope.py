@@ -106,7 +106,7 @@ def _longrope(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
     original = settings.size("original_max_position_embeddings", context)
     if original == 1:
         raise ConfigError(f"{settings.where}: original_max_position_embeddings must be above 1")
-    count, reason = (plain.dim + 1) // 2, f", for {plain.dim} channels of head_dim"
+    count, reason = (plain.dim + 1) // 2, f", for {plain.dim} channels by head_dim and partial_rotary_factor"
     scaling = LongRopeScaling(
         settings.numbers("short_factor", count, positive=True, reason=reason),
         settings.numbers("long_factor", count, positive=True, reason=reason),
