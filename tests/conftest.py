@@ -9,8 +9,12 @@ import os
 import random
 from collections.abc import Iterator
 
-# Before torch is imported, and inherited by the processes that tests start. Under xdist each worker has one thread.
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+# Before torch is imported, and inherited by the processes that tests start. Under xdist each worker has one thread,
+# whatever it inherits from the process that starts the workers, which has come by here too: threads that spin for one
+# another on cores that they all want take several times as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hypothesis

@@ -232,7 +232,7 @@ def agree(folder: Path, oracle: PreTrainedModel, ids: torch.Tensor, wanted: Outc
             # Norms over one or two channels, and the like, enlarge rounding: some, and as much in transformers as here.
             exact = outcome(oracle.double(), ids)
             ours, theirs = error(found, exact), error(wanted, exact)
-            assert ours < min(TOLERANCE + 4 * theirs, 1e-3), f"{changed}: {ours} where transformers has {theirs}"
+            assert ours < min(TOLERANCE + 4 * theirs, 1e-2), f"{changed}: {ours} where transformers has {theirs}"
 
 
 @pytest.mark.parametrize("config", (TINY if FUZZ > 1 else ONE_OF).values(), ids=TINY if FUZZ > 1 else ONE_OF)
