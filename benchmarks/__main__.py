@@ -1,10 +1,14 @@
-"""`python -m benchmarks [OP ...] [--out FILE]`: the ops beside their peers, time and memory, as table and JSON."""
+"""`python -m benchmarks [OP ...] [--out FILE]`: the ops beside their peers, time and memory, as table and JSON lines.
+
+`..._ms` are as a user calls an op, `..._graph_ms` replayed from a CUDA graph, so without launches from Python.
+`..._of_copy` are shares of the rate of a large device copy, for the fewest bytes that the op must move, and
+`..._of_copy_at_size` shares of the speed of a copy that moves just as many. `both` is forward and backward.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,78 +18,104 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import copy_rate, facts, milliseconds, peak_mib, relative_error
-from benchmarks.ops import CASES, Call, Case
+from benchmarks import measure
+from benchmarks.case import Call, Case, Passes
+from benchmarks.ops import CASES
 
-ERROR_LIMIT = 0.03
-"""bf16 results farther than this from the fp32 ones make a timing void."""
-
-
-def _passes(provider: Call, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The forward pass, and forward with backward (giving outputs and gradients), of `provider` on `inputs`."""
-    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
-    trained = [x for x in leaves if x.requires_grad]
-    outputs = provider(*leaves)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    seeds = [torch.ones_like(y) if y.ndim == 0 else torch.randn_like(y) for y in outputs]
-    del outputs
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return provider(*leaves)
-
-    def both() -> list[Tensor]:
-        found = provider(*leaves)
-        found = found if isinstance(found, tuple) else (found,)
-        return [*found, *torch.autograd.grad(found, trained, seeds)]
-
-    return forward, both
+COLUMNS = (
+    *("forward_ms", "both_ms", "forward_of_copy", "both_of_copy", "forward_graph_of_copy", "both_graph_of_copy"),
+    *("both_of_copy_at_size", "both_of_limit", "eager_us", "graph_us", "peak_mib", "error"),
+)
+REPEATS = 20
+"""Calls of a small case in one CUDA graph."""
 
 
-def _verified(case: Case, provider: Call, inputs: tuple[Tensor, ...]) -> float:
-    """Largest relative error of outputs and gradients against plain torch in fp32."""
+def truth(case: Case, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of the outputs to start from, in bf16, and the outputs and gradients of plain torch in fp32."""
+    eager = case.providers["torch"]
+    seeds = Passes(case, eager, inputs).seeds
     exact = tuple(x.float() if x.is_floating_point() else x for x in inputs)
-    torch.manual_seed(1)
-    found = _passes(provider, inputs)[1]()
-    torch.manual_seed(1)
-    wanted = _passes(case.providers["torch"], exact)[1]()
-    return max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
+    return seeds, Passes(case, eager, exact, [seed.float() for seed in seeds]).both()
 
 
-def run(names: list[str], providers: list[str] | None = None) -> list[dict[str, Any]]:
-    """Measure the cases of each op in `names`; one record a provider, of all or those named, and of the limit."""
-    limit, common, records = copy_rate(), facts(), []
-    for case in (case for name in names for case in CASES[name]()):
-        if case.limit is not None:
-            alone = [partial(call, *case.inputs()) for call in case.limit]
-            with torch.no_grad():
-                times = {"forward_ms": milliseconds(alone[0]), "both_ms": milliseconds(alone[1])}
-            records.append({"case": case.name, "provider": "limit", "copy_bytes_per_s": limit, **times, **common})
-            del alone
-        for provider, call in case.providers.items():
-            if providers is not None and provider not in providers:
-                continue
-            torch.manual_seed(0)
-            inputs = case.inputs()
-            record: dict[str, Any] = {"case": case.name, "provider": provider, "copy_bytes_per_s": limit}
+def _launched(case: Case, passes: Passes) -> dict[str, Any]:
+    """Times of a small case."""
+    record: dict[str, Any] = {"eager_us": measure.eager_microseconds(passes.both)}
+    try:
+        record["graph_us"] = measure.milliseconds(measure.graphed(passes.both, REPEATS)) / REPEATS * 1e3
+    except Exception as failure:
+        record["graph"] = f"{type(failure).__name__}: {failure}"[:200]
+    return record
+
+
+def _timed(case: Case, passes: Passes, copies: dict[str, float]) -> dict[str, Any]:
+    """Times of a large case, memory, and shares of the limit, which `copies` holds in part."""
+    before = passes.before if case.overwritten else None
+    record: dict[str, Any] = {"forward_ms": measure.milliseconds(passes.forward, before)}
+    record["both_ms"] = measure.milliseconds(passes.both, before)
+    passes.before()
+    record["peak_mib"] = measure.peak_mib(passes.both)
+    record["beyond_gradients_mib"] = record["peak_mib"] - sum(x.nbytes for x in passes.trained) / 2**20
+    if case.bytes is None:
+        return record
+    if not case.overwritten:
+        try:
+            record["forward_graph_ms"] = measure.milliseconds(measure.graphed(passes.forward))
+            record["both_graph_ms"] = measure.milliseconds(measure.graphed(passes.both))
+        except Exception as failure:  # A peer that waits for the device cannot be captured.
+            record["graph"] = f"{type(failure).__name__}: {failure}"[:200]
+    for which, count in zip(("forward", "both"), case.bytes, strict=True):
+        for key in (key for key in (which, f"{which}_graph") if f"{key}_ms" in record):
+            record[f"{key}_of_copy"] = count / record[f"{key}_ms"] * 1e3 / copies["copy_bytes_per_s"]
+            record[f"{key}_of_copy_at_size"] = copies[f"{which}_copy_ms"] / record[f"{key}_ms"]
+    return record
+
+
+def measured(case: Case, only: list[str] | None, copy_rate: float) -> Iterator[dict[str, Any]]:
+    """A record for each provider of a case, or those of them that are in `only`, and one for the limit first."""
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    copies: dict[str, float] = {"copy_bytes_per_s": copy_rate}
+    if case.bytes is not None and not case.small:
+        for which, count in zip(("forward", "both"), case.bytes, strict=True):
+            copies[f"{which}_copy_ms"] = measure.copy_milliseconds(count)
+    limit: dict[str, float] = {}
+    if case.limit is not None:
+        with torch.no_grad():
+            for which, alone in zip(("forward", "both"), case.limit, strict=True):
+                limit[f"{which}_ms"] = measure.milliseconds(partial(alone, *inputs))
+        yield {"case": case.name, "provider": "limit", **copies, **limit}
+    seeds, wanted = truth(case, inputs)
+    for provider, call in case.providers.items():
+        if only is None or provider in only:
+            record: dict[str, Any] = {"case": case.name, "provider": provider, **copies}
             try:
-                record["error"] = _verified(case, call, inputs)
-                if not record["error"] < ERROR_LIMIT:
-                    raise ValueError(f"wrong by {record['error']:.2g}")
-                forward, both = _passes(call, inputs)
-                record |= {"forward_ms": milliseconds(forward), "both_ms": milliseconds(both)}
-                record["peak_mib"] = peak_mib(both)
-                if case.bytes:
-                    for which, count in zip(("forward", "both"), case.bytes, strict=True):
-                        record[f"{which}_of_copy"] = count / record[f"{which}_ms"] * 1e3 / limit
-            except Exception as failure:  # A peer that fails is a result, not the end of the run.
-                if provider == "ligermodels":
-                    raise
+                record |= _of_provider(case, call, inputs, seeds, wanted, copies)
+                if limit:
+                    record |= {f"{w}_of_limit": limit[f"{w}_ms"] / record[f"{w}_ms"] for w in ("forward", "both")}
+            except Exception as failure:  # A result, not the end of the run.
                 record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
-            records.append({**record, **common})
-            del inputs
-            torch.cuda.empty_cache()
-    return records
+            yield record
+            measure.free()
+
+
+def _of_provider(
+    case: Case,
+    call: Call,
+    inputs: tuple[Tensor, ...],
+    seeds: list[Tensor],
+    wanted: list[Tensor],
+    copies: dict[str, float],
+) -> dict[str, Any]:
+    passes = Passes(case, call, inputs, seeds)
+    try:
+        error = max(measure.relative_error(a, b) for a, b in zip(passes.both(), wanted, strict=True))
+        passes.before()
+        if not error < measure.ERROR_LIMIT:
+            raise ValueError(f"wrong by {error:.2g}")
+        return {"error": error, **(_launched(case, passes) if case.small else _timed(case, passes, copies))}
+    finally:
+        passes.before()  # The inputs serve the next provider too.
 
 
 def main() -> None:
@@ -97,17 +127,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.ops) - set(CASES):
         parser.error(f"unknown ops: {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
-    records = run(arguments.ops or list(CASES), arguments.providers)
-    columns = ("forward_ms", "both_ms", "peak_mib", "forward_of_copy", "both_of_copy", "error")
-    table = Table("case", "provider", *columns, title=f"{records[0]['gpu']}, bf16")
+    common, copy_rate, records = measure.facts(), measure.copy_rate(), []
+    for case in (case for name in arguments.ops or CASES for case in CASES[name]()):
+        for record in measured(case, arguments.providers, copy_rate):
+            records.append(record)
+            measure.write(arguments.out, [{**record, **common}])
+            print(record["case"], record["provider"], record.get("failed", ""), flush=True)
+    shown = [c for c in COLUMNS if any(c in record for record in records)]
+    table = Table("case", "provider", *shown, title=f"{common['gpu']}, bf16")
     for record in records:
-        cells = [f"{record[c]:.3g}" if c in record else record.get("failed", "-")[:20] for c in columns]
+        cells = [f"{record[c]:.3g}" if c in record else "-" for c in shown]
         table.add_row(record["case"], record["provider"], *cells)
-    Console(width=160).print(table)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+    Console(width=240).print(table)
+    measure.end(records)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ between a long and a short generation, so that prompts and recording the graph a
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ligermodels as lm
-from benchmarks.measure import facts, milliseconds
+from benchmarks import measure
 from benchmarks.models import CONFIGS
 from ligermodels.generation.tree import default_tree
 
@@ -35,21 +34,18 @@ def gemms(model: lm.CausalLM, rows: int) -> float:
         for weight in weights:
             inputs[weight.shape[1]] @ weight.t()
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        run()
-    return milliseconds(graph.replay)
+    with torch.no_grad():
+        return measure.milliseconds(measure.graphed(run))
 
 
 def seconds_a_token(generate: Callable[[int], Tensor]) -> float:
     """Seconds for each further step of `generate`."""
 
     def timed(count: int) -> float:
-        torch.cuda.synchronize()
+        measure.synchronize()
         start = time.perf_counter()
         generate(count)
-        torch.cuda.synchronize()
+        measure.synchronize()
         return time.perf_counter() - start
 
     generate(SHORT)
@@ -68,22 +64,24 @@ def main() -> None:
     arguments = parser.parse_args()
     config = CONFIGS[arguments.model]
     torch.manual_seed(0)
-    model = lm.from_config(config, dtype=torch.bfloat16, device="cuda")
-    records: list[dict[str, Any]] = []
+    model = lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE)
+    common, records = measure.facts(), []
 
     def note(name: str, milliseconds: float, batch: int, **more: Any) -> None:
-        records.append({"case": arguments.model, "what": name, "batch": batch, "step_ms": milliseconds, **more})
+        record = {"case": arguments.model, "what": name, "batch": batch, "step_ms": milliseconds, **more}
+        records.append(record)
+        measure.write(arguments.out, [{**record, **common}])
         print(name, batch, f"{milliseconds:.3f} ms, {batch / milliseconds * 1e3:.1f} tokens/s", more, flush=True)
 
     for batch in arguments.batches:
-        ids = torch.randint(config["vocab_size"], (batch, PROMPT), device="cuda")
+        ids = torch.randint(config["vocab_size"], (batch, PROMPT), device=measure.DEVICE)
         limit = gemms(model, batch)
         note("gemms", limit, batch)
         step = 1e3 * seconds_a_token(partial(model.generate, ids))
         note("ligermodels", step, batch, of_limit=limit / step)
         step = 1e3 * seconds_a_token(partial(model.generate, ids, cuda_graph=False))
         note("ligermodels without a graph", step, batch)
-    ids = torch.randint(config["vocab_size"], (1, PROMPT), device="cuda")
+    ids = torch.randint(config["vocab_size"], (1, PROMPT), device=measure.DEVICE)
     plain = next(r["step_ms"] for r in records if r["what"] == "ligermodels" and r["batch"] == 1)
     medusa = lm.MedusaModel.from_base(model, arguments.heads, lm_head="shared")
     tree = default_tree(arguments.heads, arguments.nodes)
@@ -91,10 +89,10 @@ def main() -> None:
     for count in (SHORT, LONG):
         times = []
         for _ in range(3):
-            torch.cuda.synchronize()
+            measure.synchronize()
             start = time.perf_counter()
             out = medusa.generate(ids, count, tree=tree, return_stats=True)
-            torch.cuda.synchronize()
+            measure.synchronize()
             times.append(time.perf_counter() - start)
         steps[count] = min(times), out.passes
     step = 1e3 * (steps[LONG][0] - steps[SHORT][0]) / (steps[LONG][1] - steps[SHORT][1])
@@ -103,17 +101,13 @@ def main() -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         del medusa, model
-        torch.cuda.empty_cache()
-        with torch.device("cuda"):
+        measure.free()
+        with torch.device(measure.DEVICE):
             theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
         mask = torch.ones_like(ids)
         options = {"do_sample": False, "eos_token_id": None, "attention_mask": mask}
         step = 1e3 * seconds_a_token(lambda count: theirs.generate(ids, max_new_tokens=count, **options))
         note("transformers", step, 1)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**record, **facts()}) + "\n" for record in records)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import facts
+from benchmarks.measure import facts, write
 from ligermodels import from_config
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
@@ -190,10 +190,7 @@ def main() -> None:
     print(f"ready {ours['ready_s'] / theirs['ready_s']:.2f}")
     if ours["bits"] != theirs["bits"]:
         raise SystemExit("the two loaded different weights")
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+    write(arguments.out, records)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,84 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timezone
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
-from triton.testing import do_bench
+
+DEVICE = "cuda"
+RESULTS = Path(__file__).parent / "results"
+ERROR_LIMIT = 0.03
+"""bf16 results farther than this from the fp32 ones, by `relative_error`, make a timing void."""
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    """Median time of `call`, by device events, the L2 cache cleared before each."""
-    return float(do_bench(call, warmup=50, rep=300, return_mode="median"))
+def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
+    """Median time of `call`, by device events, the L2 cache cleared before each; what runs `before` it is not timed.
+
+    As `triton.testing.do_bench`, but never fewer than five times.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def timed(count: int) -> float:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        for start, end in events:
+            if before is not None:
+                before()
+            cache.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return float(statistics.median(start.elapsed_time(end) for start, end in events))
+
+    timed(2)
+    return timed(min(max(int(60 / timed(3)), 5), 200))
+
+
+def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
+    """Replays a CUDA graph of `call`, `times` in a row: its kernels, without the launches from Python.
+
+    Raises RuntimeError when the call cannot be captured; one that waits for the device is told before it spoils a
+    capture.
+    """
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    call()
+    side.wait_stream(main)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(side):
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    main.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(main), torch.cuda.graph(graph):  # A capture that fails would leave another stream behind.
+        for _ in range(times):
+            call()
+    return graph.replay
+
+
+def eager_microseconds(call: Callable[[], Any], count: int = 200) -> float:
+    """Wall time of a call among `count` in a row, waiting for the device only at the end; the best of three rounds.
+    Of small calls it is the time to launch them."""
+    found = []
+    for _ in range(3):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        synchronize()
+        found.append((time.perf_counter() - start) / count * 1e6)
+    return min(found)
 
 
 def peak_mib(call: Callable[[], Any]) -> float:
@@ -27,25 +92,46 @@ def peak_mib(call: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def free() -> float:
+    """Let go of compiled code and of all memory that nothing holds any more; the GiB that are still held."""
+    torch.compiler.reset()
+    gc.collect()
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated() / 2**30
+
+
+def copy_milliseconds(count: int) -> float:
+    """Time of a device copy that moves `count` bytes in all, half of them read and half written."""
+    source = torch.randint(256, (max(count // 2, 1),), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return milliseconds(lambda: target.copy_(source))
+
+
 def copy_rate() -> float:
     """Bytes read and written by a large device copy, a second: the limit of memory-bound ops."""
-    source = torch.randn(2**29, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3
+    return 2**31 / copy_milliseconds(2**31) * 1e3
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """|found - wanted| / |wanted|, Euclidean, in fp32 (1 when `wanted` is all zero and `found` is not)."""
-    wanted = wanted.float()
-    difference = (found.float() - wanted).norm()
+    """|found - wanted| / |wanted|, Euclidean, in fp32."""
+    found, wanted = found.detach().float(), wanted.detach().float()
+    difference = (found - wanted).norm()
     return float(difference / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def facts() -> Mapping[str, str]:
-    """Versions, GPU and commit."""
-    packages = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy", "flash-attn-4")
+    """Versions, GPU, commit and day."""
+    packages = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy")
     found = {}
-    for package in packages:
+    for package in (*packages, "flash-attn-4", "flash-attn-3", "flash-attn"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -54,4 +140,35 @@ def facts() -> Mapping[str, str]:
     if commit is None:
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         commit = head.stdout.strip() or "unknown"
-    return {**found, "gpu": torch.cuda.get_device_name(), "commit": commit}
+    return {**found, "gpu": gpu_name(), "commit": commit, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+
+
+def gpu_name() -> str:
+    """Of the current device; that of a CPU where there is no GPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def gpu_suffix() -> str:
+    """What names this GPU in the files of results: h200."""
+    return gpu_name().split()[-1].lower()
+
+
+def results(name: str) -> Path:
+    """The file of results of a benchmark on this GPU: training-h200.jsonl."""
+    return RESULTS / f"{name}-{gpu_suffix()}.jsonl"
+
+
+def write(path: Path | None, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append records as JSON lines, making folders; nothing without a path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def end(records: Iterable[Mapping[str, Any]]) -> None:
+    """Leave with an error where ours failed; a peer may."""
+    failed = [r for r in records if "failed" in r and str(r.get("provider")).startswith("ligermodels")]
+    if failed:
+        raise SystemExit("\n".join(f"{r['case']}, {r['provider']}: {r['failed']}" for r in failed))

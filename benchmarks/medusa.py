@@ -7,8 +7,6 @@ torch's own over fp32 logits, or Liger's fused linear cross entropy, one a head.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ligermodels as lm
-from benchmarks.measure import facts
+from benchmarks import measure
 from benchmarks.models import CONFIGS
-from benchmarks.training import PROVIDERS
+from benchmarks.peers import PROVIDERS
 from ligermodels.layers import shift_labels
 from ligermodels.training.fused_adamw import FusedAdamW
 
@@ -67,7 +65,7 @@ def _liger_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
     """The loss of ids and labels, and the optimizer of the heads."""
     if provider.startswith("ligermodels"):
-        base = lm.from_config(config, dtype=torch.bfloat16, device="cuda")
+        base = lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE)
         medusa = lm.MedusaModel.from_base(base, num_heads, lm_head="shared" if "shared" in provider else "own")
         optimizer = FusedAdamW(medusa.head_parameters(), lr=1e-5)
         return lambda ids, labels: medusa(ids, labels=labels).loss, optimizer
@@ -77,7 +75,7 @@ def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callabl
     return heads, torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
 
-def measure(
+def timed(
     loss_of: Callable[..., Tensor], optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor
 ) -> dict[str, float]:
     """Median time of a step, memory held between steps and at most, and the first loss."""
@@ -91,13 +89,13 @@ def measure(
 
     loss = float(step())
     step()
-    torch.cuda.synchronize()
+    measure.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held, times = torch.cuda.memory_allocated(), []
     for _ in range(STEPS):
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        measure.synchronize()
         times.append(time.perf_counter() - start)
     seconds = sorted(times)[STEPS // 2]
     return {
@@ -123,22 +121,26 @@ def main() -> None:
     arguments = parser.parse_args()
     config = CONFIGS[arguments.model]
     name = f"{arguments.model} {arguments.heads} heads {arguments.batch}x{arguments.length}"
+    common, records = measure.facts(), []
     for provider in arguments.providers:
         torch.manual_seed(0)
-        loss_of, optimizer = make(provider, config, arguments.heads)
-        ids = torch.randint(config["vocab_size"], (arguments.batch, arguments.length), device="cuda")
+        loss_of = optimizer = None
+        ids = torch.randint(config["vocab_size"], (arguments.batch, arguments.length), device=measure.DEVICE)
         for ignored in arguments.ignored:
-            labels = torch.where(torch.rand(ids.shape, device="cuda") < ignored, -100, ids)
-            record = {"case": f"{name} {ignored:.0%} ignored", "provider": provider}
-            record |= measure(loss_of, optimizer, ids, labels)
+            labels = torch.where(torch.rand(ids.shape, device=measure.DEVICE) < ignored, -100, ids)
+            record: dict[str, Any] = {"case": f"{name} {ignored:.0%} ignored", "provider": provider}
+            try:
+                if loss_of is None or optimizer is None:
+                    loss_of, optimizer = make(provider, config, arguments.heads)
+                record |= timed(loss_of, optimizer, ids, labels)
+            except Exception as failure:  # What a peer cannot do is a result.
+                record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
+            records.append(record)
             print(record, flush=True)
-            if arguments.out:
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                with arguments.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**record, **facts()}) + "\n")
+            measure.write(arguments.out, [{**record, **common}])
         del loss_of, optimizer
-        gc.collect()
-        torch.cuda.empty_cache()
+        measure.free()
+    measure.end(records)
 
 
 if __name__ == "__main__":

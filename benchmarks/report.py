@@ -1,62 +1,60 @@
-"""`python -m benchmarks.report`: the recorded results as plots, docs/training.png and docs/ops.png."""
+"""`python -m benchmarks.report`: the recorded results as plots and as docs/benchmark-tables.md."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-ROOT = Path(__file__).parent
-RESULTS, PAGES = ROOT / "results", ROOT.parent / "docs"
+from benchmarks.measure import RESULTS
 
 Record = dict[str, Any]
+DOCS = RESULTS.parent.parent / "docs"
+NAMES = ("ops", "attention", "training", "decoding", "medusa", "loading")
+"""The benchmarks, whose results are in NAME-GPU.jsonl."""
 
 
-def read(name: str) -> list[Record]:
-    """The records of a file of results, the last of each case and provider."""
-    lines = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return list({(r["case"], r["provider"]): r for r in map(json.loads, lines)}.values())
+def read(folder: Path, gpu: str) -> dict[str, list[Record]]:
+    """The records of each benchmark, the last of each case and provider; none of those that were never run."""
+    found = {}
+    for name in NAMES:
+        path = folder / f"{name}-{gpu}.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        found[name] = list({(r["case"], r["provider"]): r for r in map(_named, map(json.loads, lines))}.values())
+    return found
 
 
-def bars(axes: Any, records: list[Record], value: Callable[[Record], float | None], title: str) -> None:
-    """A group of bars for each case, one for each provider that has a value there."""
-    cases, providers = (list(dict.fromkeys(r[key] for r in records)) for key in ("case", "provider"))
-    height = 0.8 / len(providers)
-    for place, provider in enumerate(providers):
-        found = [(cases.index(r["case"]), value(r)) for r in records if r["provider"] == provider]
-        known = [(row, width) for row, width in found if width is not None]
-        axes.barh([row + place * height for row, _ in known], [width for _, width in known], height, label=provider)
-    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(cases))], cases)
-    axes.invert_yaxis()
-    axes.set_title(title, fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
+def _named(record: Record) -> Record:
+    """With a case and a provider, which not every benchmark calls so."""
+    if "what" not in record:
+        return {"case": f"to {record.get('dtype')} on {record.get('device')}"} | record
+    named = record | {"case": f"{record['case']} batch {record['batch']}", "provider": record["what"]}
+    if "tree" not in record["what"]:  # How many tokens a tree yields depends on the heads.
+        named["tokens_per_s"] = record["batch"] / record["step_ms"] * 1e3
+    return named
 
 
-def save(name: str, axes: Any) -> None:
-    """Write the figure with one legend."""
-    axes.legend(fontsize=8)
-    axes.figure.tight_layout()
-    axes.figure.savefig(PAGES / f"{name}.png", dpi=120)
+def write(results: Path, gpu: str, out: Path) -> list[Path]:
+    """The page and the plots of the results in a folder; what was written."""
+    from benchmarks import plots, tables  # These need matplotlib.
+
+    found = read(results, gpu)
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = plots.draw(found, out)
+    page = out / "benchmark-tables.md"
+    page.write_text(tables.page(found, drawn), encoding="utf-8")
+    return [page, *(out / f"{name}.png" for name in drawn)]
 
 
 def main() -> None:
-    """Draw all plots."""
-    records = read("training-h200")
-    _, (left, right) = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
-    bars(left, records, lambda r: r.get("tokens_per_s"), "full fine-tuning, tokens/s")
-    bars(right, records, lambda r: r.get("peak_gib"), "peak memory, GiB")
-    save("training", right)
-
-    records = [r for r in read("ops-h200") if "both_of_copy" in r]
-    _, axes = plt.subplots(1, 1, figsize=(9, 9))
-    bars(axes, records, lambda r: r["both_of_copy"], "forward + backward, share of the device copy rate")
-    save("ops", axes)
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--gpu", default="h200", help="whose results, the last part of their files' names")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder they are in")
+    parser.add_argument("--out", type=Path, default=DOCS, help="where pages and plots go")
+    arguments = parser.parse_args()
+    print(*write(arguments.results, arguments.gpu, arguments.out), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,35 +1,36 @@
 """`python -m benchmarks.training [CASE ...] [--out FILE]`: a full fine-tuning step, AdamW in bf16, beside transformers.
 
 Every provider is first checked: with the weights of a model of two layers that transformers saved, its loss and
-gradient must be those of transformers in fp32.
+gradient must be those of transformers in fp32. With `--floor` each case begins with the least time of its step, from
+limits measured here (`benchmarks.floor`); with `--profile` ours ends with its kernels by class.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import ligermodels as lm
-from benchmarks.measure import facts, relative_error
+from benchmarks import measure
+from benchmarks.floor import floor
 from benchmarks.models import CONFIGS
+from benchmarks.peers import PROVIDERS, transformers
+from benchmarks.profile import profile
 from ligermodels.training.fused_adamw import FusedAdamW
 
 ERROR_LIMIT = 0.05
-STEPS = 8
-COLUMNS = ("step_ms", "tokens_per_s", "peak_gib", "error")
+WARM_UP, STEPS = 2, 5
+COLUMNS = ("step_ms", "tokens_per_s", "of_floor", "peak_gib", "error")
 
 
 @dataclass(frozen=True)
@@ -62,52 +63,6 @@ CASES = [
 ]
 
 
-def _ours(config: dict[str, Any], folder: Path | None) -> nn.Module:
-    if folder is not None:
-        return lm.from_pretrained(folder, dtype=torch.bfloat16, device="cuda")
-    return lm.from_config(config, dtype=torch.bfloat16, device="cuda")
-
-
-def _transformers(config: dict[str, Any], folder: Path | None, dtype: torch.dtype = torch.bfloat16) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    # SDPA leaves out Gemma 2's softcap of the scores, which random weights hardly notice; it is what is fastest there.
-    with torch.device("cuda"):
-        if folder is not None:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-        else:
-            made = AutoConfig.for_model(**config)
-            model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
-    model.config.use_cache = False
-    return model.cuda()
-
-
-def _liger(config: dict[str, Any], folder: Path | None) -> nn.Module:
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    model = _transformers(config, folder)
-    _apply_liger_kernel_to_instance(model=model)
-    return model
-
-
-def _compiled(make: Callable[..., nn.Module], **options: Any) -> Callable[[dict[str, Any], Path | None], nn.Module]:
-    def made(config: dict[str, Any], folder: Path | None) -> nn.Module:
-        compiled: Any = torch.compile(make(config, folder), **options)
-        return cast(nn.Module, compiled)
-
-    return made
-
-
-PROVIDERS: dict[str, Callable[[dict[str, Any], Path | None], nn.Module]] = {
-    "ligermodels": _ours,
-    "ligermodels + torch.compile": _compiled(_ours, fullgraph=True),
-    "transformers": _transformers,
-    "transformers + torch.compile": _compiled(_transformers),
-    "transformers + liger": _liger,
-}
-"""Liger comes last: it changes transformers for the whole process."""
-
-
 def _loss_and_gradient(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """The loss, and the gradient of the first layer's input norm."""
     loss = model(input_ids=ids, labels=ids).loss
@@ -117,36 +72,48 @@ def _loss_and_gradient(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | 
     return loss.detach(), found
 
 
-def verify(case: Case, providers: list[str]) -> dict[str, float]:
-    """Each provider's relative error of loss and gradient on two layers, against transformers in fp32."""
-    config = CONFIGS[case.model] | {"num_hidden_layers": 2}
-    ids = torch.randint(config["vocab_size"], (1, 512), device="cuda")
-    errors = {}
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        _transformers(config, None).save_pretrained(folder)
-        truth = _loss_and_gradient(_transformers(config, Path(folder), torch.float32), ids)
-        for provider in providers:
-            found = _loss_and_gradient(PROVIDERS[provider](config, Path(folder)), ids)
-            errors[provider] = max(
-                relative_error(a, b) for a, b in zip(found, truth, strict=True) if a is not None and b is not None
+class Verifier:
+    """Checks a provider of a model by two of its layers, whose weights transformers saves in `folder`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.truths: dict[str, tuple[Tensor, tuple[Tensor, Tensor | None]]] = {}
+        self.errors: dict[tuple[str, str], float] = {}
+
+    def error(self, name: str, provider: str) -> float:
+        """Relative error of the loss and a gradient against transformers in fp32."""
+        if (name, provider) not in self.errors:
+            config, folder = CONFIGS[name] | {"num_hidden_layers": 2}, self.folder / name
+            if name not in self.truths:
+                torch.manual_seed(0)
+                transformers(config, None).save_pretrained(folder)
+                ids = torch.randint(config["vocab_size"], (1, 512), device=measure.DEVICE)
+                self.truths[name] = ids, _loss_and_gradient(transformers(config, folder, torch.float32), ids)
+            ids, truth = self.truths[name]
+            found = _loss_and_gradient(PROVIDERS[provider](config, folder), ids)
+            self.errors[name, provider] = max(
+                measure.relative_error(a, b)
+                for a, b in zip(found, truth, strict=True)
+                if a is not None and b is not None
             )
-    return errors
+            measure.free()
+        return self.errors[name, provider]
 
 
-def measure(case: Case, provider: str) -> dict[str, float]:
-    """Median step time, and most memory allocated, over STEPS steps."""
+def run(case: Case, provider: str, profiled: bool = False) -> dict[str, Any]:
+    """Median step time and most memory allocated over STEPS steps, and the kernels of one more by class."""
     config = CONFIGS[case.model]
     torch.manual_seed(0)
     model = PROVIDERS[provider](config, None).train()
-    ids = torch.randint(config["vocab_size"], (case.batch, case.length), device="cuda")
-    labels = torch.where(torch.rand(ids.shape, device="cuda") < case.ignored, -100, ids)
+    ids = torch.randint(config["vocab_size"], (case.batch, case.length), device=measure.DEVICE)
+    labels = torch.where(torch.rand(ids.shape, device=measure.DEVICE) < case.ignored, -100, ids)
     optimizer: torch.optim.Optimizer
+    handles = []
     if provider.startswith("ligermodels"):
         getattr(model, "_orig_mod", model).recompute = case.recompute
         optimizer = FusedAdamW(model.parameters(), lr=1e-6)
         if case.in_backward:
-            optimizer.step_in_backward()
+            handles = optimizer.step_in_backward()
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
@@ -155,23 +122,46 @@ def measure(case: Case, provider: str) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for _ in range(3):
+    found = timed(step)
+    found["tokens_per_s"] = case.batch * case.length / found["step_ms"] * 1e3
+    if profiled:
+        found["profile_ms"] = profile(step)
+    for handle in handles:  # They would keep the model alive.
+        handle.remove()
+    return found
+
+
+def timed(step: Callable[[], None]) -> dict[str, Any]:
+    """Median time, and most memory allocated."""
+    for _ in range(WARM_UP):
         step()
-    torch.cuda.synchronize()
+    measure.synchronize()
     torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(STEPS):
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        measure.synchronize()
         times.append(time.perf_counter() - start)
-    seconds = sorted(times)[STEPS // 2]
-    tokens = case.batch * case.length
-    return {
-        "step_ms": seconds * 1e3,
-        "tokens_per_s": tokens / seconds,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
+    return {"step_ms": sorted(times)[STEPS // 2] * 1e3, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def record_of(case: Case, provider: str, verifier: Verifier, least: dict[str, float], profiled: bool) -> dict[str, Any]:
+    """What is found of a provider; `failed` says what went wrong."""
+    record: dict[str, Any] = {"case": case.name, "provider": provider, **asdict(case), **least}
+    try:
+        record["error"] = verifier.error(case.model, provider)
+        record["held_before_gib"] = measure.free()
+        if not record["error"] < ERROR_LIMIT:
+            raise ValueError(f"wrong by {record['error']:.2g}")
+        record |= run(case, provider, profiled and provider == "ligermodels")
+        if least:
+            record["of_floor"] = least["floor_ms"] / record["step_ms"]
+    except Exception as failure:  # What a peer cannot do, running out of memory included, is a result.
+        record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
+    with contextlib.suppress(RuntimeError):
+        measure.free()
+    return record
 
 
 def main() -> None:
@@ -181,41 +171,33 @@ def main() -> None:
     parser.add_argument("--providers", nargs="*", default=["ligermodels", "transformers + liger"], choices=PROVIDERS)
     parser.add_argument("--recompute", help="what ours computes again, in place of what the cases say")
     parser.add_argument("--in-backward", action="store_true", help="ours runs the optimizer in the backward pass")
+    parser.add_argument("--floor", action="store_true", help="measure the floor of each case first")
+    parser.add_argument("--profile", action="store_true", help="profile a step of ours")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
-    cases = [c for c in CASES if not arguments.cases or any(part in c.name for part in arguments.cases)]
-    common, console = facts(), Console(width=160)
+    cases = [
+        replace(c, in_backward=arguments.in_backward, recompute=arguments.recompute or c.recompute)
+        for c in CASES
+        if not arguments.cases or any(part in c.name for part in arguments.cases)
+    ]
+    common, records = measure.facts(), []
+    floors: dict[Case, dict[str, float]] = {}
+    for case in cases if arguments.floor else ():
+        floors[case] = floor(CONFIGS[case.model], case.batch, case.length, case.ignored)
+        print(case.name, {name: round(value, 2) for name, value in floors[case].items()}, flush=True)
     table = Table("case", "provider", *COLUMNS)
-    errors: dict[tuple[str, str], float] = {}
-    for provider in (p for p in PROVIDERS if p in arguments.providers):
-        for case in cases:
-            changed = asdict(case) | {"in_backward": arguments.in_backward}
-            changed |= {"recompute": arguments.recompute} if arguments.recompute else {}
-            case = Case(**changed)
-            record: dict[str, Any] = {"case": case.name, "provider": provider, **changed}
-            try:
-                if (case.model, provider) not in errors:
-                    errors[case.model, provider] = verify(case, [provider])[provider]
-                record["error"] = errors[case.model, provider]
-                gc.collect()
-                torch.cuda.empty_cache()
-                if not record["error"] < ERROR_LIMIT:
-                    raise ValueError(f"wrong by {record['error']:.2g}")
-                record |= measure(case, provider)
-            except Exception as failure:  # What a peer cannot do, running out of memory included, is a result.
-                record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
-            cells = [f"{record[c]:.4g}" if c in record else "-" for c in COLUMNS]
-            print(case.name, provider, *cells, record.get("failed", ""), flush=True)
-            table.add_row(case.name, provider, *cells)
-            torch._dynamo.reset()
-            with contextlib.suppress(RuntimeError):
-                gc.collect()
-                torch.cuda.empty_cache()
-            if arguments.out:
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                with arguments.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**record, **common}) + "\n")
-    console.print(table)
+    with tempfile.TemporaryDirectory() as folder:
+        verifier = Verifier(folder)
+        for provider in (p for p in PROVIDERS if p in arguments.providers):
+            for case in cases:
+                record = record_of(case, provider, verifier, floors.get(case, {}), arguments.profile)
+                records.append(record)
+                measure.write(arguments.out, [{**record, **common}])
+                cells = [f"{record[c]:.4g}" if c in record else "-" for c in COLUMNS]
+                print(case.name, provider, *cells, record.get("failed", record.get("profile_ms", "")), flush=True)
+                table.add_row(case.name, provider, *cells)
+    Console(width=160).print(table)
+    measure.end(records)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""`python -m benchmarks.all`: every benchmark, one after another, each in its own process; then the report.
+
+Results are appended to benchmarks/results/NAME-GPU.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import measure, report
+
+COMMANDS = {
+    "ops": ["benchmarks"],
+    "attention": ["benchmarks.attention"],
+    "training": ["benchmarks.training", "--floor", "--profile"],
+    "decoding": ["benchmarks.decoding", "--transformers"],
+    "medusa": ["benchmarks.medusa"],
+    "loading": ["benchmarks.loading", "{folder}"],
+}
+"""Name -> module and arguments; {folder} is a temporary one, or that of --folder."""
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(COMMANDS)} (all)")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint to load is, or is made (16 GB)")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(COMMANDS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(COMMANDS)}")
+    failed = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in arguments.names or COMMANDS:
+            command = [part.format(folder=arguments.folder or temporary) for part in COMMANDS[name]]
+            start = time.perf_counter()
+            done = subprocess.run([sys.executable, "-m", *command, "--out", str(measure.results(name))], check=False)
+            print(f"{name}: {time.perf_counter() - start:.0f} s, exit code {done.returncode}", flush=True)
+            failed += [name] if done.returncode else []
+    print(*report.write(measure.RESULTS, measure.gpu_suffix(), report.DOCS), sep="\n")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The least time of a training step on this very GPU, of limits that are measured here, one after another.
+
+What it counts: the GEMMs of all projections, forward and for both gradients, through cuBLAS; attention by the fastest
+backend; the fewest bytes of norms, rotations, gated activations and the loss, and 14 bytes a parameter for AdamW in
+bf16, at the rate of a large device copy. The embedding, biases and launches are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+import ligermodels as lm
+from benchmarks import attention, measure
+from benchmarks.case import random
+
+ADAMW_BYTES = 14
+"""A parameter: it and two states read and written, its gradient read, all in bf16."""
+
+
+def gemm_ms(rows: int, size: int, width: int) -> float:
+    """Time of x (rows, width) times a weight (size, width) and of both gradients."""
+    x, weight, gradient = random(rows, width), random(size, width) * width**-0.5, random(rows, size)
+    forward = measure.milliseconds(lambda: x @ weight.t())
+    return forward + measure.milliseconds(lambda: gradient @ weight) + measure.milliseconds(lambda: gradient.t() @ x)
+
+
+def attention_ms(case: attention.Case) -> float:
+    """Forward and backward by the fastest backend."""
+    inputs, found = case.inputs(), []
+    for call in attention.providers(case).values():
+        try:
+            found.append(attention.timed(case, call, inputs)["both_ms"])
+        except Exception:  # It cannot serve this case.
+            continue
+    return min(found)
+
+
+def least_bytes(model: lm.CausalLM, tokens: int, targets: int) -> int:
+    """Of norms, each with an addition where there is one, rotations, gated activations and the loss."""
+    config = model.config
+    total = 16 * tokens * config.hidden_size + 4 * targets * config.vocab_size
+    for block in config.blocks:
+        heads = (block.attention.num_heads + block.attention.num_kv_heads) * block.attention.head_dim
+        total += (8 if block.attention.qk_norm is None else 10) * tokens * heads
+        total += 2 * (16 * block.pre_norm + 10 * block.post_norm) * tokens * config.hidden_size
+        total += 16 * tokens * getattr(block.mlp, "size", 0)
+    return total
+
+
+def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> dict[str, float]:
+    """`floor_ms` of a step of a dense model, and its parts."""
+    model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
+    tokens = batch * length
+    targets = int(tokens * (1 - ignored))
+    layers = Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+    gemms = sum(count * gemm_ms(tokens, *shape) for shape, count in layers.items())
+    gemms += gemm_ms(targets, *model.head.weight.shape)
+    cases = Counter(
+        attention.Case(batch, length, a.num_heads, a.num_kv_heads, a.head_dim, a.window, a.softcap)
+        for a in (block.attention for block in model.config.blocks)
+    )
+    rate = measure.copy_rate() / 1e3
+    parts = {
+        "gemms": gemms,
+        "attention": sum(count * attention_ms(case) for case, count in cases.items()),
+        "memory_bound": least_bytes(model, tokens, targets) / rate,
+        "optimizer": ADAMW_BYTES * sum(p.numel() for p in model.parameters()) / rate,
+    }
+    measure.free()
+    return {"floor_ms": sum(parts.values())} | {f"floor_{name}_ms": part for name, part in parts.items()}

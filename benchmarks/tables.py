@@ -1,0 +1,97 @@
+"""docs/benchmark-tables.md: every target with what was measured, then the results of each benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.plots import PLOTS
+from benchmarks.targets import targets
+
+Record = dict[str, Any]
+
+TITLES = {
+    "ops": "Ops",
+    "attention": "Attention",
+    "training": "Training step",
+    "decoding": "Decoding",
+    "medusa": "Medusa stage 1",
+    "loading": "Loading",
+}
+COLUMNS = {
+    "ops": (
+        *("forward_ms", "both_ms", "forward_of_copy", "both_of_copy", "forward_graph_of_copy", "both_graph_of_copy"),
+        *("both_of_copy_at_size", "both_of_limit", "eager_us", "graph_us", "peak_mib", "beyond_gradients_mib", "error"),
+    ),
+    "attention": (
+        *("backend", "forward_ms", "both_ms", "forward_tflops", "backward_tflops", "best_forward", "best_both"),
+        "error",
+    ),
+    "training": (
+        *("step_ms", "tokens_per_s", "peak_gib", "floor_ms", "of_floor", "recompute", "in_backward", "error"),
+        "profile_ms",
+    ),
+    "decoding": ("step_ms", "tokens_per_s", "of_limit", "of_plain"),
+    "medusa": ("step_ms", "tokens_per_s", "peak_gib", "held_gib", "loss"),
+    "loading": ("load_s", "ready_s", "host_peak_bytes", "host_after_bytes"),
+}
+"""Of each benchmark, where any of its records has them."""
+
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "flash-attn-4", "flash-attn")
+
+HEAD = """# Benchmark tables
+
+Written by `python -m benchmarks.report` from the last record of each case and provider in `benchmarks/results/`; what
+the cases are and what the columns count is said by `python -m benchmarks.NAME --help`. [benchmarks.md](benchmarks.md)
+explains what was found.
+"""
+
+
+def cell(value: Any) -> str:
+    """A value as text."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {cell(part)}" for name, part in value.items())
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return {True: "yes", False: "", None: ""}.get(value, str(value))
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """In Markdown."""
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines) + "\n"
+
+
+def _origin(records: list[Record]) -> str:
+    """GPU, versions and commits of records."""
+    found = {
+        key: dict.fromkeys(str(r[key]) for r in records if key in r) for key in ("gpu", *PACKAGES, "commit", "date")
+    }
+    parts = [
+        *found["gpu"],
+        *(f"{key} {' and '.join(values)}" for key, values in found.items() if values and key != "gpu"),
+    ]
+    return "; ".join(parts)
+
+
+def _results(name: str, records: list[Record]) -> str:
+    columns = [c for c in COLUMNS[name] if any(r.get(c) not in (None, "", False) for r in records)]
+    failed = any("failed" in r for r in records)
+    rows = [
+        [r["case"], r["provider"], *(cell(r.get(c)) for c in columns), *([r.get("failed", "")[:80]] if failed else [])]
+        for r in records
+    ]
+    return table(["case", "provider", *columns, *(["failed"] if failed else [])], rows)
+
+
+def page(found: Mapping[str, list[Record]], drawn: list[str]) -> str:
+    """The whole page; `drawn` names the pictures that lie beside it."""
+    rows = [[t.what, f"{t.sign} {t.bound:g}", cell(t.measured), "yes" if t.met else "**no**"] for t in targets(found)]
+    parts = [HEAD, "## Targets\n", table(("what", "target", "measured", "met"), rows)]
+    for name, records in found.items():
+        if records:
+            parts += [f"## {TITLES[name]}\n", f"{_origin(records)}.\n"]
+            parts += [f"![{p}]({p}.png)\n" for p in drawn if PLOTS[p].benchmark == name]
+            parts += [_results(name, records)]
+    return "\n".join(parts)

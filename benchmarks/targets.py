@@ -1,0 +1,146 @@
+"""What this project wants to reach on an H200, and what the results say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """`measured` is to be `sign` (≥ or ≤) `bound`."""
+
+    what: str
+    sign: str
+    bound: float
+    measured: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it is."""
+        return self.measured >= self.bound if self.sign == "≥" else self.measured <= self.bound
+
+
+MEMORY_BOUND = {
+    "rms_norm": (0.92, 0.88),
+    "add_rms_norm": (0.92, 0.88),
+    "swiglu": (0.97, 0.97),
+    "geglu": (0.97, 0.97),
+    "rope": (0.93, 0.93),
+    "qk_norm_rope": (0.90, 0.85),
+}
+"""Op -> share of the copy rate, forward and in both passes, at 16384 tokens."""
+
+AGAINST_LIGER = {
+    "llama-3-8b 1x4096": 1.10,
+    "llama-3-8b 4x4096": 1.04,
+    "llama-3.2-1b 4x4096": 1.06,
+    "llama-3.2-1b 4x4096 50% ignored": 1.20,
+    "gemma-2-2b 2x4096": 1.35,
+    "mistral-7b 2x4096": 1.04,
+    "qwen2.5-7b 2x4096": 1.04,
+    "qwen3-1.7b 4x4096": 1.06,
+}
+"""Case -> tokens/s over those of transformers + Liger."""
+
+LARGE_LOSSES = ("8192x4096x128256", "32768x4096x128256", "16384x2048x128256", "8192x2304x256000")
+
+
+class Results:
+    """Values and ratios of records; None where one is missing."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records = {(r["case"], r["provider"]): r for r in records}
+
+    def value(self, case: str, *keys: str, provider: str = "ligermodels") -> float | None:
+        """The first of `keys` that the record has."""
+        record = self.records.get((case, provider), {})
+        return next((float(record[key]) for key in keys if key in record), None)
+
+    def ratio(self, case: str, key: str, provider: str, of: str | None = None) -> float | None:
+        """Ours over that of a provider, in the same case or in the case `of`; only if both are of one commit."""
+        ours = self.records.get((case, "ligermodels"), {})
+        theirs = self.records.get((of or case, provider), {})
+        if key not in ours or not theirs.get(key) or ours.get("commit") != theirs.get("commit"):
+            return None
+        return float(ours[key]) / float(theirs[key])
+
+
+def targets(found: Mapping[str, list[Record]]) -> list[Target]:
+    """Those that there are results for."""
+    every = [*_ops(Results(found["ops"])), *_attention(found["attention"]), *_training(Results(found["training"]))]
+    every += [*_generation(Results(found["decoding"])), *_loading(found["loading"])]
+    return [Target(what, sign, bound, measured) for what, sign, bound, measured in every if measured is not None]
+
+
+Row = tuple[str, str, float, "float | None"]
+
+
+def _ops(results: Results) -> Iterator[Row]:
+    for case, provider in results.records:
+        op, _, size = case.partition(" ")
+        if provider == "ligermodels" and op in MEMORY_BOUND and size.startswith("16384x"):
+            for pass_, name, bound in zip(
+                ("forward", "both"), ("forward", "both passes"), MEMORY_BOUND[op], strict=True
+            ):
+                yield f"{case}, {name}, of the copy rate", "≥", bound, results.value(case, f"{pass_}_of_copy")
+                graph = results.value(case, f"{pass_}_graph_of_copy")
+                yield f"{case}, {name}, of the copy rate, in a CUDA graph", "≥", bound, graph
+        if provider == "ligermodels" and op == "small":
+            yield f"{case}, from Python, over torch's time", "≤", 2, results.ratio(case, "eager_us", "torch")
+            yield f"{case}, in a CUDA graph, over torch's time", "≤", 1, results.ratio(case, "graph_us", "torch")
+    case = "cross_entropy in place 8192x128256"
+    yield f"{case}, over one read and one write", "≤", 1.15, _inverse(results.value(case, "both_of_copy_at_size"))
+    for shape in LARGE_LOSSES:
+        case = f"linear_cross_entropy {shape}"
+        yield f"{case}, over its GEMMs alone", "≤", 1.05, _inverse(results.value(case, "both_of_limit"))
+        yield f"{case}, MiB beyond the gradients", "≤", 1024, results.value(case, "beyond_gradients_mib")
+    full = f"linear_cross_entropy {LARGE_LOSSES[0]}"
+    for part, bound in (("50% ignored", 0.6), ("frozen head", 0.75), ("frozen hidden", 0.75)):
+        share = results.ratio(f"{full} {part}", "both_ms", "ligermodels", of=full)
+        yield f"{full} {part}, over the full time", "≤", bound, share
+
+
+def _attention(records: list[Record]) -> Iterator[Row]:
+    for record in records:
+        if record["provider"] == "ligermodels":
+            what = f"attention {record['case']}, both, best backend's time over ours"
+            yield what, "≥", 0.97, record.get("best_both")
+
+
+def _training(results: Results) -> Iterator[Row]:
+    for case, bound in AGAINST_LIGER.items():
+        speed = results.ratio(case, "tokens_per_s", "transformers + liger")
+        yield f"{case}, tokens/s over transformers + Liger", "≥", bound, speed
+    case = "llama-3-8b 4x4096"
+    yield f"{case}, memory over its", "≤", 0.88, results.ratio(case, "peak_gib", "transformers + liger")
+    yield "llama-3-8b 5x4096, GB at most", "≤", 141, _times(results.value("llama-3-8b 5x4096", "peak_gib"), 1.0737)
+    case = "gemma-2-2b 2x4096"
+    speed = results.ratio(case, "tokens_per_s", "transformers + torch.compile")
+    yield f"{case}, tokens/s over transformers + torch.compile", "≥", 1.25, speed
+    for case, provider in results.records:
+        if provider == "ligermodels":
+            yield f"{case}, share of the floor", "≥", 0.95, results.value(case, "of_floor")
+
+
+def _generation(results: Results) -> Iterator[Row]:
+    case = "llama-3-8b batch 1"
+    yield f"decoding, {case}, of its GEMMs alone", "≥", 0.85, results.value(case, "of_limit")
+    step = results.value(case, "of_plain", provider="medusa tree step")
+    yield f"decoding, {case}, Medusa's tree step over a plain one", "≤", 1.2, step
+
+
+def _loading(records: list[Record]) -> Iterator[Row]:
+    by_provider = {r["provider"]: r["ready_s"] for r in records if "ready_s" in r}
+    if {"ligermodels", "transformers"} <= by_provider.keys():
+        share = by_provider["transformers"] / by_provider["ligermodels"]
+        yield "loading, transformers' time over ours", "≥", 1, share
+
+
+def _inverse(value: float | None) -> float | None:
+    return 1 / value if value else None
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

@@ -1,0 +1,241 @@
+"""The benchmarks, as far as a CPU goes: what is timed computes the right thing, and results become a report."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import __main__ as ops_benchmark  # noqa: E402
+from benchmarks import attention, floor, losses, measure, ops, peers, profile, report, targets, training  # noqa: E402
+from benchmarks.case import Case, Passes  # noqa: E402
+from benchmarks.models import CONFIGS  # noqa: E402
+
+TINY: dict[str, Callable[[], list[Case]]] = {
+    "rms_norm": lambda: [ops.rms_norm(7, 48)],
+    "add_rms_norm": lambda: [ops.add_rms_norm(7, 48)],
+    "swiglu": lambda: [ops.glu("swiglu", 5, 24)],
+    "geglu": lambda: [ops.glu("geglu", 5, 24)],
+    "rope": lambda: [ops.rope(6, 4, 2, 16)],
+    "qk_norm_rope": lambda: [ops.qk_norm_rope(6, 4, 2, 16)],
+    "small": lambda: ops.small(3, 512),
+    "cross_entropy": lambda: [losses.cross_entropy(9, 33), losses.cross_entropy_in_place(9, 33)],
+    "linear_cross_entropy": lambda: [
+        losses.linear_cross_entropy(16, 32, 40),
+        losses.linear_cross_entropy(16, 32, 40, ignored=0.5),
+        losses.linear_cross_entropy(16, 32, 40, frozen="head"),
+        losses.linear_cross_entropy(16, 32, 40, frozen="hidden"),
+    ],
+}
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 16, "vocab_size": 128, "num_hidden_layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain clock in place of the device's events and graphs."""
+
+    def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    monkeypatch.setattr(measure, "DEVICE", "cpu")
+    monkeypatch.setattr(measure, "milliseconds", milliseconds)
+    monkeypatch.setattr(measure, "graphed", lambda call, times=1: lambda: [call() for _ in range(times)])
+    monkeypatch.setattr(measure, "eager_microseconds", lambda call: 1e3 * milliseconds(call))
+    monkeypatch.setattr(measure, "peak_mib", lambda call: float(len(call())))
+    monkeypatch.setattr(measure, "copy_rate", lambda: 1e10)
+    monkeypatch.setattr(measure, "free", lambda: 0.0)
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+
+
+@pytest.mark.parametrize("op", ops.CASES)
+def test_ops_agree_with_torch(op: str) -> None:
+    """Outputs and gradients of ours in bf16 against torch in fp32, and every time that a case is to have."""
+    for case in TINY[op]():
+        records = {r["provider"]: r for r in ops_benchmark.measured(case, ["ligermodels", "torch"], 1e10)}
+        assert records.keys() == {"ligermodels", "torch"} | ({"limit"} if case.limit else set())
+        for provider in ("ligermodels", "torch"):
+            record = records[provider]
+            assert "failed" not in record, record
+            assert record["error"] < 0.01
+            if case.small:
+                wanted = {"eager_us", "graph_us"}
+            else:
+                wanted = {"forward_ms", "both_ms", "peak_mib"} | ({"both_of_limit"} if case.limit else set())
+                wanted |= {"both_of_copy", "both_of_copy_at_size"} if case.bytes else set()
+                wanted |= {"both_graph_of_copy_at_size"} if case.bytes and not case.overwritten else set()
+            assert wanted <= record.keys()
+        json.dumps(records)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "frozen", "count"), [(0.0, None, 3), (0.5, None, 3), (0.0, "head", 2), (0.0, "hidden", 2)]
+)
+def test_the_limit_of_a_loss_is_its_gemms(ignored: float, frozen: str | None, count: int) -> None:
+    """As many as there are gradients, and the logits; of rows with a target."""
+    case = losses.linear_cross_entropy(16, 32, 40, ignored, frozen)
+    assert case.limit is not None
+    inputs = case.inputs()
+    with FlopCounterMode(display=False) as counter:
+        case.limit[1](*inputs)
+    assert counter.get_total_flops() == count * 2 * int((inputs[2] >= 0).sum()) * 32 * 40
+    trained = Passes(case, case.providers["ligermodels"], inputs).trained
+    assert [tuple(x.shape) for x in trained] == [
+        shape for name, shape in (("hidden", (16, 32)), ("head", (40, 32))) if name != frozen
+    ]
+
+
+def test_a_wrong_op_gets_no_time() -> None:
+    (case,) = TINY["rms_norm"]()
+    case.providers["ligermodels"] = lambda x, w: 1.1 * case.providers["torch"](x, w)
+    ours, _ = ops_benchmark.measured(case, ["ligermodels", "torch"], 1e10)
+    assert "wrong by 0.1" in ours["failed"]
+    assert "both_ms" not in ours
+    with pytest.raises(SystemExit, match="wrong by"):
+        measure.end([ours])
+
+
+def test_inputs_that_a_call_overwrites_are_written_anew() -> None:
+    case = losses.cross_entropy_in_place(9, 33)
+    right = case.providers["torch"]
+
+    def destructive(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = right(x.clone(), y)
+        x.detach().zero_()
+        return loss
+
+    case.providers["ligermodels"] = destructive
+    assert all("failed" not in record for record in ops_benchmark.measured(case, ["ligermodels", "torch"], 1e10))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 8}, {"softcap": 50.0, "window": 8}, {"documents": (20, 1, 19)}],
+    ids=["causal", "window", "softcap", "packed"],
+)
+def test_attention_agrees_with_the_reference(options: dict[str, Any]) -> None:
+    case = attention.Case(1, 40, 4, 2, 16, **options)
+    records = {r["provider"]: r for r in attention.measured(case, ["ligermodels", "sdpa flash"])}
+    assert ("sdpa flash" in records) == (not {"window", "softcap"} & options.keys())
+    for record in records.values():
+        assert "failed" not in record, record
+        assert record["error"] < 0.01
+    assert ("best_both" in records["ligermodels"]) == ("sdpa flash" in records)
+
+    # And the reference with the definition, of one head: who sees whom, and how scores are capped.
+    q, k, v, seed = case.inputs()
+    query, key = torch.arange(40)[:, None], torch.arange(40)
+    seen = (key <= query) & (key > query - options.get("window", 40))
+    if "documents" in options:
+        document = torch.repeat_interleave(torch.arange(3), torch.tensor(options["documents"]))
+        seen &= document[:, None] == document
+    scores = q[0, :, 0].float() @ k[0, :, 0].float().T / 4
+    scores = 50 * torch.tanh(scores / 50) if "softcap" in options else scores
+    out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[0, :, 0].float()
+    assert measure.relative_error(attention.truth(case, (q, k, v, seed))[0][0, :, 0], out) < 1e-5
+
+
+def test_attention_counts_pairs_that_see_each_other() -> None:
+    assert attention.Case(2, 5, 3, 1, 16).pairs == 2 * 3 * 15
+    assert attention.Case(2, 5, 3, 1, 16, window=2).pairs == 2 * 3 * 9
+    assert attention.Case(1, 5, 3, 1, 16, documents=(3, 2)).pairs == 3 * (6 + 3)
+    names = [case.name for case in attention.cases()]
+    assert len(set(names)) == len(names) == 25
+
+
+def test_a_floor_counts_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3.2-1B at 4 x 4096 by the rates of one H200: some 70 thousand tokens a second."""
+    monkeypatch.setattr(floor, "gemm_ms", lambda rows, size, width: 6 * rows * size * width / 675e9)
+    monkeypatch.setattr(floor, "attention_ms", lambda case: 4e-9 * case.pairs * 64 * (1 / 496 + 2.5 / 481))
+    monkeypatch.setattr(measure, "copy_rate", lambda: 4.28e12)
+    found = floor.floor(CONFIGS["llama-3.2-1b"], 4, 4096, 0.0)
+    assert 4 * 4096 / found["floor_ms"] * 1e3 == pytest.approx(70e3, rel=0.03)
+    assert found["floor_optimizer_ms"] == pytest.approx(1.2358e9 * 14 / 4.28e9, rel=0.01)
+    half = floor.floor(CONFIGS["llama-3.2-1b"], 4, 4096, 0.5)
+    head = 6 * 8192 * 128256 * 2048 / 675e9 + 4 * 8192 * 128256 / 4.28e9
+    assert found["floor_ms"] - half["floor_ms"] == pytest.approx(head, rel=0.01)
+
+
+def test_training_steps_of_ours_and_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "llama-3-8b", CONFIGS["llama-3-8b"] | SIZES)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    case = training.Case("llama-3-8b", 2, 24, ignored=0.5, recompute="activations", in_backward=True)
+    verifier = training.Verifier(tmp_path)
+    for provider in ("ligermodels", "transformers"):
+        record = training.record_of(case, provider, verifier, {"floor_ms": 1.0}, profiled=False)
+        assert "failed" not in record, record
+        assert record["of_floor"] == pytest.approx(1 / record["step_ms"])
+    wrong = peers.PROVIDERS["ligermodels"](CONFIGS["llama-3-8b"], None)
+    monkeypatch.setitem(training.PROVIDERS, "transformers + liger", lambda config, folder: wrong)
+    record = training.record_of(case, "transformers + liger", verifier, {}, profiled=False)
+    assert "wrong by" in record["failed"]
+
+
+def test_a_profile_counts_every_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(name: str, device: DeviceType, time: float = 0, annotation: bool = False) -> Any:
+        span = SimpleNamespace(elapsed_us=lambda: time)
+        return SimpleNamespace(name=name, device_type=device, is_user_annotation=annotation, time_range=span)
+
+    events = [
+        event("aten::mm", DeviceType.CPU, 10),
+        event("nvjet", DeviceType.CUDA, 5000),
+        event("_glu_forward_kernel", DeviceType.CUDA, 300),
+        event("_rms_norm_forward_kernel", DeviceType.CUDA, 200),
+        event("kernel_cutlass_kernel_flash_attncuteflash_fwd", DeviceType.CUDA, 900),
+        event("_adamw_step_kernel", DeviceType.CUDA, 70),
+        event("Optimizer.step#FusedAdamW.step", DeviceType.CUDA, 80, annotation=True),
+        event("Memset", DeviceType.CUDA, 1),
+    ]
+
+    class Profile:
+        def __init__(self, **options: Any) -> None: ...
+
+        def __enter__(self) -> "Profile":
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def events(self) -> list[Any]:
+            return events
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    wanted = {"gemm": 5, "attention": 0.9, "activation": 0.3, "norm": 0.2, "optimizer": 0.07, "other": 0.001}
+    assert profile.profile(lambda: None) == pytest.approx(wanted)
+
+
+def test_the_report_of_the_stored_results(tmp_path: Path) -> None:
+    written = report.write(measure.RESULTS, "h200", tmp_path)
+    assert all(path.stat().st_size > 500 for path in written)
+    page = written[0].read_text(encoding="utf-8")
+    assert "| llama-3-8b 4x4096 | ligermodels |" in page
+    for picture in (path.name for path in written[1:]):
+        assert f"({picture})" in page
+
+
+def test_a_report_takes_the_last_record_and_misses_no_field(tmp_path: Path) -> None:
+    """Of old and new records alike, and of files that are not there."""
+    ours, theirs = ({"case": "small rms_norm 1x4096", "provider": p, "commit": "b"} for p in ("ligermodels", "torch"))
+    old = ours | {"eager_us": 90.0, "commit": "a"}
+    measure.write(tmp_path / "in" / "ops-h200.jsonl", [old, ours | {"eager_us": 30.0}, theirs | {"eager_us": 20.0}])
+    (target,) = targets.targets(report.read(tmp_path / "in", "h200"))
+    assert (target.measured, target.met) == (1.5, True)
+    measure.write(tmp_path / "in" / "ops-h200.jsonl", [old])
+    assert targets.targets(report.read(tmp_path / "in", "h200")) == []  # Ratios are of one commit.
+    names = [path.name for path in report.write(tmp_path / "in", "h200", tmp_path / "out")]
+    assert names == ["benchmark-tables.md", "small.png"]
+    assert report.write(tmp_path / "nothing", "h200", tmp_path / "empty") == [tmp_path / "empty" / names[0]]
