@@ -21,19 +21,20 @@ ADAMW_BYTES = 14
 """A parameter: it and two states read and written, its gradient read, all in bf16."""
 
 
-def gemm_ms(rows: int, size: int, width: int) -> float:
-    """Time of x (rows, width) times a weight (size, width) and of both gradients."""
+def gemm_ms(rows: int, size: int, width: int, gradients: str = "input weight") -> float:
+    """Time of x (rows, width) times a weight (size, width), and of the gradients named."""
     x, weight, gradient = random(rows, width), random(size, width) * width**-0.5, random(rows, size)
-    forward = measure.milliseconds(lambda: x @ weight.t())
-    return forward + measure.milliseconds(lambda: gradient @ weight) + measure.milliseconds(lambda: gradient.t() @ x)
+    time = measure.milliseconds(lambda: x @ weight.t())
+    time += measure.milliseconds(lambda: gradient @ weight) if "input" in gradients else 0.0
+    return time + (measure.milliseconds(lambda: gradient.t() @ x) if "weight" in gradients else 0.0)
 
 
-def attention_ms(case: attention.Case) -> float:
-    """Forward and backward by the fastest backend."""
+def attention_ms(case: attention.Case, which: str = "both_ms") -> float:
+    """Forward and backward by the fastest backend, or only "forward_ms"."""
     inputs, found = case.inputs(), []
     for call in attention.providers(case).values():
         try:
-            found.append(attention.timed(case, call, inputs)["both_ms"])
+            found.append(attention.timed(case, call, inputs)[which])
         except Exception:  # It cannot serve this case.
             continue
     return min(found)
@@ -56,13 +57,9 @@ def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> di
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     tokens = batch * length
     targets = int(tokens * (1 - ignored))
-    layers = Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
-    gemms = sum(count * gemm_ms(tokens, *shape) for shape, count in layers.items())
+    gemms = sum(count * gemm_ms(tokens, size, width) for (size, width), count in _projections(model).items())
     gemms += gemm_ms(targets, *model.head.weight.shape)
-    cases = Counter(
-        attention.Case(batch, length, a.num_heads, a.num_kv_heads, a.head_dim, a.window, a.softcap)
-        for a in (block.attention for block in model.config.blocks)
-    )
+    cases = _attentions(model, batch, length)
     rate = measure.copy_rate() / 1e3
     parts = {
         "gemms": gemms,
@@ -72,3 +69,38 @@ def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> di
     }
     measure.free()
     return {"floor_ms": sum(parts.values())} | {f"floor_{name}_ms": part for name, part in parts.items()}
+
+
+def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int, ignored: float) -> dict[str, float]:
+    """`floor_ms` of a step of Medusa stage 1: the backbone's forward pass, and heads of one ResBlock and an lm_head of
+    their own with the gradients that these need."""
+    model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
+    (vocab, hidden), tokens = model.head.weight.shape, batch * length
+    targets = int(tokens * (1 - ignored))
+    gemms = sum(count * gemm_ms(tokens, size, width, "") for (size, width), count in _projections(model).items())
+    gemms += num_heads * (gemm_ms(targets, vocab, hidden) + gemm_ms(targets, hidden, hidden, "weight"))
+    attentions = _attentions(model, batch, length).items()
+    moved = 4 * num_heads * targets * vocab
+    for block in model.config.blocks:
+        heads = block.attention.num_heads + block.attention.num_kv_heads
+        moved += tokens * (16 * hidden + 4 * heads * block.attention.head_dim + 6 * getattr(block.mlp, "size", 0))
+    rate = measure.copy_rate() / 1e3
+    parts = {
+        "gemms": gemms,
+        "attention": sum(count * attention_ms(case, "forward_ms") for case, count in attentions),
+        "memory_bound": moved / rate,
+        "optimizer": ADAMW_BYTES * num_heads * (vocab + hidden + 1) * hidden / rate,
+    }
+    measure.free()
+    return {"floor_ms": sum(parts.values())} | {f"floor_{name}_ms": part for name, part in parts.items()}
+
+
+def _projections(model: lm.CausalLM) -> Counter[tuple[int, int]]:
+    return Counter((m.out_features, m.in_features) for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def _attentions(model: lm.CausalLM, batch: int, length: int) -> Counter[attention.Case]:
+    return Counter(
+        attention.Case(batch, length, a.num_heads, a.num_kv_heads, a.head_dim, a.window, a.softcap)
+        for a in (block.attention for block in model.config.blocks)
+    )

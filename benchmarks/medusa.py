@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import ligermodels as lm
 from benchmarks import measure
+from benchmarks.floor import medusa_floor
 from benchmarks.models import CONFIGS
 from benchmarks.peers import PROVIDERS
 from ligermodels.layers import shift_labels
@@ -67,8 +68,12 @@ def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callabl
     if provider.startswith("ligermodels"):
         base = lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE)
         medusa = lm.MedusaModel.from_base(base, num_heads, lm_head="shared" if "shared" in provider else "own")
-        optimizer = FusedAdamW(medusa.head_parameters(), lr=1e-5)
-        return lambda ids, labels: medusa(ids, labels=labels).loss, optimizer
+        joint = "stage 2" in provider
+        if joint:
+            base.requires_grad_()
+            base.recompute = "activations"
+        optimizer = FusedAdamW(medusa.parameters() if joint else medusa.head_parameters(), lr=1e-5)
+        return lambda ids, labels: medusa(ids, labels=labels, base_loss=joint).loss, optimizer
     model = PROVIDERS["transformers + liger" if provider == "liger" else "transformers"](config, None)
     heads = TorchHeads(model, num_heads, _liger_loss if provider == "liger" else _eager_loss)
     trained = [p for p in heads.parameters() if p.requires_grad]
@@ -117,11 +122,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--ignored", type=float, nargs="*", default=[0.0, 0.5])
     parser.add_argument("--providers", nargs="*", default=["ligermodels", "ligermodels shared", "torch", "liger"])
+    parser.add_argument("--floor", action="store_true", help="measure the floor of stage 1 first")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     config = CONFIGS[arguments.model]
     name = f"{arguments.model} {arguments.heads} heads {arguments.batch}x{arguments.length}"
     common, records = measure.facts(), []
+    floors = {
+        ignored: medusa_floor(config, arguments.heads, arguments.batch, arguments.length, ignored)
+        for ignored in (arguments.ignored if arguments.floor else ())
+    }
+    print(floors, flush=True)
     for provider in arguments.providers:
         torch.manual_seed(0)
         loss_of = optimizer = None
@@ -129,10 +140,13 @@ def main() -> None:
         for ignored in arguments.ignored:
             labels = torch.where(torch.rand(ids.shape, device=measure.DEVICE) < ignored, -100, ids)
             record: dict[str, Any] = {"case": f"{name} {ignored:.0%} ignored", "provider": provider}
+            record |= floors.get(ignored, {}) if provider in ("ligermodels", "torch", "liger") else {}
             try:
                 if loss_of is None or optimizer is None:
                     loss_of, optimizer = make(provider, config, arguments.heads)
                 record |= timed(loss_of, optimizer, ids, labels)
+                if "floor_ms" in record:
+                    record["of_floor"] = record["floor_ms"] / record["step_ms"]
             except Exception as failure:  # What a peer cannot do is a result.
                 record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
             records.append(record)

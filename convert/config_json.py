@@ -56,6 +56,25 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
+def are_token_ids(found: Any, *, several: bool) -> bool:
+    """Whether it is a token's id, or with `several` a list of them, or null.
+
+    Whether the vocabulary has them is not asked: ids beyond it, and negative ones that mean none, occur.
+    """
+    ids = found if several and isinstance(found, list) else [] if found is None else [found]
+    return all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**31 for token in ids)
+
+
+def check_generation(config: Mapping[str, Any]) -> None:
+    """ConfigError unless the token ids of a generation_config.json are ids, as far as they are there."""
+    for name, several in (("eos_token_id", True), ("pad_token_id", False)):
+        if not are_token_ids(config.get(name), several=several):
+            raise ConfigError(
+                f"generation_config.json: field {name!r} must be a token's id{' or a list of them' * several}, got "
+                f"{short(config[name])}; correct it, or remove it to have that of config.json"
+            )
+
+
 LAYER_THETAS = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
 """Where the v4 schema keeps the base of each layer type. Its `rope_scaling` is that of full attention alone."""
 

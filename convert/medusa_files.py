@@ -23,6 +23,8 @@ from ligermodels.convert.weight_map import LazyTensor, Reader, WeightMap
 from ligermodels.errors import CheckpointError
 
 CONFIG = "config.json"
+SUPERFLUOUS = "medusa_heads."
+"""Some conversions leave it in names; vLLM takes it out, and so is done here."""
 ONE_FILE = 2**63 - 1
 """Loaders of heads look for one file."""
 
@@ -67,6 +69,27 @@ class TorchFile:
         """Fill `buffer` with the bytes of tensor `name` from its byte `start` on."""
         stored = self._tensors[name].contiguous().view(-1).view(torch.uint8)[start : start + len(buffer)]
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(stored)
+
+
+class Stripped:
+    """The tensors of `reader` without SUPERFLUOUS in their names, as a `weight_map.Reader`."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._stored = {name.replace(SUPERFLUOUS, ""): name for name in reader.headers}
+        self.headers = {name: reader.headers[stored] for name, stored in self._stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        """As the reader's."""
+        return self._reader.read(self._stored[name])
+
+    def read_together(self, names: Sequence[str]) -> Tensor | None:
+        """As the reader's."""
+        return self._reader.read_together([self._stored[name] for name in names])
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """As the reader's."""
+        self._reader.read_into(self._stored[name], start, buffer)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -179,7 +202,8 @@ def open_heads(folder: Path) -> Iterator[Heads]:
     for file in dict.fromkeys(profile.file for profile in PROFILES.values()):
         if not ((folder / file).is_file() or (file == SINGLE and (folder / INDEX).is_file())):
             continue
-        with _opened(folder, file) as reader:
+        with _opened(folder, file) as stored:
+            reader = Stripped(stored) if any(SUPERFLUOUS in name for name in stored.headers) else stored
             names = list(reader.headers)
             distances = {
                 name: distance

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ligermodels.convert.config_json import for_export
+from ligermodels.convert.config_json import check_generation, for_export
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import LazyTensor, WeightMap
@@ -66,7 +66,9 @@ class Origin:
     """`hf_config` as found; `weight_map` between native and Hugging Face names; `generation_config`, if there is one;
     `default_theta`, the rotary base of a config that names none (or that of each layer type); `files` (name -> path)
     that travel along, such as the tokenizer's; `synonyms` of the config's fields, as `for_export` takes them; `whole`,
-    the checkpoint that the model was loaded from, if it was."""
+    the checkpoint that the model was loaded from, if it was.
+
+    Raises ConfigError when a token's id in `generation_config` is none."""
 
     hf_config: dict[str, Any]
     weight_map: WeightMap
@@ -75,6 +77,9 @@ class Origin:
     files: Mapping[str, Path] = field(default_factory=dict)
     synonyms: Mapping[str, str] = field(default_factory=dict)
     whole: Whole | None = None
+
+    def __post_init__(self) -> None:
+        check_generation(self.generation_config or {})
 
     def save(
         self,

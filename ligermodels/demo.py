@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sysconfig
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,19 @@ from safetensors.torch import load_file
 import ligermodels as lm
 from ligermodels.console import Update, progress, say, show_table
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError
-from ligermodels.generation import grow
+from ligermodels.generation import expected_tokens, grow
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training import (
+    Joint,
     Rows,
     StepMetrics,
     adamw,
     batches,
     encode,
     evaluate,
+    evaluate_drift,
     evaluate_heads,
+    evaluate_own_text,
     hold_out,
     pack,
     race,
@@ -37,21 +42,24 @@ from ligermodels.training import (
     train,
     warmup_cosine,
 )
+from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
 END = "<|endoftext|>"
-STAGES = 6
+STAGES = 7
 TOP_K = (1, 5)
 RESULTS = "demo.json"
 """Marks a folder as a demo's, which the next demo may replace; holds the results in the end."""
 WRITTEN = {
     "model": "the model: a Hugging Face checkpoint",
     "exported": "the same, loaded and written again",
-    "medusa": "the heads, as vLLM loads them",
+    "medusa": "the heads of stage 1, as vLLM loads them",
+    "joint": "the model and the heads of stage 2, in one checkpoint",
     RESULTS: "these results",
 }
 NEXT = """
 Next, with what is there now:
   ligermodels generate {out}/model --medusa {out}/medusa --prompt "def main("
+  ligermodels generate {out}/joint --medusa {out}/joint --prompt "def main("
   ligermodels verify {out}/model
 With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
   ligermodels medusa train meta-llama/Llama-3.2-1B --data texts.jsonl --out heads
@@ -60,7 +68,7 @@ With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Sizes of the demo. Those given need two to three minutes."""
+    """Sizes of the demo. Those given need about three minutes."""
 
     seed: int = 0
     corpus_bytes: int = 8_000_000
@@ -77,12 +85,19 @@ class DemoSettings:
     heads: int = 4
     head_steps: int = 500
     head_learning_rate: float = 3e-3
+    joint_steps: int = 150
+    joint_learning_rate: float = 1e-3
+    """Of the model; the heads learn four times as fast."""
+    joint_lambda0: float = 0.2
+    """What the heads' loss counts beside KL(untouched model || model)."""
     tree_nodes: int = 24
     prompts: int = 8
     prompt_tokens: int = 48
     new_tokens: int = 128
     tokens_per_step: float = 1.5
     """Below this the demo fails."""
+    is_trained: bool = True
+    """Whether these sizes let the heads learn enough to be held to it."""
 
 
 def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSettings | None = None) -> dict[str, Any]:
@@ -90,12 +105,15 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
 
     Args:
         output: folder for what is made: `model` (a Hugging Face checkpoint), `exported` (the same, loaded and written
-            again), `medusa` (the heads, in vLLM's format) and demo.json. The folder of an earlier demo is replaced.
+            again), `medusa` (the heads, in vLLM's format), `joint` (model and heads of stage 2) and demo.json. The
+            folder of an earlier demo is replaced.
         settings: sizes, and the seed that decides every random choice.
 
     Returns the results, as in demo.json.
     Raises CheckpointError when `output` holds something else, and LigerModelsError when a check fails: the tokens with
-    Medusa are not those without, too few of them a step, or the exported checkpoint is not the loaded one.
+    Medusa are not those without, too few of them a step or not as many as predicted, the exported checkpoint is not the
+    loaded one, accuracies do not fall from head to head or are near those of the most frequent tokens, or stage 2 does
+    not better them, or makes the model more than a hundredth worse.
     """
     folder, settings = Path(output), settings or DemoSettings()
     _claim(folder)
@@ -160,28 +178,70 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
         )
         scores = evaluate_heads(medusa, batches(held_rows, s.rows_per_batch, epochs=1))
 
-    with _stage("decoding", "text, with the heads and without", seconds) as update:
-        tree = grow(scores.hits, s.tree_nodes)
-        thirds = [document[len(document) // 3 :][: s.prompt_tokens] for document in held_documents]
-        decoded = race(medusa, thirds[: s.prompts], tree=tree, max_new_tokens=s.new_tokens, progress=update)
+    with _stage("joint", "stage 2: the model and the heads, trained together", seconds) as update:
+        joint = copy.deepcopy(medusa)
+        together = Joint(joint, model)
+        rates = [(joint.base.parameters(), s.joint_learning_rate), (joint.head_parameters(), 4 * s.joint_learning_rate)]
+        two_rates = optimizer_named("adamw", parameter_groups(rates, 0.0), betas=(0.9, 0.95))
+        schedule = warmup_cosine(two_rates, s.joint_steps, warmup=s.joint_steps // 10)
+        train(
+            together,
+            batches(rows, s.rows_per_batch, seed=s.seed + 2),
+            steps=s.joint_steps,
+            optimizer=two_rates,
+            schedule=schedule,
+            on_step=_reported(update),
+            report_every=max(1, s.joint_steps // 20),
+            loss_options=lambda step: {"heads_scale": s.joint_lambda0},
+        )
+        joint_scores = evaluate_heads(joint, batches(held_rows, s.rows_per_batch, epochs=1))
+        drift = evaluate_drift(joint.base, model, batches(held_rows, s.rows_per_batch, epochs=1))
+
+    with _stage("decoding", "text, with the heads of stage 1 and without", seconds) as update:
+        thirds = [document[len(document) // 3 :][: s.prompt_tokens] for document in held_documents][: s.prompts]
+        own = evaluate_own_text(medusa, thirds, max_new_tokens=s.new_tokens)
+        tree = grow(own.scores.hits, s.tree_nodes)
+        decoded = race(medusa, thirds, tree=tree, max_new_tokens=s.new_tokens, progress=update)
+        predicted = own.tokens_per_step(tree)
 
     with _stage("export", "exports, for Hugging Face and for vLLM", seconds):
         medusa.base.save_pretrained(folder / "exported", overwrite=True)
         medusa.export(folder / "medusa", profile="vllm", overwrite=True)
+        joint.export(folder / "joint", profile="full-hf", overwrite=True)
         written, again = (load_file(folder / name / "model.safetensors") for name in ("model", "exported"))
 
+    accuracy, baseline = scores.accuracy(1).tolist(), frequency_baseline(rows, held_rows, 1)
+    learned = {
+        "accuracy falls from head to head": all(a > b for a, b in pairwise(accuracy)),
+        "head 0 is right three times as often as the most frequent token, the others half as often again": (
+            accuracy[0] > 3 * baseline and min(accuracy) > 1.5 * baseline
+        ),
+        "stage 2 betters head 0": float(joint_scores.accuracy(1)[0]) > accuracy[0],
+        "stage 2 costs the model no more than 1 % of its perplexity": drift.perplexity_change <= 0.01,
+    }
     return {
         "settings": asdict(s),
         "seconds": seconds,
         "loss": loss,
         "accuracy": {f"top-{k}": scores.accuracy(k).tolist() for k in TOP_K},
         "baseline": {f"top-{k}": frequency_baseline(rows, held_rows, k) for k in TOP_K},
-        "decoding": asdict(decoded),
+        "joint": {
+            **{f"top-{k}": joint_scores.accuracy(k).tolist() for k in TOP_K},
+            "perplexity_change": drift.perplexity_change,
+            "kl": drift.kl,
+        },
+        "decoding": {
+            **asdict(decoded),
+            "predicted_tokens_per_step": predicted,
+            "expected_tokens_per_step": expected_tokens(tree, own.scores.hits),
+        },
         "checks": {
             "decoding with the heads gives the same tokens": decoded.same == decoded.prompts,
             f"it gives more than {s.tokens_per_step} tokens a step": decoded.tokens_per_step > s.tokens_per_step,
+            "these are within 5 % of what was predicted": abs(decoded.tokens_per_step / predicted - 1) <= 0.05,
             "the exported checkpoint is the one loaded, to the bit": written.keys() == again.keys()
             and all(torch.equal(tensor, again[name]) for name, tensor in written.items()),
+            **(learned if s.is_trained else {}),
         },
     }
 
@@ -291,16 +351,29 @@ def _reported(update: Update) -> Callable[[StepMetrics], None]:
 def _show(folder: Path, s: DemoSettings, results: dict[str, Any]) -> None:
     decoding, seconds = results["decoding"], results["seconds"]
     plain, medusa = (decoding["tokens"] / decoding[f"{name}_seconds"] for name in ("plain", "medusa"))
-    accuracy, baseline = results["accuracy"], results["baseline"]
-    columns = {k: [f"{value:.1%}" for value in (*accuracy[k], baseline[k])] for k in accuracy}
-    guessers = [*(f"{i}, of t+{i + 2}" for i in range(s.heads)), "the most frequent tokens"]
-    show_table(["Medusa head", *columns], zip(guessers, *columns.values(), strict=True), numbers=[1, 2])
+    accuracy, baseline, joint = results["accuracy"], results["baseline"], results["joint"]
+    shares = [
+        [*(stage[k][i] for k in accuracy for stage in (accuracy, joint)), *(baseline[k] for k in accuracy)]
+        for i in range(s.heads)
+    ]
+    rows = [(f"{i}, of t+{i + 2}", *(f"{share:.1%}" for share in each)) for i, each in enumerate(shares)]
+    names = ("top-{}", "stage 2: top-{}")
+    columns = [name.format(k) for k in TOP_K for name in names] + [f"most frequent: top-{k}" for k in TOP_K]
+    show_table(["Medusa head", *columns], rows, numbers=range(1, len(columns) + 1))
     checks = results["checks"].items()
     show_table(
         ["result", ""],
         [
             ("loss on held-out text", f"{results['loss']:.3f} (perplexity {exp(results['loss']):.1f})"),
-            ("tokens a step with Medusa", f"{decoding['tokens_per_step']:.2f} (without: 1)"),
+            (
+                "stage 2: the model's perplexity, and KL to what it was",
+                f"{joint['perplexity_change']:+.2%}, {joint['kl']:.4f} nats a token",
+            ),
+            (
+                "tokens a step with Medusa",
+                f"{decoding['tokens_per_step']:.2f} (predicted: {decoding['predicted_tokens_per_step']:.2f}, if heads "
+                f"err independently: {decoding['expected_tokens_per_step']:.2f}, without: 1)",
+            ),
             ("tokens a second", f"{medusa:.0f} with Medusa, {plain:.0f} without"),
             *((check, "yes" if passed else "NO") for check, passed in checks),
             *((f"seconds: {name}", f"{taken:.1f}") for name, taken in seconds.items()),

@@ -1,6 +1,7 @@
 """Every kind of bad input has its own clear error, at the level of the public API, and leaves nothing behind."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,8 @@ def model(checkpoint: Path) -> lm.CausalLM:
     return lm.from_pretrained(checkpoint)
 
 
-def edit(folder: Path, **fields: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+def edit(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,30 @@ def edit(folder: Path, **fields: Any) -> None:
     ],
 )
 def test_bad_config_fields_are_named(folder: Path, fields: dict[str, Any], message: str) -> None:
-    edit(folder, **fields)
+    edit(folder / "config.json", **fields)
     with pytest.raises(ConfigError, match=message):
+        lm.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True, 2**31, {"id": 2}, [2, None], [[2]]])
+@pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id"])
+def test_bad_token_ids_for_generation_are_named(folder: Path, field: str, value: Any) -> None:
+    edit(folder / "generation_config.json", **{field: value})
+    wanted = rf"generation_config\.json: field '{field}' must be a token's id.* got {re.escape(repr(value))}; correct"
+    with pytest.raises(ConfigError, match=wanted):
+        lm.from_pretrained(folder)
+
+
+def test_token_ids_for_generation(folder: Path) -> None:
+    """Those that are usable; ids beyond the vocabulary, and negative ones for none, stand in published checkpoints."""
+    file = folder / "generation_config.json"
+    for eos, pad in ((2, 0), ([2, 7], 200), (None, -1), ([], None)):
+        edit(file, eos_token_id=eos, pad_token_id=pad)
+        assert lm.from_pretrained(folder).generation_defaults() == {"eos_token_ids": eos, "pad_token_id": pad}
+    file.write_text("{}")
+    assert lm.from_pretrained(folder).generation_defaults() == {"eos_token_ids": 2, "pad_token_id": 0}
+    edit(file, pad_token_id=[0])
+    with pytest.raises(ConfigError, match=r"'pad_token_id' must be a token's id, got \[0\]"):
         lm.from_pretrained(folder)
 
 

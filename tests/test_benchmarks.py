@@ -170,6 +170,14 @@ def test_a_floor_counts_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     head = 6 * 8192 * 128256 * 2048 / 675e9 + 4 * 8192 * 128256 / 4.28e9
     assert found["floor_ms"] - half["floor_ms"] == pytest.approx(head, rel=0.01)
 
+    def gemm_ms(rows: int, size: int, width: int, gradients: str = "input weight") -> float:
+        return 2 * rows * size * width * (1 + len(gradients.split())) / 675e9
+
+    monkeypatch.setattr(floor, "gemm_ms", gemm_ms)
+    monkeypatch.setattr(floor, "attention_ms", lambda case, which: 4e-9 * case.pairs * 128 / 626)
+    found = floor.medusa_floor(CONFIGS["llama-3-8b"], 5, 4, 4096, 0.0)
+    assert 4 * 4096 / found["floor_ms"] * 1e3 == pytest.approx(20.4e3, rel=0.03)
+
 
 def test_training_steps_of_ours_and_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "llama-3-8b", CONFIGS["llama-3-8b"] | SIZES)

@@ -22,12 +22,15 @@ TINY = DemoSettings(
     steps=20,
     heads=2,
     head_steps=5,
+    joint_steps=5,
     tree_nodes=5,
     prompts=2,
     prompt_tokens=9,
     new_tokens=12,
     held_out=0.4,
+    held_out_tokens=256,
     tokens_per_step=0.0,
+    is_trained=False,
 )
 
 
@@ -38,7 +41,8 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
     assert torch.equal(torch.random.get_rng_state(), state)
     assert json.loads((folder / "demo.json").read_text())["decoding"] == results["decoding"]
     assert results["decoding"]["same"] == results["decoding"]["prompts"] == 2
-    assert len(results["checks"]) == 3 and all(results["checks"].values())
+    assert len(results["checks"]) == 4 and all(results["checks"].values())
+    assert results["decoding"]["predicted_tokens_per_step"] == pytest.approx(results["decoding"]["tokens_per_step"])
     captured = capfd.readouterr()
     assert str(folder / "medusa") in captured.out and "top-5" in captured.out
     assert f"ligermodels generate {folder}/model --medusa {folder}/medusa" in captured.err
@@ -55,12 +59,18 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
         assert AutoTokenizer.from_pretrained(folder / name).decode(ids[0]) == text
     medusa = lm.MedusaModel.from_pretrained(model, folder / "medusa")
     assert torch.equal(medusa.generate(ids, 20), model.generate(ids, 20))
+    joint = lm.from_pretrained(folder / "joint")
+    assert all(not torch.equal(a, b) for a, b in zip(joint.parameters(), model.parameters(), strict=True))
+    assert results["joint"]["kl"] > 0 and "stage 2: top-1" in captured.out
+    lm.MedusaModel.from_pretrained(joint, folder / "joint")
 
     # The same again in the same place, but for a bar that it cannot pass: an error after the work, not before.
-    with pytest.raises(LigerModelsError, match="tokens a step"):
-        run_demo(folder, replace(TINY, tokens_per_step=99.0))
+    # So little training cannot pass for much either.
+    with pytest.raises(LigerModelsError, match=r"tokens a step.*head 0 is right three times as often"):
+        run_demo(folder, replace(TINY, tokens_per_step=99.0, is_trained=True))
     again = json.loads((folder / "demo.json").read_text())
     assert again["loss"] == results["loss"] and again["checks"]["it gives more than 99.0 tokens a step"] is False
+    assert len(again["checks"]) == 8 and again["joint"] == results["joint"]
 
 
 def test_demo_leaves_other_peoples_files_alone(tmp_path: Path) -> None:

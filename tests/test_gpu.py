@@ -8,6 +8,7 @@ import torch
 from zoo import BASE, CONFIGS, make_checkpoint, relative_error, stored_as
 
 import ligermodels as lm
+from ligermodels.training import FusedAdamW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
 
@@ -102,3 +103,23 @@ def test_generation_by_graphs(config: str, tmp_path: Path) -> None:
         medusa.generate(prompts, **options, cuda_graph=False),
     ]
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_an_optimizer_beside_the_backward_pass_is_in_nobodys_way() -> None:
+    """Large enough for updates, gradients and their memory to meet: the very bits of updates afterwards."""
+    config = BASE | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "model_type": "llama"}
+    ids = torch.randint(32000, (2, 1024), device="cuda")
+    ends = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = lm.from_config(config, dtype=torch.bfloat16, device="cuda")
+        optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+        if inside:
+            optimizer.step_in_backward()
+        for _ in range(4):
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

@@ -13,6 +13,7 @@ from zoo import BASE, CONFIGS, LLAMA, PHI_LONGROPE, make_checkpoint, relative_er
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation import default_tree, medusa_generate
+from ligermodels.layers import TargetCount
 
 
 @pytest.fixture(scope="module", params=["llama-3.1", "llama-3.2"], ids=["untied", "tied"])
@@ -127,6 +128,35 @@ def test_nothing_to_predict_gives_zero_and_no_nan(base: lm.CausalLM) -> None:
     assert output.counts.tolist() == [1, 0, 0]
     assert output.head_losses[1:].tolist() == [0.0, 0.0]
     assert all(torch.isfinite(p.grad).all() for p in model.head_parameters())
+
+
+@pytest.mark.parametrize("base_loss", [False, True])
+def test_weights_of_tokens_are_those_of_the_labels(base: lm.CausalLM, base_loss: bool) -> None:
+    """A weight of 0 is as good as no label, for each head and for the base model."""
+    model = stir(lm.MedusaModel.from_base(base, num_heads=3))
+    ids = tokens()
+    kept = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    wanted = model(ids, labels=ids.masked_fill(~kept, -100), base_loss=base_loss)
+    found = model(ids, labels=ids, base_loss=base_loss, token_weights=kept.float())
+    assert relative_error(found.loss, wanted.loss) < 1e-5
+    assert relative_error(found.head_losses, wanted.head_losses) < 1e-5
+    if base_loss:
+        assert relative_error(found.base_loss, wanted.base_loss) < 1e-5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_counts_of_targets(device: str) -> None:
+    """Several at a time or one, and on a GPU without a wait for all that is queued there."""
+    targets = torch.randint(9, (3, 5, 7), device=device).masked_fill(torch.rand(3, 5, 7, device=device) < 0.3, -100)
+    wanted = (targets >= 0).flatten(1).sum(1).tolist()
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [each.get() for each in [TargetCount(targets), *map(TargetCount, targets)]]
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert found == [wanted, *wanted]
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])

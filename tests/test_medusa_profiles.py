@@ -216,6 +216,20 @@ def test_numbers_come_from_the_tensors(base: lm.CausalLM, profile: str, tmp_path
         path.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("profile", ["vllm", "vllm-shared", "tgi", "fasterdecoding"])
+def test_names_with_a_superfluous_prefix(base: lm.CausalLM, profile: str, tmp_path: Path) -> None:
+    """As vLLM, which takes `medusa_heads.` out of the names: some conversions for it leave it in."""
+    model = heads(base, "shared")
+    model.export(tmp_path / "heads", profile, base_model=NAME)
+    path = tmp_path / "heads" / PROFILES[profile].file
+    stored = torch.load(path, weights_only=True) if path.suffix == ".pt" else load_file(path)
+    stored = {f"medusa_heads.{name}": tensor.contiguous() for name, tensor in stored.items()}
+    (torch.save if path.suffix == ".pt" else save_file)(stored, path)
+    again = lm.MedusaModel.from_pretrained(base, tmp_path / "heads")
+    ids = torch.randint(3, VOCAB, (2, 7))
+    assert again.shape == model.shape and torch.equal(again(ids).logits, model(ids).logits)
+
+
 def test_vllm_heads_without_biases(base: lm.CausalLM, tmp_path: Path) -> None:
     model = heads(base, "own")
     model.export(tmp_path / "heads", "vllm")

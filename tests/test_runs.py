@@ -139,16 +139,31 @@ def test_accumulation_and_packing_leave_the_step_the_same(base: Path, data: Path
     assert found[0] == pytest.approx(found[2], rel=1e-9) and found[1] == pytest.approx(found[2], rel=1e-9)
 
 
+def test_heads_in_bfloat16_learn_as_those_in_float32(base: Path, data: Path, tmp_path: Path) -> None:
+    """At a learning rate whose steps bfloat16 does not hold: rounded to the nearest, they are lost."""
+    model = lm.from_pretrained(base)
+    moved = {}
+    for dtype, rounding in (("float32", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "nearest")):
+        recipe = recipe_for(base, data, steps=60, learning_rate=1e-5, warmup=0, evaluate_every=None, held_out=0)
+        recipe = recipe.changed({"dtype": dtype, "rounding": rounding, "checkpoint_every": None})
+        train_heads(recipe, tmp_path / "out")
+        weight = load_file(tmp_path / "out" / "model.safetensors")["lm_heads.0.weight"]
+        moved[dtype, rounding] = (weight.double() - model.head.weight.detach().to(weight.dtype)).flatten()
+    wanted, stochastic, nearest = moved.values()
+    along = [float(each @ wanted / (wanted @ wanted)) for each in (stochastic, nearest)]
+    assert abs(along[0] - 1) < 0.1 and along[1] < 0.5, along
+
+
 # -- stops and starts --------------------------------------------------------------------------------------------------
 
 
-def command(*arguments: str) -> None:
+def command(*arguments: str, name: str = "train") -> None:
     """What a child process does: the command line, from end to end."""
     from ligermodels.cli import app
 
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    app(["medusa", "train", *arguments])
+    app(["medusa", name, *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +256,15 @@ def test_a_run_goes_on_only_with_what_it_began_with(base: Path, data: Path, tmp_
             train_heads(recipe.changed(change), out, resume=True)
     free = recipe.changed({"evaluate_every": 1, "keep_checkpoints": 1, "date": None})
     assert train_heads(free, out, resume=True).finished
+    # A checkpoint from before there was a choice of rounding was rounded to the nearest.
+    about = out / "checkpoints" / "step-4" / "run.json"
+    before, written = about.read_text(), json.loads(about.read_text())
+    del written["recipe"]["rounding"]
+    about.write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match="rounding was 'nearest', is 'stochastic'"):
+        train_heads(recipe, out, resume=True)
+    assert train_heads(recipe.changed({"rounding": "nearest"}), out, resume=True).finished
+    about.write_text(before)
     other = data.with_name("other.jsonl")
     other.write_text(data.read_text() + "\n")
     data.rename(data.with_name("kept"))
@@ -345,6 +369,33 @@ def test_a_checkpoint_brings_all_of_the_state_back(kind: str, tmp_path: Path) ->
     if kind == "adamw":
         with pytest.raises(CheckpointError, match="of another optimiser"):
             checkpoints.load(6, other, adamw([other[1].weight], 1e-2))
+
+
+def test_checkpoints_of_torchs_adamw_and_of_ours_fit_either(tmp_path: Path) -> None:
+    def made(ours: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = small(seed).float()
+        groups = parameter_groups([(model.parameters(), 1e-2)], 0.1)
+        betas = (0.8, 0.99)
+        return model, optimizer_named("adamw", groups, betas=betas) if ours else torch.optim.AdamW(groups, betas=betas)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for i in range(3):
+            for p in model[1].parameters():
+                p.grad = torch.cos(p.detach() * 10 + i)
+            optimizer.step()
+
+    for ours in (True, False):
+        checkpoints = Checkpoints(tmp_path / str(ours))
+        model, optimizer = made(ours, 0)
+        steps(model, optimizer)
+        checkpoints.save(3, model, optimizer, {})
+        checkpoints.wait()
+        steps(model, optimizer)
+        other, another = made(not ours, 1)
+        checkpoints.load(3, other, another)
+        steps(other, another)
+        for a, b in zip(model[1].parameters(), other[1].parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,11 @@ runs that go on to the bit, and a small model in which it pays."""
 # ruff: noqa: F401, F811  (fixtures of another file)
 import copy
 import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from math import exp
 from pathlib import Path
@@ -12,15 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_runs import base, data, one_thread, recipe_for
+from test_runs import base, children, command, data, one_thread, recipe_for
 from typer.testing import CliRunner
 from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.archs.distillation import divergence
 from ligermodels.cli import app
-from ligermodels.demo import END, DemoSettings, llama_config, python_sources, train_tokenizer
+from ligermodels.demo import END, DemoSettings, frequency_baseline, llama_config, python_sources, train_tokenizer
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.generation import grow
 from ligermodels.layers import HeadConfig, LMHead
 from ligermodels.training import (
     Batch,
@@ -33,9 +39,11 @@ from ligermodels.training import (
     evaluate,
     evaluate_drift,
     evaluate_heads,
+    evaluate_own_text,
     frozen_copy,
     hold_out,
     pack,
+    race,
     read_documents,
     train,
     train_heads,
@@ -163,23 +171,25 @@ def test_divergence_and_its_gradients(trained: tuple[bool, bool], reduction: str
     wanted = terms.mean() if reduction == "mean" else terms.sum()
     moved = [t for t in (hidden, *heads[0].parameters()) if t.requires_grad]
     expected = torch.autograd.grad(3 * wanted, moved) if moved else ()
-    sizes = []
+    sizes, count = [], int(keep.sum())
     heads[0].register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[0]))
-    for budget in (1, 41 * 48 * 5, 2**30):
-        found = divergence(hidden, heads[0], other, heads[1], targets, reduction=reduction, memory_budget=budget)
+    for budget, known in ((1, None), (41 * 48 * 5, count), (2**30, None)):
+        options: Any = {"reduction": reduction, "memory_budget": budget, "num_targets": known}
+        found = divergence(hidden, heads[0], other, heads[1], targets, **options)
         torch.testing.assert_close(found, wanted.detach() if not moved else wanted)
         assert found.requires_grad == bool(moved)
         for mine, theirs in zip(torch.autograd.grad(3 * found, moved) if moved else (), expected, strict=True):
             torch.testing.assert_close(mine, theirs)
         with torch.no_grad():
-            again = divergence(hidden, heads[0], other, heads[1], targets, reduction=reduction, memory_budget=budget)
+            again = divergence(hidden, heads[0], other, heads[1], targets, **options)
         assert torch.equal(again, found.detach()) and not again.requires_grad
-    count = int(keep.sum())
     assert count > 10 and sorted(set(sizes)) == sorted({1, 5, count % 5 or 5, count})
     nothing = divergence(hidden, heads[0], other, heads[1], torch.full_like(targets, -100), reduction=reduction)
     assert nothing == 0
     for gradient in torch.autograd.grad(nothing, moved) if moved else ():
         assert not gradient.any()
+    with pytest.raises(RuntimeError, match="num_targets"):
+        divergence(hidden, heads[0], other, heads[1], targets, num_targets=count - 1)
 
 
 def test_divergence_in_bfloat16_is_summed_in_float32() -> None:
@@ -239,7 +249,23 @@ def stage_2(base: Path, data: Path, **changes: Any) -> Any:
 def test_from_stage_1_to_a_whole_checkpoint(base: Path, data: Path, tmp_path: Path) -> None:
     train_heads(recipe_for(base, data, steps=5, held_out=0), tmp_path / "heads")
     recipe = stage_2(base, data, distill=True, start_from=str(tmp_path / "heads"), chat_template=None)
-    outcome = train_heads(recipe, tmp_path / "out")
+    notes: list[str] = []
+
+    @contextmanager
+    def progress(what: str, **_: Any) -> Iterator[Any]:
+        yield lambda done, total, note="": notes.append(f"{what}: {note}")
+
+    outcome = train_heads(recipe, tmp_path / "out", console=Console(progress=progress))
+    # The bar tells what there is to know, and the lines of metrics what each step's loss is made of.
+    on_bar = [note for note in notes if note.startswith("training: ")]
+    number, share = r"[\d.,]+", r"\d+%"
+    told = rf"loss {number}, {number} tokens/s, the model's own {number}, right {share} {share} {share}, {number} GiB"
+    assert on_bar and all(re.fullmatch(f"training: {told}", note) for note in on_bar)
+    steps = [line for line in lines(tmp_path / "out") if "loss" in line]
+    assert len(steps) == 12 and steps[0]["base_loss"] < 1e-6 < steps[-1]["base_loss"]
+    for line in steps:
+        heads = sum(0.8**i * loss for i, loss in enumerate(line["head_losses"]))
+        assert line["loss"] == pytest.approx(line["base_loss"] + recipe.lambda0_at(line["step"], 12) * heads, rel=1e-5)
     assert outcome.drift is not None and outcome.scores is not None and outcome.drift.kl > 0
     last = lines(tmp_path / "out")[-1]
     assert (last["kl"], last["perplexity_change"]) == (outcome.drift.kl, outcome.drift.perplexity_change)
@@ -266,13 +292,13 @@ def test_from_stage_1_to_a_whole_checkpoint(base: Path, data: Path, tmp_path: Pa
     assert still.scores is not None and torch.equal(still.scores.hits, outcome.scores.hits)
 
 
-@pytest.mark.parametrize(("distill", "lm_head"), [(False, "shared"), (True, "own")])
+@pytest.mark.parametrize(("distill", "lm_head", "dtype"), [(False, "shared", "bfloat16"), (True, "own", "float32")])
 def test_stage_2_goes_on_to_the_bit(
-    base: Path, data: Path, tmp_path: Path, distill: bool, lm_head: str, monkeypatch: pytest.MonkeyPatch
+    base: Path, data: Path, tmp_path: Path, distill: bool, lm_head: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ligermodels.training import run
 
-    recipe = stage_2(base, data, distill=distill, lm_head=lm_head, checkpoint_every=3)
+    recipe = stage_2(base, data, distill=distill, lm_head=lm_head, checkpoint_every=3, dtype=dtype)
     train_heads(recipe, tmp_path / "whole")
     taken: list[int] = []
     scale = run.Recipe.lambda0_at
@@ -319,8 +345,10 @@ def test_two_learning_rates_and_the_heads_way_up(
     assert sizes[2] + sizes[3] == sum(p.numel() for p in medusa.head_parameters())
     scales = [seen[0]["loss_options"](step)["heads_scale"] for step in (1, 2, 4)]
     assert scales == [recipe.lambda0_at(step, 4) for step in (1, 2, 4)] and scales[0] < scales[1] < scales[2] == 0.5
-    train_heads(recipe.changed({"dtype": "bfloat16"}), tmp_path / "other", console=Console(said.append))
-    assert [line for line in said if "bfloat16, where small steps are lost" in line]
+    for change, is_told in (({}, False), ({"rounding": "nearest"}, True), ({"optimizer": "adafactor"}, True)):
+        said.clear()
+        train_heads(recipe.changed({"dtype": "bfloat16", **change}), tmp_path / "other", console=Console(said.append))
+        assert bool([line for line in said if "bfloat16, where small steps are lost" in line]) == is_told
     # A model that stays as it is has nothing to learn from itself.
     for distill, low, high in ((True, -1e-6, 1e-6), (False, 1, 99)):
         still = {"distill": distill, "lambda0": 0.0, "learning_rate": 0.0}
@@ -430,7 +458,81 @@ def test_data_from_the_command_line(base: Path, data: Path, tmp_path: Path) -> N
         assert run(name).exit_code == 1 and words in run(name).stderr
 
 
+def test_own_words_go_on_where_they_were_killed(base: Path, data: Path, tmp_path: Path, children: Any) -> None:
+    out = {name: tmp_path / f"{name}.jsonl" for name in ("whole", "killed")}
+    options = ["--max-bad-lines", "1", "--max-new-tokens", "24", "--prompt-tokens", "4", "--batch-size", "2"]
+
+    def arguments(name: str, *more: str) -> list[str]:
+        return [str(base), "--data", str(data), "--out", str(out[name]), *options, "--resume", *more]
+
+    def run(name: str, *more: str) -> Any:
+        return CliRunner().invoke(app, ["medusa", "generate-data", *arguments(name, *more)])
+
+    assert run("whole").exit_code == 0
+    progress, partial = (tmp_path / f".killed.jsonl.{ending}" for ending in ("progress", "partial"))
+    draw, reached = random.Random(0), set[int]()
+    for target in (1, 25):
+        child = children.Process(target=command, args=arguments("killed"), kwargs={"name": "generate-data"})
+        child.start()
+        while child.is_alive() and not (progress.is_file() and json.loads(progress.read_text())["done"] >= target):
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.01))
+        child.kill()
+        child.join()
+        assert not out["killed"].exists()
+        reached.add(json.loads(progress.read_text())["done"])
+        with partial.open("ab") as file:
+            file.write(b'{"text": "half a li' * 10_000)
+    assert len(reached) == 2, reached
+    assert (
+        "--temperature" not in options and "temperature was 0.3, is 1.0" in run("killed", "--temperature", "1").stderr
+    )
+    result = run("killed")
+    assert result.exit_code == 0 and out["killed"].read_bytes() == out["whole"].read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "whole.jsonl"]
+    # Again there is nothing left to do; and what is damaged is named.
+    before = out["whole"].stat().st_mtime_ns
+    assert run("whole").exit_code == 0 and out["whole"].stat().st_mtime_ns == before
+    out["killed"].unlink()
+    progress.write_text('{"done": 3}')
+    assert "damaged; remove it" in run("killed").stderr
+
+
 # -- what it is for ----------------------------------------------------------------------------------------------------
+
+
+def test_heads_learn_what_there_is_to_know() -> None:
+    """Of a language whose next token is 7 x + 3 five times in six, and else any: the best guess of the token that is n
+    ahead is right about (5/6) ** n times, and each head comes near it. Decoding then yields what was predicted."""
+    vocab, sure = 61, 5 / 6
+
+    def text(seed: int, length: int) -> list[int]:
+        draw, found = random.Random(seed), [1]
+        while len(found) < length:
+            found.append((7 * found[-1] + 3) % vocab if draw.random() < sure else draw.randrange(vocab))
+        return found
+
+    rows, held_rows = (pack((text(seed, 2000) for seed in seeds), 64) for seeds in (range(40), range(40, 44)))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": vocab}
+    model = lm.from_config({**CONFIGS["llama-3.1"], **sizes, "initializer_range": 0.1}, dtype=torch.float32)
+
+    def learn(trained: Any, parameters: Iterator[torch.nn.Parameter]) -> None:
+        optimizer = optimizer_named("adamw", parameter_groups([(parameters, 1e-2)], 0.0), betas=(0.9, 0.95))
+        schedule = warmup_cosine(optimizer, 200, warmup=20)
+        train(trained, batches(rows, 8, seed=0), steps=200, optimizer=optimizer, schedule=schedule, report_every=200)
+
+    learn(model, model.parameters())
+    medusa = lm.MedusaModel.from_base(model, num_heads=4)
+    learn(medusa, medusa.head_parameters())
+    found = evaluate_heads(medusa, batches(held_rows, 8, epochs=1)).accuracy(1).tolist()
+    assert found == pytest.approx([sure**n for n in (2, 3, 4, 5)], rel=0.1)
+    assert all(a > 1.1 * b for a, b in pairwise(found))
+    assert found[-1] > 10 * frequency_baseline(rows, held_rows, 1)
+    prompts = [text(seed, 9) for seed in range(50, 54)]
+    own = evaluate_own_text(medusa, prompts, max_new_tokens=32)
+    outcome = race(medusa, prompts, tree=(tree := grow(own.scores.hits, 20)), max_new_tokens=32)
+    assert outcome.same == 4 and outcome.tokens_per_step > 2
+    assert outcome.tokens_per_step == pytest.approx(own.tokens_per_step(tree), rel=0.05)
 
 
 def test_stage_2_makes_better_heads_and_leaves_the_model_as_good(tmp_path: Path) -> None:

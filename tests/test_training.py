@@ -366,6 +366,10 @@ def test_each_step_is_told_with_the_heads_accuracies() -> None:
         ]
         assert metrics.loss == pytest.approx(sum(one.loss for one in metrics.each) / len(metrics.each))
         assert metrics.grad_norm == metrics.each[-1].grad_norm > 0
+        for one, first in zip(metrics.each, range(start, end, 2), strict=True):
+            alone = evaluate_heads(medusa, parts[first - start : first - start + 2])
+            assert one.head_losses == pytest.approx(alone.losses.tolist()) and one.base_loss is None
+            assert one.loss == pytest.approx(sum(0.8**i * loss for i, loss in enumerate(one.head_losses)))
 
 
 @pytest.mark.parametrize("wrong", ["loss", "gradient"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ligermodels.archs.rope import read_rope
-from ligermodels.convert.config_json import rope_parameters, short
+from ligermodels.convert.config_json import are_token_ids, rope_parameters, short
 from ligermodels.errors import ConfigError
 from ligermodels.layers import RopeConfig
 
@@ -109,9 +109,7 @@ class Fields:
 
         Whether the vocabulary has it is not asked: ids beyond it, and negative ones that mean none, occur.
         """
-        found = self.config.get(name)
-        each = found if several and isinstance(found, list) else [] if found is None else [found]
-        if any(isinstance(token, bool) or not isinstance(token, int) or abs(token) >= 2**31 for token in each):
+        if not are_token_ids(self.config.get(name), several=several):
             raise self._fail(name, "a token's id" + " or a list of them" * several)
 
     def experts(self, name: str) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, overload
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.archs.distillation import divergence
 from ligermodels.convert.medusa_files import open_heads, save_heads
+from ligermodels.convert.medusa_hub import heads_folder
 from ligermodels.convert.medusa_profiles import PROFILES, HeadsShape, profile_named
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import SpeculativeOutput, Tree, default_tree, medusa_generate
@@ -52,10 +53,10 @@ class MedusaHead(nn.Module):
         """Those of the ResBlocks."""
         return [cast(ResBlock, block).linear for block in self.layers]
 
-    def forward(self, hidden: Tensor, shared: LMHead, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """As `LMHead.forward`, on the transformed hidden states (..., H)."""
+    def forward(self, hidden: Tensor, shared: LMHead) -> Tensor:
+        """hidden (..., H) -> logits (..., V); `shared` is the base model's lm_head."""
         head = shared if self.lm_head is None else self.lm_head
-        return head(self.layers(hidden), targets, **loss_options)
+        return cast(Tensor, head(self.layers(hidden)))
 
 
 @dataclass
@@ -148,7 +149,8 @@ class MedusaModel(nn.Module):
         """Loss sum_i decay ** i * CE_i over the heads; or, without labels, every head's logits.
 
         With `base_loss` (stage 2) it is L_lm + heads_scale * that, L_lm the base model's own loss, in which a
-        `reference` takes the labels' place: L_lm is the mean of KL(reference || base) then, over the same targets.
+        `reference` takes the labels' place: L_lm is the mean of KL(reference || base) then, over the same targets, and
+        `token_weights` and other options of the cross entropy are for the heads alone.
 
         Arguments and errors are those of `CausalLM.forward`; targets never cross a document's end. Logits are not
         materialised where there are labels. `num_items_in_batch` may be one for each loss: see `num_targets`.
@@ -159,35 +161,38 @@ class MedusaModel(nn.Module):
         shape = self.base.check_inputs(input_ids, inputs_embeds, labels)
         bounds = self.base.document_bounds(shape, position_ids, cu_seqlens)
         inputs: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": bounds, "inputs_embeds": inputs_embeds}
-        reduction = self._reduction(loss_options, num_items_in_batch)
-        targets = None if labels is None else self._targets(labels, bounds, range(1, 2 + len(self.heads)))
-        wanted = [] if targets is None else [TargetCount(each) for each in targets]
-        router_logits: list[Tensor] = []
-        hidden = self.base.hidden_states(input_ids, **inputs, router_logits=router_logits)
-        if targets is None:
+        if labels is None:
+            hidden = self.base.hidden_states(input_ids, **inputs)
             return MedusaOutput(logits=torch.stack([head(hidden, self.base.head) for head in self.heads]))
 
+        reduction = self._reduction(loss_options, num_items_in_batch)
+        ahead = self._ahead(base_loss)
+        targets = self._targets(labels, bounds, ahead)
+        counted = TargetCount(targets)
+        router_logits: list[Tensor] = []
+        hidden = self.base.hidden_states(input_ids, **inputs, router_logits=router_logits)
         weights = loss_options.pop("token_weights", None)
         if weights is not None:
-            weights = torch.stack([shift_labels(weights, 1 + i) for i in range(len(targets))])
+            weights = torch.stack([shift_labels(weights, distance) for distance in ahead])
+        known, of_heads = counted.get(), slice(int(base_loss), None)
         loss, head_losses, ranks = self._head_losses(
             hidden,
-            targets[1:],
-            [count.get() for count in wanted[1:]],
+            targets[of_heads],
+            None if known is None else known[of_heads],
             self._normalizer(reduction, num_items_in_batch),
-            token_weights=None if weights is None else weights[1:],
+            token_weights=None if weights is None else weights[of_heads],
             **loss_options,
         )
         first = None
         if base_loss:
+            options: dict[str, Any] = {"reduction": reduction, "num_targets": None if known is None else known[0]}
             if reference is None:
-                first_weights = None if weights is None else weights[0]
-                options = {"reduction": reduction, "token_weights": first_weights, **loss_options}
-                first = self.base.head(hidden, targets[0], num_targets=wanted[0].get(), **options)
+                options |= {"token_weights": None if weights is None else weights[0], **loss_options}
+                first = self.base.head(hidden, targets[0], **options)
             else:
                 with torch.no_grad():
                     untouched = reference.hidden_states(input_ids, **inputs)
-                first = divergence(hidden, self.base.head, untouched, reference.head, targets[0], reduction=reduction)
+                first = divergence(hidden, self.base.head, untouched, reference.head, targets[0], **options)
             if num_items_in_batch is not None:
                 first = first / torch.as_tensor(num_items_in_batch).flatten()[0].to(first.device)
             loss = first + heads_scale * loss
@@ -219,15 +224,20 @@ class MedusaModel(nn.Module):
         items = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()[-len(self.heads) :]
         return items.expand(len(self.heads)).float()
 
-    def _targets(self, labels: Tensor, bounds: Tensor | None, ahead: Iterable[int]) -> Tensor:
-        """Targets (n, B, T), each as many tokens ahead of the labels (B, T)."""
-        return torch.stack([self.base.shift_labels(labels, count, bounds) for count in ahead])
+    def _ahead(self, base_loss: bool) -> range:
+        """How far ahead the targets of each loss lie: with `base_loss` the base model's own first, then each head's."""
+        return range(1 if base_loss else 2, 2 + len(self.heads))
+
+    def _targets(self, labels: Tensor, bounds: Tensor | None, ahead: Sequence[int]) -> Tensor:
+        """Targets (n, B, T), each as many tokens ahead of the labels (B, T), which are checked once."""
+        first = self.base.shift_labels(labels, ahead[0], bounds)
+        return torch.stack([first, *(shift_labels(labels, distance, bounds) for distance in ahead[1:])])
 
     def _head_losses(
         self,
         hidden: Tensor,
         targets: Tensor,
-        num_targets: Sequence[int | None],
+        num_targets: Sequence[int] | None,
         normalizer: Tensor | float | None,
         **loss_options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,7 +246,6 @@ class MedusaModel(nn.Module):
         lm_heads = [self.base.head if head.lm_head is None else head.lm_head for head in heads]
         shared, config = self.lm_head == "shared", lm_heads[0].config
         biases = [head.bias for head in lm_heads if head.bias is not None]
-        known = [count for count in num_targets if count is not None]
         return ops.multi_head_linear_cross_entropy(
             hidden,
             lm_heads[0].weight if shared else [head.weight for head in lm_heads],
@@ -245,7 +254,7 @@ class MedusaModel(nn.Module):
             None if not biases else biases[0] if shared else biases,
             head_weights=[self.decay**i for i in range(len(heads))],
             normalizer=normalizer,
-            num_targets=known if len(known) == len(heads) else None,
+            num_targets=num_targets,
             softcap=config.softcap,
             logit_scale=config.logit_scale,
             return_rank=True,
@@ -265,8 +274,8 @@ class MedusaModel(nn.Module):
         With `base_loss` (K + 1,), the base model's first.
         """
         bounds = self.base.document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
-        ahead = range(1 if base_loss else 2, 2 + len(self.heads))
-        return torch.stack([(shift_labels(labels, i, bounds) != IGNORE_INDEX).sum() for i in ahead])
+        counts = [(shift_labels(labels, each, bounds) != IGNORE_INDEX).sum() for each in self._ahead(base_loss)]
+        return torch.stack(counts)
 
     def propose(self, hidden: Tensor) -> Tensor:
         """Each head's logits (B, K, V) for hidden states (B, H)."""
@@ -395,15 +404,17 @@ class MedusaModel(nn.Module):
         decay: float = 0.8,
         progress: Callable[[int, int], None] | None = None,
     ) -> MedusaModel:
-        """Heads saved in `folder` in any of the formats that `export` writes, on the (now frozen) `base`.
+        """Heads saved in `folder`, or under that name on the hub, in any format that `export` writes, on the (now frozen)
+        `base`.
 
         The format is recognised; the number of heads and their depth are taken from the tensors, not from the config.
         ResBlocks without biases get biases of zero, which is the same. Of a `full-hf` checkpoint, `base` is what
         `ligermodels.from_pretrained` loads from the same folder.
 
-        Raises CheckpointError when files or tensors are missing, damaged, in no known format or made for another base.
+        Raises CheckpointError when files or tensors are missing, damaged, in no known format or made for another base;
+        HubError when they cannot be fetched.
         """
-        path = Path(folder)
+        path = heads_folder(folder)
         with open_heads(path) as found:
             shared = found.profile.lm_heads != "each"
             model = cls.from_base(base, found.num_heads, found.num_layers, "shared" if shared else "own", decay)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,7 +38,9 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="With --sample: only the K likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="With --sample: only the likeliest that add up to P.")] = None,
     seed: Annotated[int | None, typer.Option(help="With --sample: repeat the same draws.")] = None,
-    medusa: Annotated[Path | None, typer.Option(help="Folder of Medusa heads: the same tokens in fewer steps.")] = None,
+    medusa: Annotated[
+        str | None, typer.Option(help="Medusa heads, a folder or a hub id: the same tokens in fewer steps.")
+    ] = None,
     dtype: DtypeOption = None,
     device: Device = None,
     attention: Attention = "auto",

@@ -33,8 +33,10 @@ RANKS = range(1, 11)
 
 Base = Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a Hugging Face hub id.")]
 Heads = Annotated[
-    Path,
-    typer.Argument(metavar="HEADS", help="Folder of its Medusa heads, in any of the formats that `export` writes."),
+    str,
+    typer.Argument(
+        metavar="HEADS", help="Its Medusa heads, in any of the formats that `export` writes: a folder, or a hub id."
+    ),
 ]
 
 Data = Annotated[
@@ -185,21 +187,29 @@ def generate_data(
     dtype: DtypeOption = None,
     device: Device = None,
     attention: Attention = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from where it was stopped, or killed, if it was.")
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Let the model write its own training data, for self-distillation.
 
-    It continues the beginning of each text; in a chat it says all that the assistant does.
+    It continues the beginning of each text; in a chat it says all that the assistant does. It may be stopped at any
+    moment: the same command with --resume goes on.
     """
     if out.suffix != ".jsonl":
         raise InputError(f"{out}: lines of JSON are written; give a name that ends in .jsonl")
     if out.exists() and not overwrite:
+        if resume:
+            say(f"{out}: is there already, and whole")
+            return
         raise InputError(f"{out}: is there already; give another name, or --overwrite")
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out}: its folder is not there")
     place = device_named(device)
 
     from ligermodels.training import OwnWords, documents_of, write_own_data
+    from ligermodels.training.own_data import is_begun
 
     folder = folder_of(base)
     documents = documents_of(folder, data, chat_template=chat_template, max_bad_lines=max_bad_lines, on_bad_line=say)
@@ -211,9 +221,16 @@ def generate_data(
         prompt_tokens=prompt_tokens,
         seed=seed,
     )
-    count = len(documents.corpus)
-    with progress("generating") as update:
-        written = write_own_data(words, count, out, batch_size=batch_size, progress=update)
+    count, about = len(documents.corpus), {"base": base, "chat_template": chat_template, "dtype": dtype}
+    try:
+        with progress("generating") as update:
+            written = write_own_data(
+                words, count, out, batch_size=batch_size, resume=resume, about=about, progress=update
+            )
+    except BaseException:
+        if is_begun(out):
+            say(f"{out}: not finished; what is done is kept, and --resume goes on")
+        raise
     say(f"wrote {out}: {written:,} of {count:,} texts and chats")
 
 

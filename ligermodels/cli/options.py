@@ -82,12 +82,12 @@ def load(path: str | Path, dtype: Dtype | None, device: str, attention: str = "a
         )
 
 
-def load_heads(base: CausalLM, folder: Path) -> MedusaModel:
-    """Medusa heads for `base`, with a bar."""
+def load_heads(base: CausalLM, heads: str) -> MedusaModel:
+    """Medusa heads for `base`, from a folder or the hub, with a bar."""
     from ligermodels.archs.medusa import MedusaModel
 
-    with progress(f"loading {folder}", in_bytes=True) as update:
-        return MedusaModel.from_pretrained(base, folder, progress=update)
+    with progress(f"loading {heads}", in_bytes=True) as update:
+        return MedusaModel.from_pretrained(base, heads, progress=update)
 
 
 def require_free(folder: Path, overwrite: bool) -> None:

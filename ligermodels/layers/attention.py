@@ -14,17 +14,14 @@ from ligermodels.layers.rope import RopeConfig
 
 
 class Cache(Protocol):
-    """Keys and values of the tokens seen so far; see `generation.cache.KVCache`."""
+    """Keys and values of the tokens seen so far, as far as a layer sees them; see `generation.cache.KVCache`."""
 
-    length: int
     lengths: Tensor | None
     layers: list[Tensor]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None: ...
-
-    def advance(self, count: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,13 @@ class AttentionConfig:
 class Context:
     """What one forward pass tells each of its layers.
 
-    `tables` holds cos and sin, (B or 1, T, dim / 2), for each rope in use; `masks`, where the causal rule does not do,
-    a bool (B, T, S) for each window in use; `cu_seqlens` is int32 (n + 1,): see `ops.attention`. With a `cache`, keys
-    and values are appended to it; where its rows have lengths of their own, the new tokens may be a tree: `tree_mask`,
-    see `ops.decode_attention`.
+    `tables` holds cos and sin, (B or 1, T, dim / 2), for each rope in use; `cu_seqlens` is int32 (n + 1,): see
+    `ops.attention`. With a `cache`, keys and values are appended to it; where its rows have lengths of their own, the
+    new tokens may be a tree: `tree_mask`, see `ops.decode_attention`. `router_logits` gets those of each mixture of
+    experts.
     """
 
     tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    masks: Mapping[int | None, Tensor] = field(default_factory=dict)
     cu_seqlens: Tensor | None = None
     cache: Cache | None = None
     tree_mask: Tensor | None = None
@@ -109,7 +105,6 @@ class Attention(nn.Module):
             scale=config.scale,
             window=config.window,
             softcap=config.softcap,
-            mask=context.masks.get(config.window),
             cu_seqlens=context.cu_seqlens,
             backend=config.backend,
         )

@@ -59,20 +59,25 @@ class TargetCount:
     """
 
     def __init__(self, targets: Tensor) -> None:
+        """targets: long (B, T), or (n, B, T) for n counts, which come by one copy."""
         self._event: torch.cuda.Event | None = None
-        self._count: Tensor | None = None
-        if not torch.compiler.is_compiling() and targets.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._count = torch.empty((), dtype=torch.int64, pin_memory=True)
-            self._count.copy_((targets != IGNORE_INDEX).sum(), non_blocking=True)
+        self._counts: Tensor | None = None
+        if torch.compiler.is_compiling() or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._counts = (targets != IGNORE_INDEX).sum((-2, -1))
+        if targets.is_cuda:
+            pinned = torch.empty(self._counts.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._counts = pinned.copy_(self._counts, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(targets.device))
 
-    def get(self) -> int | None:
-        """The count for `ops.linear_cross_entropy`; None where that finds it out by itself, or cannot use it."""
-        if self._event is None or self._count is None:
+    def get(self) -> Any:
+        """For the losses in `ops`: the count as an int, or the n counts as a list; None where they cannot use it."""
+        if self._counts is None:
             return None
-        self._event.synchronize()
-        return int(self._count)
+        if self._event is not None:
+            self._event.synchronize()
+        return self._counts.tolist()
 
 
 def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None) -> Tensor:

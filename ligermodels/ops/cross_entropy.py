@@ -18,7 +18,6 @@ from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.library import as_rows, opaque_op
 
 Reduction = Literal["mean", "sum", "none"]
-MAX_LANES = 8192
 TILES = 4
 
 
@@ -235,15 +234,16 @@ def _exp(x):
 def _observe(
     start, col, V, y, at_y, top, total, plain, before, scale, softcap,
     MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """Takes a tile (TILES, BLOCK) of a row's logits into what its BLOCK lanes have seen so far: their maxima, sums of
-    exp(x - maximum), plain sums, and counts of logits that stand before the target's."""
+    exp(x - maximum), plain sums, and counts of logits that stand before the target's. KEEP is the cache's policy."""
     inside = col < V
     if MASKED:
-        given = tl.load(start + col, mask=inside, other=0.0)
+        given = tl.load(start + col, mask=inside, other=0.0, eviction_policy=KEEP)
         x = tl.where(inside, _effective(given, scale, softcap, SCALED, CAPPED), float("-inf"))
     else:
-        given = tl.load(start + col)
+        given = tl.load(start + col, eviction_policy=KEEP)
         x = _effective(given, scale, softcap, SCALED, CAPPED)
     higher = tl.maximum(top, tl.max(x, axis=0))
     total = total * _exp(top - higher) + tl.sum(_exp(x - higher[None, :]), axis=0)
@@ -274,7 +274,7 @@ def _gradient(
 
 
 @triton.jit
-def _row_kernel(
+def _cross_entropy_row_kernel(
     logits, stride, target, losses, maxima, log_sums, ranks, coefficients,
     V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, GRADIENT: tl.constexpr,
@@ -289,6 +289,7 @@ def _row_kernel(
     col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     start = logits + row * stride
     whole = V // (TILES * BLOCK) * (TILES * BLOCK)
+    KEEP: tl.constexpr = "evict_last" if GRADIENT else ""
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
         at_y = tl.load(start + y)
@@ -299,12 +300,12 @@ def _row_kernel(
         for first in range(0, whole, TILES * BLOCK):
             top, total, plain, before = _observe(
                 start, first + col, V, y, at_y, top, total, plain, before, scale, softcap,
-                False, SCALED, CAPPED, SMOOTHED, RANK,
+                False, SCALED, CAPPED, SMOOTHED, RANK, KEEP,
             )  # fmt: skip
         if whole < V:
             top, total, plain, before = _observe(
                 start, whole + col, V, y, at_y, top, total, plain, before, scale, softcap,
-                True, SCALED, CAPPED, SMOOTHED, RANK,
+                True, SCALED, CAPPED, SMOOTHED, RANK, KEEP,
             )  # fmt: skip
         maximum = tl.max(top, axis=0)
         log_sum = tl.log(tl.sum(total * _exp(top - maximum), axis=0))
@@ -348,7 +349,7 @@ def _row_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _cross_entropy_gradient_kernel(
     logits, stride, gradient, target, maxima, log_sums, coefficients,
     V, blocks, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
@@ -386,9 +387,10 @@ def _flags(options: LossOptions) -> dict[str, bool]:
     }
 
 
-def _row_blocks(V: int) -> tuple[int, int, int]:
-    """Lanes, logits a lane takes at a time, and warps, for rows of V logits: 16-byte loads of bfloat16."""
-    lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), MAX_LANES)
+def _row_blocks(V: int, gradient: bool) -> tuple[int, int, int]:
+    """Lanes, logits a lane takes at a time, and warps, for rows of V logits: 16-byte loads of bfloat16. With a gradient
+    fewer and so larger programs, whose rows then fit in the cache."""
+    lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), 4096 if gradient else 2048)
     return lanes, min(power_of_2_above(-(-V // lanes)), TILES), lanes // 256
 
 
@@ -406,8 +408,8 @@ def launch_rows(
 
     With coefficients (M,), the gradient of coefficient * loss takes the place of the logits."""
     M, V = logits.shape
-    block, tiles, warps = _row_blocks(V)
-    _row_kernel[(M,)](
+    block, tiles, warps = _row_blocks(V, coefficients is not None)
+    _cross_entropy_row_kernel[(M,)](
         logits, logits.stride(0), target, losses, maxima, log_sums, ranks, coefficients,
         V, options.ignore_index, *_numbers(options), **_flags(options), RANK=options.return_rank,
         GRADIENT=coefficients is not None, TILES=tiles, BLOCK=block, num_warps=warps,
@@ -483,7 +485,7 @@ def _cross_entropy_backward(
     M, V = rows.shape
     block = min(power_of_2_above(V), 4096)
     blocks = -(-V // block)
-    _gradient_kernel[(M * blocks,)](
+    _cross_entropy_gradient_kernel[(M * blocks,)](
         rows, rows.stride(0), gradient, target.contiguous(), maxima, log_sums, coefficient.contiguous(),
         V, blocks, ignore_index, *_numbers(options), **_flags(options),
         BLOCK=block, num_warps=min(max(block // 512, 1), 8),

@@ -17,6 +17,7 @@ MAX_ROWS = 128  # query heads times tokens that a program takes: the more, the l
 SLOT_BYTES = 16384  # of a tile of keys, and of one of values
 MAX_SLOTS = 64  # of such a tile: a smaller one shares out better
 MAX_SPLITS = 128
+SHARE = 4  # tiles of slots a program takes at least
 COMBINED = 4096  # elements that a program of the second kernel holds
 LOG2_E = 1.4426950408889634
 
@@ -27,7 +28,6 @@ def decode_attention(
     v_cache: torch.Tensor,
     lengths: torch.Tensor,
     *,
-    first: torch.Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -43,7 +43,6 @@ def decode_attention(
     k_cache, v_cache: (B, S, Hkv, D) of q's dtype with Hkv dividing Hq and S >= T; any strides, but the last dimension
         contiguous. What a slot that nobody sees holds does not matter, be it NaN.
     lengths: int32 or int64 (B,). lengths + T may not be above S: nobody looks, but no slot past the end is read.
-    first: int32 or int64 (B,): slots below are padding, which no token sees. None for no padding.
     scale: factor on q·k; D ** -0.5 when None.
     softcap: scores become softcap * tanh(scores / softcap) before masking (Gemma 2).
     tree_mask: bool (T, T) or (B, T, T), True at [t, u] where new token t sees new token u; besides, each sees all slots
@@ -56,13 +55,13 @@ def decode_attention(
     all gets zeros. Equal bits in every run.
     Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
     """
-    _check(q, k_cache, v_cache, lengths, first, window, tree_mask)
+    _check(q, k_cache, v_cache, lengths, window, tree_mask)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if not use_kernels(q, k_cache) or q.shape[3] > MAX_KERNEL_HEAD_DIM:
         return decode_attention_reference(
-            q, k_cache, v_cache, lengths, first=first, scale=scale, window=window, softcap=softcap, tree_mask=tree_mask
+            q, k_cache, v_cache, lengths, scale=scale, window=window, softcap=softcap, tree_mask=tree_mask
         )
-    return _decode_attention(q, k_cache, v_cache, lengths, first, tree_mask, scale, window, softcap)
+    return _decode_attention(q, k_cache, v_cache, lengths, tree_mask, scale, window, softcap)
 
 
 def decode_attention_reference(
@@ -71,7 +70,6 @@ def decode_attention_reference(
     v_cache: torch.Tensor,
     lengths: torch.Tensor,
     *,
-    first: torch.Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -79,7 +77,7 @@ def decode_attention_reference(
 ) -> torch.Tensor:
     """The specification of `decode_attention`, in plain torch; it reads the whole cache."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    visible = _visible(q, k_cache, lengths, first, window, tree_mask)
+    visible = _visible(q, k_cache, lengths, window, tree_mask)
     unseen = ~visible.any(1)[:, :, None, None]
     k, v = (cache.to(dtype).masked_fill(unseen, 0) for cache in (k_cache, v_cache))
     grouped = q.to(dtype).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
@@ -94,12 +92,7 @@ def decode_attention_reference(
 
 
 def _visible(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    lengths: torch.Tensor,
-    first: torch.Tensor | None,
-    window: int | None,
-    tree_mask: torch.Tensor | None,
+    q: torch.Tensor, k_cache: torch.Tensor, lengths: torch.Tensor, window: int | None, tree_mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Bool (B, T, S): which slots each token sees."""
     (B, T), S = q.shape[:2], k_cache.shape[1]
@@ -117,7 +110,7 @@ def _visible(
         visible = (slot < length)[:, None] | (new[:, None] & mask.gather(2, node[:, None].expand(B, T, S)))
     if window is not None:
         visible = visible & (place[:, None] > position[:, :, None] - window)
-    return visible if first is None else visible & (slot >= first[:, None])[:, None]
+    return visible
 
 
 def _check(
@@ -125,7 +118,6 @@ def _check(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     lengths: torch.Tensor,
-    first: torch.Tensor | None,
     window: int | None,
     tree_mask: torch.Tensor | None,
 ) -> None:
@@ -143,12 +135,11 @@ def _check(
             )
         if cache.stride(3) != 1 and head_dim > 1:
             raise InputError(f"decode_attention: the last dimension of {name} must be contiguous")
-    for name, counts in (("lengths", lengths), ("first", first)):
-        if counts is not None and (counts.shape != (B,) or counts.dtype not in (torch.int32, torch.int64)):
-            raise InputError(
-                f"decode_attention: {name} must be int32 or int64 of shape ({B},); "
-                f"got {counts.dtype} {tuple(counts.shape)}"
-            )
+    if lengths.shape != (B,) or lengths.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"decode_attention: lengths must be int32 or int64 of shape ({B},); "
+            f"got {lengths.dtype} {tuple(lengths.shape)}"
+        )
     if tree_mask is not None and (tree_mask.dtype != torch.bool or tree_mask.shape not in ((T, T), (B, T, T))):
         raise InputError(
             f"decode_attention: tree_mask must be bool of shape ({T}, {T}) or ({B}, {T}, {T}); "
@@ -156,7 +147,7 @@ def _check(
         )
     if window is not None and window < 1:
         raise InputError(f"decode_attention: window must be at least 1, got {window}")
-    for x in (k_cache, v_cache, lengths, first, tree_mask):
+    for x in (k_cache, v_cache, lengths, tree_mask):
         if x is not None and x.device != q.device:
             raise InputError(f"decode_attention: q is on {q.device}, but another tensor on {x.device}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
@@ -197,10 +188,10 @@ def _attend(
 
 
 @triton.jit
-def _decode_kernel(
+def _decode_attention_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_slot, k_head, v, v_batch, v_slot, v_head,
-    lengths, first, tree, tree_batch, tree_node, out, log_sums, T, S, kv_heads, tiles, window, scale, softcap,
-    GROUP: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PADDED: tl.constexpr,
+    lengths, tree, tree_batch, tree_node, out, log_sums, T, S, kv_heads, tiles, window, scale, softcap,
+    GROUP: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TREE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -226,10 +217,7 @@ def _decode_kernel(
     # Slots [begin, end) concern some row here, and each row those of them from `oldest` to `newest`. With a tree that
     # is of the slots before the new ones, which are a second range.
     length = tl.load(lengths + batch).to(tl.int32)
-    padding = tl.zeros((), dtype=tl.int32)
-    if PADDED:
-        padding = tl.load(first + batch).to(tl.int32)
-    begin = tl.maximum(padding, 0)
+    begin = tl.zeros((), dtype=tl.int32)
     if TREE:
         tree += batch * tree_batch
         end = tl.minimum(length, S)
@@ -269,7 +257,7 @@ def _decode_kernel(
         for start in range(tl.maximum(low - old_tiles, 0) * BLOCK_SLOTS, (high - old_tiles) * BLOCK_SLOTS, BLOCK_SLOTS):
             node = start + col
             slot = length + node
-            there = (node < T) & (slot < S) & (slot >= padding)
+            there = (node < T) & (slot < S)
             sees = tree + token[:, None] * tree_node + node[None, :]
             visible = tl.load(sees, mask=exists[:, None] & there[None, :], other=0) != 0
             if WINDOWED:
@@ -291,7 +279,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _combine_kernel(
+def _combine_attention_kernel(
     parts, log_sums, out, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Each program adds up some channels of one query's attention over all shares of the slots, in proportion to the
@@ -303,8 +291,9 @@ def _combine_kernel(
     log_sum = tl.load(log_sums + place, mask=split < SPLITS, other=float("-inf"))
     top = tl.max(log_sum, axis=0)
     weight = tl.exp2(log_sum - tl.where(top == float("-inf"), 0.0, top))
-    within = (weight > 0)[:, None] & (d < DIM)[None, :]
-    part = tl.load(parts + place[:, None] * DIM + d[None, :], mask=within, other=0.0)
+    there = (split < SPLITS)[:, None] & (d < DIM)[None, :]  # read at once, whatever stands there
+    part = tl.load(parts + place[:, None] * DIM + d[None, :], mask=there, other=0.0)
+    part = tl.where((weight > 0)[:, None], part, 0.0)
     total = tl.sum(weight, axis=0)
     y = tl.sum(part * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
     tl.store(out + row * DIM + d, y.to(out.dtype.element_ty), mask=d < DIM)
@@ -315,7 +304,6 @@ def _decode_fake(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     lengths: torch.Tensor,
-    first: torch.Tensor | None,
     tree_mask: torch.Tensor | None,
     scale: float,
     window: int | None,
@@ -330,7 +318,6 @@ def _decode_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     lengths: torch.Tensor,
-    first: torch.Tensor | None,
     tree_mask: torch.Tensor | None,
     scale: float,
     window: int | None,
@@ -341,16 +328,10 @@ def _decode_attention(
         return out
     (B, T, heads, head_dim), S, kv_heads = q.shape, k_cache.shape[1], k_cache.shape[2]
     window = None if window is None or window >= S else window
-    rows, block_dim = T * heads // kv_heads, max(power_of_2_above(head_dim), 16)
-    block_slots = min(max(SLOT_BYTES // (block_dim * q.element_size()), 16), MAX_SLOTS)
-    block_rows = min(max(power_of_2_above(rows), 16), _most_rows(q.dtype, block_dim))
+    plan = _plan(B, T * heads // kv_heads, kv_heads, head_dim, S if window is None else min(S, window + T), q)
+    block_rows, block_slots, block_dim, splits = plan
+    tiles = -(-T * heads // kv_heads // block_rows)
     num_warps = 8 if block_rows * block_dim >= 8192 or q.dtype == torch.float32 else 4
-    tiles = -(-rows // block_rows)
-
-    # As many programs as the device holds at once. Some have nothing to do where few slots are filled.
-    reach = S if window is None else min(S, window + T)
-    room = processors(q.device) * (2 if block_rows <= 32 else 1)
-    splits = max(min(room // (B * kv_heads * tiles), -(-reach // block_slots), MAX_SPLITS), 1)
     parts, log_sums = out, None
     if splits > 1:
         parts = q.new_empty((out.numel() // head_dim, splits, head_dim), dtype=torch.float32)
@@ -360,27 +341,37 @@ def _decode_attention(
     tree = None if tree_mask is None else tree_mask.expand(B, T, T).view(torch.uint8)
     if tree is not None and tree.stride(2) != 1:
         tree = tree.contiguous()
-    _decode_kernel[(B * kv_heads * tiles, splits)](
+    _decode_attention_kernel[(B * kv_heads * tiles, splits)](
         q, *q.stride()[:3], k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
-        lengths.contiguous(), None if first is None else first.contiguous(),
-        tree, *((0, 0) if tree is None else tree.stride()[:2]), parts, log_sums, T, S, kv_heads, tiles, window or 0,
+        lengths.contiguous(), tree, *((0, 0) if tree is None else tree.stride()[:2]), parts, log_sums,
+        T, S, kv_heads, tiles, window or 0,
         scale * LOG2_E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * LOG2_E,
         GROUP=heads // kv_heads, DIM=head_dim, CAPPED=softcap is not None, WINDOWED=window is not None,
-        PADDED=first is not None, TREE=tree is not None, SPLIT=splits > 1,
+        TREE=tree is not None, SPLIT=splits > 1,
         BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots, BLOCK_DIM=block_dim,
         num_warps=num_warps, num_stages=3 if block_slots > 16 else 2,
     )  # fmt: skip
     if splits > 1:
         block_splits = power_of_2_above(splits)
         block = min(max(COMBINED // block_splits, 16), block_dim)
-        _combine_kernel[(out.numel() // head_dim, -(-head_dim // block))](
+        _combine_attention_kernel[(out.numel() // head_dim, -(-head_dim // block))](
             parts, log_sums, out, SPLITS=splits, DIM=head_dim, BLOCK_SPLITS=block_splits, BLOCK=block, num_warps=4
         )
     return out
 
 
-def _most_rows(dtype: torch.dtype, block_dim: int) -> int:
-    """Rows whose tile fits in registers; float32 has no tensor cores here, and needs them for its products too."""
-    if dtype == torch.float32:
-        return 16
-    return max(min(MAX_ROWS, MAX_ROWS * 128 // block_dim), 16)
+def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: torch.Tensor) -> tuple[int, int, int, int]:
+    """The tiles' rows, slots and channels, and how many programs share out the slots: as many as the device holds at
+    once, but each with a few tiles, or the second kernel would cost more than it saves. Where slots are too few for
+    that, rows are shared out instead. As measured on an H200."""
+    block_dim = max(power_of_2_above(head_dim), 16)
+    block_slots = min(max(SLOT_BYTES // (block_dim * q.element_size()), 16), MAX_SLOTS)
+    # Rows whose tile fits in registers; float32 has no tensor cores here, and needs them for its products too.
+    most = 16 if q.dtype == torch.float32 else max(min(MAX_ROWS, MAX_ROWS * 128 // block_dim), 16)
+    block_rows = min(max(power_of_2_above(rows), 16), most)
+    room = processors(q.device) * (2 if block_rows <= 32 else 1)
+    programs = B * kv_heads * -(-rows // block_rows)
+    splits = max(min(room // programs, -(-reach // block_slots) // SHARE, MAX_SPLITS), 1)
+    while splits == 1 and block_rows > 32 and 2 * programs <= room:
+        block_rows, programs = block_rows // 2, 2 * programs
+    return block_rows, block_slots, block_dim, splits

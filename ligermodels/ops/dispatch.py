@@ -37,9 +37,14 @@ def use_kernels(*tensors: torch.Tensor | None) -> bool:
 
     None is allowed among the tensors, and ignored.
     """
-    if _forced == "reference" or any(t is not None and t.dtype == torch.float64 for t in tensors):
+    on_cuda = True
+    for t in tensors:  # a plain loop: every op begins with this
+        if t is not None:
+            if t.dtype == torch.float64:
+                return False
+            on_cuda = on_cuda and t.is_cuda
+    if _forced == "reference":
         return False
-    on_cuda = all(t is None or t.is_cuda for t in tensors)
     if (on_cuda and HAS_TRITON and not INTERPRETED) or INTERPRETED:
         return True
     if _forced == "triton":

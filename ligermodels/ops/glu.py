@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
-from ligermodels.ops.library import as_rows, opaque_op
+from ligermodels.ops.library import as_rows, empty_like, opaque_op
 
 MAX_BLOCK = 2048
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -113,7 +113,9 @@ def _part(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(gate, gate_stride, up, up_stride, out, N, blocks, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _glu_forward_kernel(
+    gate, gate_stride, up, up_stride, out, N, blocks, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) // blocks
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = col < N
@@ -124,7 +126,7 @@ def _forward_kernel(gate, gate_stride, up, up_stride, out, N, blocks, ACTIVATION
 
 
 @triton.jit
-def _backward_kernel(
+def _glu_backward_kernel(
     dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, N, blocks,
     ACTIVATION: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +160,7 @@ def _glu_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -
     g, u = map(as_rows, _halves(gate, up))
     M, N = g.shape
     blocks, options = _blocks(N)
-    _forward_kernel[(M * blocks,)](
+    _glu_forward_kernel[(M * blocks,)](
         g, g.stride(0), u, u.stride(0), out, N, blocks, ACTIVATION=activation, **options
     )  # fmt: skip
     return out
@@ -167,7 +169,8 @@ def _glu_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -
 def _backward_fake(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, need_gate: bool, need_up: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return gate.new_empty(gate.shape if need_gate else (0,)), gate.new_empty(gate.shape if need_up else (0,))
+    dgate = empty_like(gate) if need_gate else gate.new_empty(0)
+    return dgate, empty_like(gate) if need_up else gate.new_empty(0)
 
 
 @opaque_op(_backward_fake)
@@ -182,7 +185,7 @@ def _glu_backward(
         to_gate, to_up = _halves(to_gate, None)
     M, N = g.shape
     blocks, options = _blocks(N)
-    _backward_kernel[(M * blocks,)](
+    _glu_backward_kernel[(M * blocks,)](
         d, d.stride(0), g, g.stride(0), u, u.stride(0), to_gate, to_gate.stride(0), to_up, to_up.stride(0), N, blocks,
         ACTIVATION=activation, NEED_GATE=need_gate, NEED_UP=need_up or up is None, **options,
     )  # fmt: skip

@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _library = torch.library.Library("ligermodels", "FRAGMENT")
 
 
 def opaque_op(
     fake: Callable[..., Any], mutates: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: registers a function as `torch.ops.ligermodels.<its name>` and returns that op.
+    """Decorator: registers a function as `torch.ops.ligermodels.<its name>`; the result calls that op.
 
     The schema comes from the function's annotations. `fake` takes the same arguments and returns empty tensors of the
     shapes, dtypes and strides of the results. The function's first argument is a tensor (or a list of them): it runs on
     the device of that. The function may change no inputs but the tensors that `mutates` names, nor return its inputs or
-    views of them, and has no gradient of its own. This is `torch.library.custom_op` without its layers of Python on
-    every call.
+    views of them, and has no gradient of its own. In eager mode, where nobody looks on (no tensor subclass, meta
+    tensor or dispatch mode), the function is called past the dispatcher, whose boxing would take longer than a small
+    kernel.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,9 +41,24 @@ def opaque_op(
         for key in ("CPU", "CUDA"):
             _library.impl(name, on_device, key)
         torch.library.register_fake(f"ligermodels::{name}", fake, lib=_library)
-        return getattr(torch.ops.ligermodels, name).default
+        op = getattr(torch.ops.ligermodels, name).default
+
+        def call(first: Any, *args: Any) -> Any:
+            tensor = first[0] if isinstance(first, list) else first
+            looked_on = type(tensor) not in PLAIN or tensor.is_meta or torch._C._len_torch_dispatch_stack()
+            if torch.compiler.is_compiling() or looked_on:
+                return op(first, *args)
+            with torch._C._AutoDispatchBelowAutograd():
+                return on_device(first, *args)
+
+        return call
 
     return register
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """An empty contiguous tensor of x's shape, dtype and device."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,8 @@ def linear_cross_entropy(
         all three are cast to its dtype). target, token_weights and the options: as in `cross_entropy`, and the result.
     memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
         it needs). The gradients themselves come on top, and with several chunks and a 16-bit weight the float32 sum
-        that stands in for the weight's gradient until it is rounded, once.
+        that stands in for the weight's gradient until it is rounded, once. Where it makes no difference to the peak,
+        logits take more: what the gradient itself will take, or the sum that larger chunks make unnecessary.
     num_targets: how many targets are not ignored, if the caller knows: the rows of the others then take no part in the
         GEMMs. On the CPU it is counted; on CUDA that would be a wait for the device, so without it no row is skipped.
     A gradient is computed exactly if its own operand requires it; under no_grad only the loss is. Eagerly, the first
@@ -179,7 +180,7 @@ def _linear_cross_entropy(
         else:
             x.index_copy_(0, chosen[chunk], values)
 
-    size = chunk_rows(T, V, H, hidden, options, memory_budget, need_weight or need_bias)
+    size = chunk_rows(T, V, H, hidden, options, memory_budget, need_weight or need_bias, to_come=int(need_weight))
     sum_dtype = weight.dtype if size >= T else coefficient.dtype  # a single chunk needs no sum of its own
     dw = torch.empty((V, H) if need_weight else (0,), dtype=sum_dtype, device=weight.device)
     db = torch.zeros(V if need_bias else 0, dtype=coefficient.dtype, device=weight.device)
@@ -212,11 +213,23 @@ def _linear_cross_entropy(
 
 
 def chunk_rows(
-    T: int, V: int, H: int, hidden: torch.Tensor, options: LossOptions, budget: int, accumulates: bool, extra: int = 0
+    T: int,
+    V: int,
+    H: int,
+    hidden: torch.Tensor,
+    options: LossOptions,
+    budget: int,
+    accumulates: bool,
+    *,
+    extra: int = 0,
+    to_come: int = 0,
 ) -> int:
     """How many rows a chunk takes: as many as the budget allows, spread evenly, in whole tiles where there are any.
 
-    extra: bytes that the caller needs for each row beside its logits."""
+    extra: bytes that the caller needs for each row beside its logits.
+    to_come: how many gradients of (V, H) there will be that do not exist yet, nor anything else in their memory: logits
+        may have it. And all rows at once may have as much as the float32 sum of one of them, which they do without.
+    """
     item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
     loss = accumulation = 0
     if not use_kernels(hidden):  # see _in_place_reference
@@ -224,7 +237,12 @@ def chunk_rows(
         loss = max(loss, 16 * min(V, RANK_COLUMNS) if options.return_rank else 0)
     if accumulates and not hidden.is_cuda and wide > item:  # see accumulate
         accumulation = (V + H) * wide
-    rows = max(budget // ((V + COLUMN_MULTIPLE) * item + extra + max(loss, accumulation)), 1)
+    beside = extra + max(loss, accumulation)
+    rows = max(budget // ((V + COLUMN_MULTIPLE) * item + beside), 1)
+    if to_come and wide > item:
+        width = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        fitting, fitting_at_once = (min(n * V * H // width, budget // max(beside, 1)) for n in (to_come, to_come + 1))
+        rows = T if fitting_at_once >= T else max(rows, fitting)
     if rows >= T:
         return max(T, 1)
     if rows >= ROW_MULTIPLE:

@@ -67,6 +67,8 @@ def multi_head_linear_cross_entropy(
     memory_budget: bytes for a chunk: its logits, transformed hidden states and what is computed with them, whatever K
         is. On top come the gradients themselves; in 16 bits and several chunks the float32 sums of one language model
         head and one head's blocks, used again from head to head; and with K > 1 the float32 sum of hidden's gradient.
+        Logits take more where it makes no difference to the peak, as in `linear_cross_entropy`: with own lm_heads, what
+        the gradients of the heads still to come will take.
     num_targets: how many targets of each head are not ignored, if the caller knows: the other rows then take no part in
         the GEMMs. On the CPU they are counted; on CUDA that would be a wait for the device, so none is skipped without.
 
@@ -242,9 +244,12 @@ class _Sums:
             accumulate(total, g, x, first=first)
         else:
             total.copy_(g.sum(0, dtype=wide) if first else total + g.sum(0, dtype=wide))
-        if last:
-            gradient = self._open.pop(i).to(p.dtype)
-            self.gradients[i] = gradient
+
+    def close(self, i: int) -> None:
+        """The gradient of parameter i is complete."""
+        if i in self._open:
+            total, p = self._open.pop(i), self.parameters[i]
+            gradient = self.gradients[i] = total.to(p.dtype)
             if gradient is not total:
                 self._free[p.shape].append(total)
 
@@ -327,12 +332,13 @@ def _multi_head_linear_cross_entropy(
     lowest = [0 if need_hidden else next((i for i in range(L) if trained[k * L + i]), L) for k in range(K)]
 
     groups = [(starts[0], ends[-1])] if len(weights) == 1 else list(zip(starts, ends, strict=True))
-    longest = max(end - start for start, end in groups)
-    transformed = H * ((2 * L + 5) * hidden.dtype.itemsize + coefficient.dtype.itemsize)  # bytes for a row, at the most
-    size = chunk_rows(longest, V, H, hidden, options, memory_budget, any(sums.needs), transformed)
+    wide = coefficient.dtype.itemsize if need_hidden else 0
+    transformed = H * ((2 * L + 5) * hidden.dtype.itemsize + wide)  # bytes for a row, at the most
     columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # as in linear_cross_entropy
-    workspace = hidden.new_empty(size, columns)[:, :V]
     for group, (start, end) in enumerate(groups):
+        chunk = {"extra": transformed, "to_come": sum(sums.needs[group : len(weights)])}
+        size = chunk_rows(end - start, V, H, hidden, options, memory_budget, any(sums.needs), **chunk)
+        workspace = hidden.new_empty(size, columns)[:, :V]
         for a in range(start, end, size):
             b = min(a + size, end)
             at = slice(a, b) if chosen is None else chosen[a:b]
@@ -371,13 +377,18 @@ def _multi_head_linear_cross_entropy(
                 for layer in reversed(range(lowest[k], L)):
                     x, z = seen[layer]
                     dz, block = torch.ops.aten.silu_backward(dy, z), k * L + layer
-                    sums.add(of_blocks + block, dz, x, **whole)
-                    if block_biases:
-                        sums.add(of_blocks + K * L + block, dz, None, **whole)
+                    for place, given in ((block, x), (K * L + block, None))[: 2 if block_biases else 1]:
+                        sums.add(of_blocks + place, dz, given, **whole)
+                        if whole["last"]:
+                            sums.close(of_blocks + place)
                     if need_hidden or layer > lowest[k]:
                         dy = torch.addmm(dy, dz, block_weights[block])
                 if need_hidden:
                     dx[token] += dy
+        logits = workspace = hidden.new_empty(0)  # frees the chunk before the sum is rounded
+        sums.close(group)
+        if biases:
+            sums.close(len(weights) + group)
     gradients = [dx.view(hidden.shape if need_hidden else (0,)).to(hidden.dtype), *sums.result()]
     return losses.view(targets.shape), ranks.view(targets.shape if return_rank else (0,)), gradients
 

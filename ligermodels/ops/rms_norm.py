@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton, use_kernels
-from ligermodels.ops.library import as_rows, opaque_op
+from ligermodels.ops.library import as_rows, empty_like, opaque_op
 
 MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones
 BLOCK_ELEMENTS = 2048  # narrow rows are taken several at once, up to about this many elements
@@ -136,7 +136,7 @@ def _store_rows(destination, values, row, end, N, ROWS: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _forward_kernel(
+def _rms_norm_forward_kernel(
     x, x_stride, residual, residual_stride, weight, y, total, rstd, M, N, eps, offset, rows_per_program,
     ADD: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +170,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _rms_norm_backward_kernel(
     dy, dy_stride, dx_more, dx_more_stride, x, x_stride, weight, rstd, dx, partial, M, N, offset, rows_per_program,
     ADD: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -206,7 +206,24 @@ def _backward_kernel(
                 g += more.to(tl.float32)
             _store_rows(dx, g, row, end, N, ROWS, BLOCK)
     if NEED_WEIGHT:
-        tl.store(partial + tl.program_id(0) * N + col, tl.sum(dw, axis=0), mask=col < N)
+        total = tl.sum(dw, axis=0).to(partial.dtype.element_ty)
+        tl.store(partial + tl.program_id(0) * N + col, total, mask=col < N)
+
+
+@triton.jit
+def _sum_rows_kernel(x, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(0, M, ROWS):
+        row = first + tl.arange(0, ROWS)
+        total += tl.load(x + row[:, None] * N + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0)
+    tl.store(out + col, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=col < N)
+
+
+def sum_rows(x: torch.Tensor, out: torch.Tensor) -> None:
+    """out (N,) = the sum of the rows of x (M, N), contiguous float32, rounded once."""
+    M, N = x.shape
+    _sum_rows_kernel[(-(-N // 32),)](x, out, M, N, ROWS=128, BLOCK=32, num_warps=4)
 
 
 class Launch(NamedTuple):
@@ -240,8 +257,8 @@ def _forward_fake(
     offset: float,
     cast_before: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    total = x.new_empty(x.shape if residual is not None else (0,))
-    return x.new_empty(x.shape), total, x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = empty_like(x) if residual is not None else x.new_empty(0)
+    return empty_like(x), total, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @opaque_op(_forward_fake)
@@ -259,7 +276,7 @@ def _rms_norm_forward(
     others = None if residual is None else as_rows(residual)
     M, N = rows.shape
     launch = _launch(M, N, x.device, backward=False)
-    _forward_kernel[(launch.programs,)](
+    _rms_norm_forward_kernel[(launch.programs,)](
         rows, rows.stride(0), others, 0 if others is None else others.stride(0), weight, y, total, rstd,
         M, N, eps, offset, launch.rows_per_program,
         ADD=others is not None, HAS_WEIGHT=weight is not None, CAST_BEFORE=cast_before,
@@ -278,8 +295,8 @@ def _backward_fake(
     need_x: bool,
     need_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None else x.new_empty(0)
-    return x.new_empty(x.shape if need_x else (0,)), dw if need_weight else x.new_empty(0)
+    dw = empty_like(weight) if need_weight and weight is not None else x.new_empty(0)
+    return empty_like(x) if need_x else x.new_empty(0), dw
 
 
 @opaque_op(_backward_fake)
@@ -298,14 +315,17 @@ def _rms_norm_backward(
     more = None if dx_more is None else as_rows(dx_more)
     M, N = rows.shape
     launch = _launch(M, N, x.device, backward=True)
-    dx = x.new_empty(x.shape if need_x else (0,))
-    partial = torch.empty((launch.programs, N) if need_weight else (0,), dtype=torch.float32, device=x.device)
-    _backward_kernel[(launch.programs,)](
+    dx, dw = _backward_fake(dy, dx_more, x, weight, rstd, offset, need_x, need_weight)
+    partial = dw
+    if need_weight and launch.programs != 1:
+        partial = x.new_empty((launch.programs, N), dtype=torch.float32)
+    _rms_norm_backward_kernel[(launch.programs,)](
         g, g.stride(0), more, 0 if more is None else more.stride(0), rows, rows.stride(0), weight, rstd, dx, partial,
         M, N, offset, launch.rows_per_program, ADD=more is not None, HAS_WEIGHT=weight is not None,
         NEED_X=need_x, NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
     )  # fmt: skip
-    dw = partial.sum(0).to(weight.dtype) if need_weight and weight is not None else x.new_empty(0)
+    if partial is not dw:
+        sum_rows(partial, dw)
     return dx, dw
 
 

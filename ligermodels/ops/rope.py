@@ -14,10 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton, use_kernels
-from ligermodels.ops.library import opaque_op
-from ligermodels.ops.rms_norm import check_norm, rms_norm_reference
+from ligermodels.ops.library import empty_like, opaque_op
+from ligermodels.ops.rms_norm import check_norm, rms_norm_reference, sum_rows
 
-PROGRAMS = 8  # a multiprocessor, where each sums its part of a weight's gradient
+PAIRS = 512  # of channels a warp takes
+PROGRAMS = 2  # a multiprocessor, where each sums its part of a weight's gradient
+STAGES = 3  # tokens that such a program has asked for at once, by way of shared memory
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,19 +68,8 @@ def rope_qkv(
     backward pass writes one gradient of qkv; with norms it recomputes them from qkv, which is saved.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
-    width = num_kv_heads * (group_size + 2) * head_dim
-    if qkv.dim() != 3 or qkv.shape[-1] != width or not qkv.is_floating_point():
-        raise InputError(
-            f"rope_qkv: qkv must be floating, of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = {width}); "
-            f"got {qkv.dtype} {tuple(qkv.shape)}"
-        )
-    if cos is not None and sin is not None:
-        _check_tables("rope_qkv", qkv, head_dim, cos, sin)
-    elif cos is not sin:
-        raise InputError("rope_qkv: cos and sin must be given together, or both be None for no rotation")
-    check_norm("rope_qkv", qkv, head_dim, "q_norm", q_norm, cast)
-    check_norm("rope_qkv", qkv, head_dim, "k_norm", k_norm, cast)
     shape = num_kv_heads, group_size, head_dim
+    check_packed("rope_qkv", qkv, cos, sin, *shape, q_norm, k_norm, cast)
     if not use_kernels(qkv, cos, sin, q_norm, k_norm):
         return rope_qkv_reference(qkv, cos, sin, *shape, q_norm, k_norm, eps=eps, offset=offset, cast=cast)
     return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, cast == "before")
@@ -122,6 +113,33 @@ def _rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
     return torch.cat([(x1 * cos - x2 * sin).to(x.dtype), (x2 * cos + x1 * sin).to(x.dtype), rest], dim=-1)
 
 
+def check_packed(
+    op: str,
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    cast: str,
+) -> None:
+    """Raises InputError, naming `op`, unless these are what `rope_qkv` takes."""
+    width = num_kv_heads * (group_size + 2) * head_dim
+    if qkv.dim() != 3 or qkv.shape[-1] != width or not qkv.is_floating_point():
+        raise InputError(
+            f"{op}: qkv must be floating, of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = {width}); "
+            f"got {qkv.dtype} {tuple(qkv.shape)}"
+        )
+    if cos is not None and sin is not None:
+        _check_tables(op, qkv, head_dim, cos, sin)
+    elif cos is not sin:
+        raise InputError(f"{op}: cos and sin must be given together, or both be None for no rotation")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        check_norm(op, qkv, head_dim, name, weight, cast)
+
+
 def _check_tables(op: str, x: torch.Tensor, head_dim: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         fits = table.dim() == 3 and table.shape[0] in (1, x.shape[0]) and table.shape[1] == x.shape[1]
@@ -157,12 +175,10 @@ def _load_heads(
     source, group, head, HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a token in float32, as two tiles (BLOCK_HEADS, BLOCK): the two halves of the channels that are
-    rotated into one another, each followed by half of the other channels. What does not exist is 0."""
+    """All heads of a token, as two tiles (BLOCK_HEADS, BLOCK): the two halves of the channels that are rotated into one
+    another, each followed by half of the other channels. What does not exist is 0."""
     first, second, in_first, in_second = _places(group, head, HEADS, GROUP, HALF, DIM, BLOCK_HEADS, BLOCK)
-    x1 = tl.load(source + first, mask=in_first, other=0.0).to(tl.float32)
-    x2 = tl.load(source + second, mask=in_second, other=0.0).to(tl.float32)
-    return x1, x2
+    return tl.load(source + first, mask=in_first, other=0.0), tl.load(source + second, mask=in_second, other=0.0)
 
 
 @triton.jit
@@ -186,31 +202,38 @@ def _angles(table, batch, token, row, T, HALF: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def _load_weight(weight, offset, HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """offset + a norm's weight in float32, as two tiles (1, BLOCK)."""
+    w1, w2 = _load_heads(weight, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
+    return w1.to(tl.float32) + offset, w2.to(tl.float32) + offset
+
+
+@triton.jit
 def _turn_heads(
-    source, s_row, s_group, s_head, destination, d_row, d_group, d_head, given, g_row, g_group, g_head,
-    row, cos, sin, w1, w2, dw1, dw2, eps,
+    x1, x2, n1, n2, destination, row, d_row, d_group, d_head, cos, sin, w1, w2, dw1, dw2, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
     CAST_BEFORE: tl.constexpr, INVERSE: tl.constexpr, NEED_HEADS: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalises and rotates all heads of a token. INVERSE takes their gradients back: given is then what the norm was
-    given, and this token's part of the weight's gradient, still apart by heads, is added to dw1 and dw2."""
-    x1, x2 = _load_heads(source + row * s_row, s_group, s_head, HEADS, GROUP, HALF, DIM, BLOCK_HEADS, BLOCK)
+    """Normalises and rotates all heads of a token, x1 and x2 as `_load_heads` gives them. INVERSE takes their gradients
+    back: n1 and n2 are then what the norm was given, and this token's part of the weight's gradient, still apart by
+    heads, is added to dw1 and dw2."""
+    dtype: tl.constexpr = x1.dtype
+    x1 = x1.to(tl.float32)
+    x2 = x2.to(tl.float32)
     if NORM:
-        n1 = x1
-        n2 = x2
-        if INVERSE:
-            n1, n2 = _load_heads(given + row * g_row, g_group, g_head, HEADS, GROUP, HALF, DIM, BLOCK_HEADS, BLOCK)
+        n1 = n1.to(tl.float32)
+        n2 = n2.to(tl.float32)
         r = 1.0 / tl.sqrt(tl.sum(n1 * n1 + n2 * n2, axis=1) / DIM + eps)
         r = tl.where(tl.arange(0, BLOCK_HEADS) < HEADS, r, 0.0)[:, None]
         n1 = n1 * r
         n2 = n2 * r
         if not INVERSE:
             if CAST_BEFORE:
-                n1 = n1.to(source.dtype.element_ty).to(tl.float32)
-                n2 = n2.to(source.dtype.element_ty).to(tl.float32)
-            x1 = (n1 * w1).to(source.dtype.element_ty).to(tl.float32)
-            x2 = (n2 * w2).to(source.dtype.element_ty).to(tl.float32)
+                n1 = n1.to(dtype).to(tl.float32)
+                n2 = n2.to(dtype).to(tl.float32)
+            x1 = (n1 * w1).to(dtype).to(tl.float32)
+            x2 = (n2 * w2).to(dtype).to(tl.float32)
     if HALF > 0:
         turns = (tl.arange(0, BLOCK) < HALF)[None, :]
         turned = x1 * cos - x2 * sin
@@ -243,47 +266,58 @@ def _rope_kernel(
     V_HEADS: tl.constexpr, V_GROUP: tl.constexpr, BLOCK_V: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, CAST_BEFORE: tl.constexpr, INVERSE: tl.constexpr,
     NEED_HEADS: tl.constexpr, NEED_Q_NORM: tl.constexpr, NEED_K_NORM: tl.constexpr,
-    HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes rows_per_program consecutive tokens. Of each it loads the angles once, normalises and rotates
     the heads of q and of k, and copies v's; a part with no heads is left out. It sums its own part of the gradients of
-    the norms' weights: no atomics, so equal bits in every run."""
+    the norms' weights: no atomics, so equal bits in every run. All loads come before the first store, which none of
+    them could pass."""
     program = tl.program_id(0).to(tl.int64)
     q_w1, q_w2, k_w1, k_w2 = 1.0, 1.0, 1.0, 1.0
     if Q_NORM:
-        q_w1, q_w2 = _load_heads(q_norm, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
-        q_w1 += offset
-        q_w2 += offset
+        q_w1, q_w2 = _load_weight(q_norm, offset, HALF, DIM, BLOCK)
     if K_NORM:
-        k_w1, k_w2 = _load_heads(k_norm, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
-        k_w1 += offset
-        k_w2 += offset
+        k_w1, k_w2 = _load_weight(k_norm, offset, HALF, DIM, BLOCK)
     q_dw1 = tl.zeros((BLOCK_Q, BLOCK), dtype=tl.float32)
     q_dw2 = tl.zeros((BLOCK_Q, BLOCK), dtype=tl.float32)
     k_dw1 = tl.zeros((BLOCK_K, BLOCK), dtype=tl.float32)
     k_dw2 = tl.zeros((BLOCK_K, BLOCK), dtype=tl.float32)
-    for row in range(program * rows_per_program, tl.minimum((program + 1) * rows_per_program, rows)):
+    end = tl.minimum((program + 1) * rows_per_program, rows)
+    for row in tl.range(program * rows_per_program, end, num_stages=STAGES):
         c = _angles(cos, cos_batch, cos_token, row, T, HALF, BLOCK)
         s = _angles(sin, sin_batch, sin_token, row, T, HALF, BLOCK)
         if INVERSE:
             s = -s
+        if V_HEADS > 0 and NEED_HEADS:
+            v1, v2 = _load_heads(v + row * v_row, v_group, v_head, V_HEADS, V_GROUP, 0, DIM, BLOCK_V, BLOCK)
+        if K_HEADS > 0:
+            k1, k2 = _load_heads(k + row * k_row, k_group, k_head, K_HEADS, K_GROUP, HALF, DIM, BLOCK_K, BLOCK)
+            kn1, kn2 = k1, k2
+            if K_NORM and INVERSE:
+                kn1, kn2 = _load_heads(
+                    k_given + row * given_row, given_group, given_head, K_HEADS, K_GROUP, HALF, DIM, BLOCK_K, BLOCK
+                )
         if Q_HEADS > 0:
+            q1, q2 = _load_heads(q + row * q_row, q_group, q_head, Q_HEADS, Q_GROUP, HALF, DIM, BLOCK_Q, BLOCK)
+            qn1, qn2 = q1, q2
+            if Q_NORM and INVERSE:
+                qn1, qn2 = _load_heads(
+                    q_given + row * given_row, given_group, given_head, Q_HEADS, Q_GROUP, HALF, DIM, BLOCK_Q, BLOCK
+                )
             q_dw1, q_dw2 = _turn_heads(
-                q, q_row, q_group, q_head, q_out, q_out_row, q_out_group, q_out_head,
-                q_given, given_row, given_group, given_head, row, c, s, q_w1, q_w2, q_dw1, q_dw2, eps,
+                q1, q2, qn1, qn2, q_out, row, q_out_row, q_out_group, q_out_head,
+                c, s, q_w1, q_w2, q_dw1, q_dw2, eps,
                 Q_HEADS, Q_GROUP, HALF, DIM, Q_NORM, CAST_BEFORE, INVERSE, NEED_HEADS, NEED_Q_NORM, BLOCK_Q, BLOCK,
             )  # fmt: skip
         if K_HEADS > 0:
             k_dw1, k_dw2 = _turn_heads(
-                k, k_row, k_group, k_head, k_out, k_out_row, k_out_group, k_out_head,
-                k_given, given_row, given_group, given_head, row, c, s, k_w1, k_w2, k_dw1, k_dw2, eps,
+                k1, k2, kn1, kn2, k_out, row, k_out_row, k_out_group, k_out_head,
+                c, s, k_w1, k_w2, k_dw1, k_dw2, eps,
                 K_HEADS, K_GROUP, HALF, DIM, K_NORM, CAST_BEFORE, INVERSE, NEED_HEADS, NEED_K_NORM, BLOCK_K, BLOCK,
             )  # fmt: skip
         if V_HEADS > 0 and NEED_HEADS:
-            x1, x2 = _load_heads(v + row * v_row, v_group, v_head, V_HEADS, V_GROUP, 0, DIM, BLOCK_V, BLOCK)
-            _store_heads(
-                v_out + row * v_out_row, v_out_group, v_out_head, x1, x2, V_HEADS, V_GROUP, 0, DIM, BLOCK_V, BLOCK
-            )
+            v_place = v_out + row * v_out_row
+            _store_heads(v_place, v_out_group, v_out_head, v1, v2, V_HEADS, V_GROUP, 0, DIM, BLOCK_V, BLOCK)
     if NEED_Q_NORM:
         sum1, sum2 = tl.sum(q_dw1, axis=0)[None, :], tl.sum(q_dw2, axis=0)[None, :]
         _store_heads(partial + program * DIM, 0, 0, sum1, sum2, 1, 1, HALF, DIM, 1, BLOCK)
@@ -292,7 +326,26 @@ def _rope_kernel(
         _store_heads(partial + (tl.num_programs(0) + program) * DIM, 0, 0, sum1, sum2, 1, 1, HALF, DIM, 1, BLOCK)
 
 
-Part = tuple[torch.Tensor, torch.Tensor | None] | None  # source and destination, (rows, groups, heads, head_dim)
+class Heads(NamedTuple):
+    """Where the heads of each token lie: head h of token n begins n * row + h // group_size * group +
+    h % group_size * head elements from the tensor's start."""
+
+    start: torch.Tensor | None
+    row: int
+    group: int
+    head: int
+
+
+NOWHERE = Heads(None, 0, 0, 0)
+
+
+class Part(NamedTuple):
+    """`num_heads` heads of each token that are taken from a source to a destination, in groups of group_size."""
+
+    num_heads: int
+    group_size: int
+    source: Heads
+    destination: Heads | None
 
 
 class Norms(NamedTuple):
@@ -314,9 +367,9 @@ NO_NORMS = Norms()
 
 
 def _launch(
-    q: Part,
-    k: Part,
-    v: Part,
+    rows: int,
+    dim: int,
+    parts: tuple[Part | None, Part | None, Part | None],
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     inverse: bool,
@@ -324,71 +377,90 @@ def _launch(
 ) -> None:
     """Normalises and rotates q and k, copies v, each from its source to its destination. At least one part is there;
     either all of them have a destination or none has."""
-    strides: list[Any] = []
+    places: list[Any] = []
     heads: dict[str, int] = {}
-    rows = dim = most = 0
+    most = 1
     has_destination = True
-    for name, part in (("Q", q), ("K", k), ("V", v)):
-        if part is None:
-            strides += [None, 0, 0, 0, None, 0, 0, 0]
-            heads |= {f"{name}_HEADS": 0, f"{name}_GROUP": 1, f"BLOCK_{name}": 1}
-            continue
-        rows, groups, group, dim = part[0].shape
-        most = max(most, power_of_2_above(groups * group))
-        has_destination = part[1] is not None
-        for x in part:
-            strides += [None, 0, 0, 0] if x is None else [x, *x.stride()[:3]]
-        heads |= {f"{name}_HEADS": groups * group, f"{name}_GROUP": group}
-        heads[f"BLOCK_{name}"] = power_of_2_above(groups * group)
+    for name, part in zip("QKV", parts, strict=True):
+        count, group_size, source, destination = part or (0, 1, NOWHERE, NOWHERE)
+        has_destination = has_destination and destination is not None
+        places += (*source, *(destination or NOWHERE))
+        block = power_of_2_above(count)
+        heads[f"{name}_HEADS"], heads[f"{name}_GROUP"], heads[f"BLOCK_{name}"] = count, group_size, block
+        most = max(most, block)
     half, T = (0, 1) if cos is None else (cos.shape[2], cos.shape[1])
     tables: list[Any] = []
     for table in (cos, sin):
         if table is None:
-            tables += [None, 0, 0]
+            tables += NOWHERE[:3]
             continue
         table = table if table.stride(2) == 1 else table.contiguous()
         tables += [table, table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)]
-    given: list[Any] = [None, None, 0, 0, 0]
+    given: list[Any] = [None, *NOWHERE]
     if norms.given is not None:
-        q_given, k_given, _ = _packed(norms.given, heads["Q_GROUP"], dim)
-        given = [q_given, k_given, *q_given.stride()[:3]]
+        (q_given, *strides), (k_given, *_), _ = _packed(norms.given, heads["Q_GROUP"], dim)
+        given = [q_given, k_given, *strides]
     weights = [None if w is None else w.contiguous() for w in (norms.q, norms.k)]
     block = power_of_2_above((dim + 1) // 2)
     programs = rows if norms.partial is None else norms.partial.shape[1]
-    pairs = 512 if norms.partial is None else 1024  # a warp; where sums are kept, many loads at once outdo many warps
     _rope_kernel[(programs,)](
-        *strides, *tables, T, *weights, norms.eps, norms.offset, *given, norms.partial,
+        *places, *tables, T, *weights, norms.eps, norms.offset, *given, norms.partial,
         rows, -(-rows // max(programs, 1)), **heads, Q_NORM=norms.q is not None, K_NORM=norms.k is not None,
         CAST_BEFORE=norms.cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
-        NEED_Q_NORM=norms.need_q, NEED_K_NORM=norms.need_k, HALF=half, DIM=dim, BLOCK=block,
-        num_warps=min(max(most * block // pairs, 2), 16),
+        NEED_Q_NORM=norms.need_q, NEED_K_NORM=norms.need_k, HALF=half, DIM=dim, BLOCK=block, STAGES=STAGES,
+        num_warps=min(max(most * block // PAIRS, 2 if norms.partial is None else 4), 16),
     )  # fmt: skip
 
 
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    """(B, T, heads, D) as (B*T, heads, 1, D) whose last dimension is contiguous: a view where the strides allow it."""
-    x = x.flatten(0, 1).unsqueeze(2)
-    return x if x.stride(3) == 1 else x.contiguous()
+def _tokens(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x (B, T, ...), and the stride at which its B * T tokens follow one another: a copy of x where there is none, or
+    where channels do not lie side by side."""
+    B, T = x.shape[:2]
+    if x.stride(-1) != 1 or (B > 1 and T > 1 and x.stride(0) != T * x.stride(1)):
+        x = x.contiguous()
+    return x, x.stride(0 if T == 1 else 1)
 
 
-def _packed(qkv: torch.Tensor, group_size: int, head_dim: int) -> Sequence[torch.Tensor]:
-    """The parts q, k, v (B*T, num_kv_heads, group_size or 1, head_dim) of a packed (B, T, ...) tensor; their last
-    dimension is contiguous: views where the strides allow it."""
-    qkv = qkv if qkv.stride(2) == 1 else qkv.contiguous()
-    return qkv.flatten(0, 1).unflatten(1, (-1, group_size + 2, head_dim)).split([group_size, 1, 1], dim=2)
+def _heads(x: torch.Tensor, group_size: int = 1) -> Heads:
+    """Of x (B, T, heads, D)."""
+    x, row = _tokens(x)
+    return Heads(x, row, group_size * x.stride(2), x.stride(2))
+
+
+def _parts(
+    num_kv_heads: int, group_size: int, packed: Sequence[Heads | None], apart: Sequence[torch.Tensor], inverse: bool
+) -> tuple[Part, Part, Part]:
+    """q, k and v out of the packed projection to tensors (B, T, heads, D) of their own or, inverse, back."""
+
+    def part(size: int, inside: Heads | None, x: torch.Tensor) -> Part:
+        outside = _heads(x, size)
+        if inside is None or inverse:
+            return Part(num_kv_heads * size, size, outside, inside)
+        return Part(num_kv_heads * size, size, inside, outside)
+
+    q, k, v = map(part, (group_size, 1, 1), packed, apart)
+    return q, k, v
+
+
+def _packed(qkv: torch.Tensor, group_size: int, head_dim: int) -> tuple[Heads, Heads, Heads]:
+    """q, k and v of a packed qkv (B, T, ...)."""
+    (qkv, row), width = _tokens(qkv), (group_size + 2) * head_dim
+    starts = (qkv.narrow(2, place * head_dim, head_dim) for place in (0, group_size, group_size + 1))
+    q, k, v = (Heads(start, row, width, head_dim) for start in starts)
+    return q, k, v
 
 
 def _rotate_fake(heads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for x in heads]
+    return [empty_like(x) for x in heads]
 
 
 @opaque_op(_rotate_fake)
 def _rope_rotate(heads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> list[torch.Tensor]:
     """One or two tensors (B, T, heads, D) rotated, by the inverse rotation if so asked."""
     out = _rotate_fake(heads, cos, sin, inverse)
-    parts: list[Part] = [(_heads(x), _heads(y)) for x, y in zip(heads, out, strict=True)]
+    parts = [Part(x.shape[2], 1, _heads(x), _heads(y)) for x, y in zip(heads, out, strict=True)]
     q, k = (*parts, None)[:2]
-    _launch(q, k, None, cos, sin, inverse)
+    _launch(heads[0].shape[:2].numel(), heads[0].shape[3], (q, k, None), cos, sin, inverse)
     return out
 
 
@@ -427,9 +499,9 @@ def _rope_split(
     """q and k normalised and rotated, v copied, out of the packed projection."""
     shape = num_kv_heads, group_size, head_dim
     out = _split_fake(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, cast_before)
-    groups = [x.flatten(0, 1).unflatten(1, (num_kv_heads, -1)) for x in out]
-    q, k, v = zip(_packed(qkv, group_size, head_dim), groups, strict=True)
-    _launch(q, k, v, cos, sin, False, Norms(q_norm, k_norm, eps, offset, cast_before))
+    parts = _parts(num_kv_heads, group_size, _packed(qkv, group_size, head_dim), out, False)
+    norms = Norms(q_norm, k_norm, eps, offset, cast_before)
+    _launch(qkv.shape[:2].numel(), head_dim, parts, cos, sin, False, norms)
     return out
 
 
@@ -475,23 +547,23 @@ def _rope_merge(
     `_rope_split`, whose qkv is given if there are norms."""
     B, T, num_q_heads, head_dim = dq.shape
     num_kv_heads = dk.shape[2]
-    dqkv = dq.new_empty((B, T, (num_q_heads + 2 * num_kv_heads) * head_dim) if need_qkv else (0,))
-    sources = [_heads(x).squeeze(2).unflatten(1, (num_kv_heads, -1)) for x in (dq, dk, dv)]
-    parts = _packed(dqkv, num_q_heads // num_kv_heads, head_dim) if need_qkv else (None, None, None)
-    q, k, v = zip(sources, parts, strict=True)
+    dqkv, dq_norm, dk_norm = _merge_fake(
+        dq, dk, dv, cos, sin, q_norm, k_norm, qkv, eps, offset, need_qkv, need_q_norm, need_k_norm
+    )
+    group_size = num_q_heads // num_kv_heads
+    packed = _packed(dqkv, group_size, head_dim) if need_qkv else (None, None, None)
+    parts = _parts(num_kv_heads, group_size, packed, (dq, dk, dv), True)
     partial = None
     if need_q_norm or need_k_norm:
         programs = min(B * T, processors(dq.device) * PROGRAMS)
         partial = dq.new_empty((2, programs, head_dim), dtype=torch.float32)
     norms = Norms(q_norm, k_norm, eps, offset, True, qkv, need_q_norm, need_k_norm, partial)
-    _launch(q, k, v, cos, sin, True, norms)
+    _launch(B * T, head_dim, parts, cos, sin, True, norms)
 
-    def gradient(index: int, weight: torch.Tensor | None, needed: bool) -> torch.Tensor:
-        if partial is None or weight is None or not needed:
-            return dq.new_empty(0)
-        return partial[index].sum(0).to(weight.dtype)
-
-    return dqkv, gradient(0, q_norm, need_q_norm), gradient(1, k_norm, need_k_norm)
+    for total, parts_of_it in zip((dq_norm, dk_norm), () if partial is None else partial, strict=False):
+        if total.numel():
+            sum_rows(parts_of_it, total)
+    return dqkv, dq_norm, dk_norm
 
 
 class _Rope(torch.autograd.Function):

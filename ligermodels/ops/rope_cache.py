@@ -7,8 +7,15 @@ import torch
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.library import opaque_op
-from ligermodels.ops.rms_norm import check_norm
-from ligermodels.ops.rope import _angles, _check_tables, _load_heads, _store_heads, _turn_heads, rope_qkv_reference
+from ligermodels.ops.rope import (
+    _angles,
+    _load_heads,
+    _load_weight,
+    _store_heads,
+    _turn_heads,
+    check_packed,
+    rope_qkv_reference,
+)
 
 
 def rope_qkv_cached(
@@ -39,12 +46,8 @@ def rope_qkv_cached(
     The others are those of `rope_qkv`. Returns contiguous q (B, T, num_kv_heads * group_size, head_dim).
     Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
     """
-    width = num_kv_heads * (group_size + 2) * head_dim
-    if qkv.dim() != 3 or qkv.shape[-1] != width or not qkv.is_floating_point():
-        raise InputError(
-            f"rope_qkv_cached: qkv must be floating, of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = "
-            f"{width}); got {qkv.dtype} {tuple(qkv.shape)}"
-        )
+    shape = num_kv_heads, group_size, head_dim
+    check_packed("rope_qkv_cached", qkv, cos, sin, *shape, q_norm, k_norm, cast)
     B = qkv.shape[0]
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         fits = cache.dim() == 4 and cache.shape == (B, k_cache.shape[1], num_kv_heads, head_dim)
@@ -60,17 +63,10 @@ def rope_qkv_cached(
             f"rope_qkv_cached: slots must be int32 or int64 of shape ({B},) on {qkv.device}; "
             f"got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
         )
-    if cos is not None and sin is not None:
-        _check_tables("rope_qkv_cached", qkv, head_dim, cos, sin)
-    elif cos is not sin:
-        raise InputError("rope_qkv_cached: cos and sin must be given together, or both be None for no rotation")
-    check_norm("rope_qkv_cached", qkv, head_dim, "q_norm", q_norm, cast)
-    check_norm("rope_qkv_cached", qkv, head_dim, "k_norm", k_norm, cast)
     inputs = (qkv, k_cache, v_cache, q_norm, k_norm)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise InputError("rope_qkv_cached has no gradient: call it under torch.no_grad(), or use rope_qkv")
     kernels = use_kernels(qkv, cos, sin, q_norm, k_norm)
-    shape = num_kv_heads, group_size, head_dim
     return _rope_cached(
         qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, cast == "before", kernels
     )
@@ -113,20 +109,17 @@ def _rope_cached_kernel(
     batch, token = row // T, row % T
     q_w1, q_w2, k_w1, k_w2 = 1.0, 1.0, 1.0, 1.0
     if Q_NORM:
-        q_w1, q_w2 = _load_heads(q_norm, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
-        q_w1 += offset
-        q_w2 += offset
+        q_w1, q_w2 = _load_weight(q_norm, offset, HALF, DIM, BLOCK)
     if K_NORM:
-        k_w1, k_w2 = _load_heads(k_norm, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
-        k_w1 += offset
-        k_w2 += offset
+        k_w1, k_w2 = _load_weight(k_norm, offset, HALF, DIM, BLOCK)
     c = _angles(cos, cos_batch, cos_token, row, T, HALF, BLOCK)
     s = _angles(sin, sin_batch, sin_token, row, T, HALF, BLOCK)
     group = qkv + batch * qkv_batch + token * qkv_token + head * (GROUP + 2) * DIM
-    # `row` is in the pointers already, so the rows' strides are 0, and so are those of what no gradient needs.
+    q1, q2 = _load_heads(group, 0, DIM, GROUP, GROUP, HALF, DIM, BLOCK_GROUP, BLOCK)
+    k1, k2 = _load_heads(group + GROUP * DIM, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
+    v1, v2 = _load_heads(group + (GROUP + 1) * DIM, 0, 0, 1, 1, 0, DIM, 1, BLOCK)
     _turn_heads(
-        group, 0, 0, DIM, q + (row * heads + head) * GROUP * DIM, 0, 0, DIM, group, 0, 0, 0,
-        row, c, s, q_w1, q_w2, 0.0, 0.0, eps,
+        q1, q2, q1, q2, q + (row * heads + head) * GROUP * DIM, row, 0, 0, DIM, c, s, q_w1, q_w2, 0.0, 0.0, eps,
         GROUP, GROUP, HALF, DIM, Q_NORM, CAST_BEFORE, False, True, False, BLOCK_GROUP, BLOCK,
     )  # fmt: skip
     slot = tl.load(slots + batch).to(tl.int64) + token
@@ -134,11 +127,9 @@ def _rope_cached_kernel(
         k_place = k_cache + batch * k_batch + slot * k_slot + head * k_head
         v_place = v_cache + batch * v_batch + slot * v_slot + head * v_head
         _turn_heads(
-            group + GROUP * DIM, 0, 0, 0, k_place, 0, 0, 0, group, 0, 0, 0,
-            row, c, s, k_w1, k_w2, 0.0, 0.0, eps,
+            k1, k2, k1, k2, k_place, row, 0, 0, 0, c, s, k_w1, k_w2, 0.0, 0.0, eps,
             1, 1, HALF, DIM, K_NORM, CAST_BEFORE, False, True, False, 1, BLOCK,
         )  # fmt: skip
-        v1, v2 = _load_heads(group + (GROUP + 1) * DIM, 0, 0, 1, 1, 0, DIM, 1, BLOCK)
         _store_heads(v_place, 0, 0, v1, v2, 1, 1, 0, DIM, 1, BLOCK)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,20 +35,24 @@ class Trainable(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its loss, the gradient's norm before clipping, the learning rate of the first group, its tokens."""
+    """One step: its loss, the gradient's norm before clipping, the learning rate of the first group, its tokens; and of
+    which losses its own is made: the base model's in stage 2, and each Medusa head's, undecayed."""
 
     step: int
     loss: float
     grad_norm: float
     learning_rate: float
     tokens: int
+    base_loss: float | None = None
+    head_losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """The state after `step` of `steps`: `loss` is the mean over the steps since the last report, `grad_norm` (before
     clipping) and `learning_rate` those of the last step; `each` are the steps one by one. `accuracy` is how often each
-    Medusa head was right since the last report; `memory` the most bytes that the GPU has held, None on the CPU."""
+    Medusa head was right since the last report; `memory` the most bytes that the GPU has held or, on the CPU, the
+    process; None where that is not known."""
 
     step: int
     steps: int
@@ -117,11 +122,12 @@ def train(
         items = count_targets(model, parts).clamp(min=1).to(device, non_blocking=True)
         learning_rate = optimizer.param_groups[0]["lr"]
         options = loss_options(step) if loss_options is not None else {}
-        losses, hits = [], []
+        losses, hits, own = [], [], []
         for part in parts:
             out = model(**on_device(part, device), num_items_in_batch=items, **options)
             out.loss.backward()
             losses.append(out.loss.detach())
+            own.append(_own_losses(out))
             if getattr(out, "accuracy", None):
                 hits.append(torch.stack([out.accuracy[1] * out.counts, out.counts]))
         norm = nn.utils.clip_grad_norm_(trained, math.inf if grad_clip is None else grad_clip)
@@ -129,11 +135,12 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:
             schedule.step()
-        values = torch.stack([*losses, norm.to(losses[0].dtype)])
+        values = torch.cat([torch.stack([*losses, norm.to(losses[0].dtype)]), torch.stack(own).sum(0).to(losses[0])])
+        has_base = getattr(out, "base_loss", None) is not None
         tokens = sum(part["input_ids"].numel() for part in parts)
         wheres = [getattr(part, "where", None) for part in parts]
         pending.append(
-            _Pending(step, tokens, wheres, learning_rate, values, torch.stack(hits).sum(0) if hits else None)
+            _Pending(step, tokens, wheres, learning_rate, values, has_base, torch.stack(hits).sum(0) if hits else None)
         )
         is_last = step == steps or (stop is not None and stop())
         due = [call for every, call in hooks if step == steps or step % every == 0]
@@ -159,7 +166,9 @@ class _Pending:
     wheres: list[Callable[[], str] | None]
     learning_rate: float
     values: Tensor
-    """Loss of each batch, then the gradient's norm."""
+    """Loss of each batch, then the gradient's norm, then what the loss is made of: `_own_losses` of all batches."""
+    has_base: bool
+    """Whether the first of these is the base model's."""
     hits: Tensor | None
     """(2, K): how often each head was right, and its targets."""
 
@@ -168,9 +177,11 @@ def _report(pending: Sequence[_Pending], steps: int, device: torch.device, began
     """Wait for the pending steps, and sum them up. Raises TrainingError when one of their values is not finite."""
     each = []
     for one, values in zip(pending, torch.stack([one.values for one in pending]).tolist(), strict=True):
-        *losses, norm = values
+        count = len(one.wheres)
+        losses, norm, own = values[:count], values[count], values[count + 1 :]
         _check_finite(one, losses, norm)
-        each.append(Step(one.step, math.fsum(losses), norm, one.learning_rate, one.tokens))
+        base, heads = (own[0], own[1:]) if one.has_base else (None, own)
+        each.append(Step(one.step, math.fsum(losses), norm, one.learning_rate, one.tokens, base, tuple(heads)))
     seconds = time.perf_counter() - began
     hits = [one.hits for one in pending if one.hits is not None]
     right, targets = torch.stack(hits).sum(0).tolist() if hits else ([], [])
@@ -183,8 +194,27 @@ def _report(pending: Sequence[_Pending], steps: int, device: torch.device, began
         sum(one.tokens for one in each) / seconds,
         tuple(each),
         tuple(a / max(1, b) for a, b in zip(right, targets, strict=True)),
-        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        _peak_memory(device),
     )
+
+
+def _own_losses(out: Any) -> Tensor:
+    """What a loss is made of, (n,): the base model's, where it has a part, then each head's; (0,) for a plain model."""
+    base, heads = getattr(out, "base_loss", None), getattr(out, "head_losses", None)
+    found = [each.detach().flatten() for each in (base, heads) if each is not None]
+    return torch.cat(found) if found else out.loss.new_empty(0)
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    """Bytes: of the GPU that torch has held at most, or of this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Only Unix knows.
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def count_targets(model: Trainable, parts: Iterable[Batch]) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ligermodels.errors import InputError
+from ligermodels.training.fused_adamw import FusedAdamW
 
 
 def adamw(
@@ -55,11 +56,21 @@ def can_fuse(groups: Iterable[dict[str, Any]]) -> bool:
     return all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
 
 
-def optimizer_named(name: str, groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> Optimizer:
-    """ "adamw", or "adafactor", which keeps sums of rows and columns where AdamW keeps two numbers a parameter."""
+def optimizer_named(
+    name: str,
+    groups: list[dict[str, Any]],
+    *,
+    betas: tuple[float, float],
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    seed: int = 0,
+) -> Optimizer:
+    """ "adamw", or "adafactor", which keeps sums of rows and columns where AdamW keeps two numbers a parameter.
+
+    rounding, seed: of AdamW, see `FusedAdamW`.
+    """
     if name == "adafactor":
         return Adafactor(groups)
-    return AdamW(groups, betas=betas, fused=can_fuse(groups))
+    return FusedAdamW(groups, betas=betas, rounding=rounding, seed=seed)
 
 
 def cosine_factor(step: int, steps: int, warmup: int, floor: float) -> float:

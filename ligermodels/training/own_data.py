@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -49,7 +51,7 @@ class OwnWords:
         Args:
             documents: with the model's tokenizer and, if there are chats, its template.
             temperature: 0 is greedy.
-            seed: decides the draws.
+            seed: with the indices of documents that are continued side by side, decides the draws.
 
         Raises InputError for a number out of its range.
         """
@@ -58,35 +60,44 @@ class OwnWords:
                 "temperature must be at least 0, max_new_tokens and prompt_tokens at least 1, got "
                 f"{temperature}, {max_new_tokens} and {prompt_tokens}"
             )
-        self._model, self._documents = model, documents
+        self._model, self.documents, self._seed = model, documents, seed
+        self.settings: dict[str, Any] = {
+            "corpus": documents.corpus.fingerprint,
+            "temperature": temperature,
+            "max_new_tokens": max_new_tokens,
+            "prompt_tokens": prompt_tokens,
+            "seed": seed,
+        }
         self._max_new_tokens, self._prompt_tokens = max_new_tokens, prompt_tokens
         defaults = model.generation_defaults()
         self._ends = as_eos_ids(defaults.get("eos_token_ids"))
         self._options: dict[str, Any] = {} if self._ends else {"pad_token_id": 0}
+        self._generator = torch.Generator(model.device)
         if temperature:
-            generator = torch.Generator(model.device).manual_seed(seed)
-            self._options |= {"do_sample": True, "temperature": temperature, "generator": generator}
+            self._options |= {"do_sample": True, "temperature": temperature, "generator": self._generator}
 
     def records(self, indices: Sequence[int]) -> list[dict[str, Any] | None]:
         """A record, or None, for each of these documents, which the model continues side by side.
 
         Raises InputError for more unusable lines than allowed, CheckpointError for chats without a template.
         """
+        # Anew for each batch: what is drawn must not depend on what was done before a stop.
+        self._generator.manual_seed(random.Random(f"{self._seed} {list(indices)}").getrandbits(63))
         texts: dict[int, list[int]] = {}
         chats: dict[int, _Chat] = {}
-        for index, record in zip(indices, self._documents.records(indices), strict=True):
+        for index, record in zip(indices, self.documents.records(indices), strict=True):
             if isinstance(record, str):
-                texts[index] = self._documents.tokenizer.encode(record)[: self._prompt_tokens]
+                texts[index] = self.documents.tokenizer.encode(record)[: self._prompt_tokens]
             elif record is not None:
                 chats[index] = _Chat([], *record)
         found: dict[int, dict[str, Any]] = {}
         for index, new in self._continue(texts).items():
-            found[index] = {"text": self._documents.tokenizer.decode(texts[index] + new)}
+            found[index] = {"text": self.documents.tokenizer.decode(texts[index] + new)}
         while prompts := {index: prompt for index, chat in chats.items() if (prompt := self._prompt(index, chat))}:
             for index, new in self._continue(prompts).items():
                 chat = chats[index]
                 if new[-1] in self._ends:
-                    words = self._documents.tokenizer.continuation(prompts[index], new[:-1])
+                    words = self.documents.tokenizer.continuation(prompts[index], new[:-1])
                     chat.said.append({"role": "assistant", "content": words})
                     found[index] = {"messages": list(chat.said), **chat.variables}
                 else:
@@ -101,14 +112,14 @@ class OwnWords:
             chat.rest = []
             return None
         try:
-            text = self._documents.template.render(chat.said, add_generation_prompt=True, **chat.variables)
+            text = self.documents.template.render(chat.said, add_generation_prompt=True, **chat.variables)
         except CheckpointError:  # No template: it is not the chat that is unusable.
             raise
         except InputError as error:
-            self._documents.pass_over(index, str(error))
+            self.documents.pass_over(index, str(error))
             chat.rest = []
             return None
-        return self._documents.tokenizer.encode_with_offsets(text)[0]
+        return self.documents.tokenizer.encode_with_offsets(text)[0]
 
     def _continue(self, prompts: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """The new tokens after each prompt that has any token, up to its first EOS, which it keeps."""
@@ -133,27 +144,102 @@ def write_own_data(
     out: str | os.PathLike[str],
     *,
     batch_size: int = 16,
+    resume: bool = False,
+    about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> int:
     """Write the records of documents 0 to `count` - 1 to `out`, whole or not at all; how many there are.
 
-    Raises InputError when there are none: no line is one that the model could continue.
+    What is done is kept in hidden files beside `out`, batch by batch: stopped or killed at any time, it goes on with
+    `resume`, to the same records as without a stop.
+
+    Args:
+        batch_size: documents side by side, which decides the draws too.
+        resume: go on from where an earlier call stopped, if there is one.
+        about: what must be the same to go on, beside what is known here; for JSON.
+
+    Raises InputError when there are no records: no line is one that the model could continue; and when the earlier
+    call was for something else.
     """
-    path, written = Path(out), 0
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            for start in range(0, count, batch_size):
-                indices = range(start, min(start + batch_size, count))
-                for record in words.records(indices):
-                    if record is not None:
-                        file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                        written += 1
-                if progress is not None:
-                    progress(indices.stop, count)
-        if not written:
-            raise InputError("nothing in the data could be continued to an end: allow more new tokens, or give texts")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return written
+    work = _Work(Path(out), {**words.settings, "documents": count, "batch_size": batch_size, **(about or {})})
+    with work.opened(resume) as file:
+        words.documents.bad |= set(work.unusable)
+        for start in range(work.done, count, batch_size):
+            indices = range(start, min(start + batch_size, count))
+            for record in words.records(indices):
+                if record is not None:
+                    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                    work.written += 1
+            work.done, work.unusable = indices.stop, sorted(words.documents.bad)
+            work.note(file)
+            if progress is not None:
+                progress(work.done, count)
+    if not work.written:
+        work.remove()
+        raise InputError("nothing in the data could be continued to an end: allow more new tokens, or give texts")
+    work.finish()
+    return work.written
+
+
+def is_begun(out: Path) -> bool:
+    """Whether `write_own_data` has something to go on from."""
+    return _beside(out, "progress").is_file()
+
+
+def _beside(out: Path, ending: str) -> Path:
+    return out.with_name(f".{out.name}.{ending}")
+
+
+class _Work:
+    """How far the file `out` is: .out.partial holds the records, .out.progress says how much of it is whole."""
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        self._out, self._partial, self._progress = out, _beside(out, "partial"), _beside(out, "progress")
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self.done, self.written, self.unusable = 0, 0, list[int]()
+
+    @contextmanager
+    def opened(self, resume: bool) -> Iterator[BinaryIO]:
+        """The records' file, cut off after the last batch that is known to be whole, or empty."""
+        size = self._load() if resume and self._progress.is_file() else 0
+        if not size:
+            self.remove()
+        with self._partial.open("r+b" if size else "wb") as file:
+            file.truncate(size)
+            file.seek(size)
+            yield file
+
+    def _load(self) -> int:
+        """What was done before; the bytes of its records."""
+        try:
+            found = json.loads(self._progress.read_text(encoding="utf-8"))
+            before, size = found["settings"], int(found["bytes"])
+            self.done, self.written, self.unusable = found["done"], found["written"], found["unusable"]
+            is_whole = self._partial.stat().st_size >= size
+        except (OSError, ValueError, LookupError, TypeError):
+            is_whole = False
+        if not is_whole:
+            raise InputError(f"{self._progress}: is damaged; remove it to begin anew")
+        if changed := [name for name in self._settings if self._settings[name] != before.get(name)]:
+            told = "; ".join(f"{name} was {before.get(name)!r}, is {self._settings[name]!r}" for name in changed)
+            raise InputError(f"{self._out}: cannot go on with other settings: {told}; use the old ones, or begin anew")
+        return size
+
+    def note(self, file: BinaryIO) -> None:
+        """All up to here is done: first the records are forced to the disk, then the word of it."""
+        file.flush()
+        os.fsync(file.fileno())
+        state = {"done": self.done, "written": self.written, "bytes": file.tell(), "unusable": self.unusable}
+        temporary = _beside(self._out, "progress.new")
+        temporary.write_text(json.dumps({"settings": self._settings, **state}), encoding="utf-8")
+        temporary.replace(self._progress)
+
+    def finish(self) -> None:
+        """The records become `out`."""
+        self._partial.replace(self._out)
+        self.remove()
+
+    def remove(self) -> None:
+        """What is beside `out`."""
+        for ending in ("progress", "progress.new", "partial"):
+            _beside(self._out, ending).unlink(missing_ok=True)

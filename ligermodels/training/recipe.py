@@ -47,7 +47,7 @@ class Recipe:
     layers: int = _setting(1, "ResBlocks in a head.", at_least=1)
     lm_head: Literal["own", "shared"] = _setting("own", "An lm_head for each head, or the model's own.")
     start_from: str | None = _setting(
-        None, "Folder of heads to train on, such as those of stage 1.  [default: new ones]"
+        None, "Heads to train on, such as those of stage 1: a folder, or a hub id.  [default: new ones]"
     )
     stage: int = _setting(1, "1: the model is frozen; 2: it learns with the heads.", at_least=1, at_most=2)
 
@@ -79,7 +79,10 @@ class Recipe:
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = _setting(
         None, "Dtype of the parameters.  [default: the checkpoint's]"
     )
-    seed: int = _setting(0, "Decides what is held out, and the order of the rest.")
+    rounding: Literal["stochastic", "nearest"] = _setting(
+        "stochastic", "AdamW's, where parameters are bfloat16: right on average, or the nearest and small steps lost."
+    )
+    seed: int = _setting(0, "Decides what is held out, the order of the rest, and how is rounded.")
 
     evaluate_every: int | None = _setting(None, "Steps between scores on what is held out.", at_least=1)
     checkpoint_every: int | None = _setting(500, "Steps between checkpoints; null in a recipe: none.", at_least=1)

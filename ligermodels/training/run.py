@@ -41,6 +41,8 @@ from ligermodels.training.stream import Ahead, Stream
 
 FREE = {"evaluate_every", "checkpoint_every", "keep_checkpoints", "report_every", "held_out_tokens", "max_bad_lines"}
 """Settings that may change when a run goes on: they decide nothing of what is trained."""
+ABSENT = {"rounding": "nearest"}
+"""How a run went whose checkpoint does not know a setting yet."""
 
 
 class Update(Protocol):
@@ -168,9 +170,10 @@ class _Run:
         self.reference: CausalLM | None = None
         rates = [(self.medusa.head_parameters(), recipe.learning_rate)]
         if recipe.stage == 2:
-            if model.dtype.itemsize < 4:
+            if loses_small_steps(recipe, model.dtype):
                 self.console.say(
-                    f"the model learns in {model.dtype}, where small steps are lost; dtype: float32 has them"
+                    f"the model learns in {model.dtype}, where small steps are lost; dtype: float32 has them, and so "
+                    "has bfloat16 with optimizer: adamw and rounding: stochastic"
                 )
             if recipe.distill or len(self.held):
                 self.reference = frozen_copy(model)
@@ -178,7 +181,9 @@ class _Run:
             heads_rate = recipe.learning_rate * recipe.head_lr_multiplier
             rates = [(model.parameters(), recipe.learning_rate), (self.medusa.head_parameters(), heads_rate)]
         groups = parameter_groups(rates, recipe.weight_decay)
-        self.optimizer = optimizer_named(recipe.optimizer, groups, betas=(recipe.beta1, recipe.beta2))
+        self.optimizer = optimizer_named(
+            recipe.optimizer, groups, betas=(recipe.beta1, recipe.beta2), rounding=recipe.rounding, seed=recipe.seed
+        )
         warmup = min(40, self.steps // 10) if recipe.warmup is None else recipe.warmup
         self.schedule = warmup_cosine(self.optimizer, self.steps, warmup=warmup, floor=recipe.final_lr)
         stream = Stream(
@@ -325,6 +330,12 @@ def documents_of(
     )
 
 
+def loses_small_steps(recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Whether parameters of `dtype` stay as they are where a step is less than half a unit in their last place."""
+    stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
+    return dtype.itemsize < 4 and not (stochastic and dtype == torch.bfloat16)
+
+
 def _numbers(found: Outcome) -> dict[str, float | list[float]]:
     """What metrics.jsonl says of scores."""
     numbers: dict[str, float | list[float]] = {}
@@ -340,6 +351,7 @@ def _same(recipe: Recipe, before: dict[str, Any]) -> Recipe:
     """`recipe` with the date of `before`; ConfigError when it differs in what decides the training."""
     if recipe.date is None:
         recipe = replace(recipe, date=before["date"])
+    before = {**ABSENT, **before}
     now = recipe.settings()
     if changed := [name for name in now if name not in FREE and now[name] != before.get(name)]:
         told = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
@@ -349,13 +361,19 @@ def _same(recipe: Recipe, before: dict[str, Any]) -> Recipe:
 
 def _report(state: StepMetrics, update: Update, metrics: Metrics) -> None:
     note = f"loss {state.loss:.4f}, {state.tokens_per_second:,.0f} tokens/s"
+    if (own := state.each[-1].base_loss) is not None:
+        note += f", the model's own {own:.4f}"
     if state.accuracy:
         note += f", right {' '.join(f'{share:.0%}' for share in state.accuracy)}"
     if state.memory is not None:
         note += f", {state.memory / 2**30:.1f} GiB"
     update(state.step, state.steps, note)
     for one in state.each:
-        metrics.write(one.step, {"loss": one.loss, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate})
+        numbers: dict[str, float | list[float]] = {"loss": one.loss}
+        if one.base_loss is not None:
+            numbers["base_loss"] = one.base_loss
+        numbers |= {"head_losses": list(one.head_losses)} if one.head_losses else {}
+        metrics.write(one.step, {**numbers, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate})
     about: dict[str, float | list[float]] = {"tokens_per_second": state.tokens_per_second}
     if state.memory is not None:
         about["memory"] = state.memory

@@ -60,8 +60,12 @@ def copies(inputs: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> 
     ]
 
 
-def assert_as_good(name: str, ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> None:
-    """ours is not much further from the truth than the eager result; how much, the head of this module says."""
+def assert_as_good(
+    name: str, ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, coarse: float = 0.0
+) -> None:
+    """ours is not much further from the truth than the eager result; how much, the head of this module says.
+
+    coarse: the rounding error of what the result was computed from."""
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
     assert not ours.requires_grad
     if not truth.is_floating_point():
@@ -69,14 +73,16 @@ def assert_as_good(name: str, ours: torch.Tensor, eager: torch.Tensor, truth: to
         return
     assert torch.isfinite(ours).all(), f"{name}: not finite"
     rounded = truth.to(ours.dtype)  # nobody can do better than this
-    for norm, factor in ((2.0, 1.5), (float("inf"), 2.0)):
+    # A few numbers may be right by luck, in the eager result too.
+    luck = coarse / 8 if truth.numel() <= 8 else 0.0
+    for norm, factor in ((2.0, 1.5), (float("inf"), 2.0 if truth.numel() > 1000 else 3.0)):
 
         def size(x: torch.Tensor, norm: float = norm) -> float:
             return torch.linalg.vector_norm(x.double(), norm).item() if x.numel() else 0.0
 
         error = size(ours.double() - truth)
         allowed = factor * max(size(eager.double() - truth), size(rounded.double() - truth))
-        allowed += ULPS * torch.finfo(torch.float32).eps * size(truth)
+        allowed += (ULPS * torch.finfo(torch.float32).eps + luck) * size(truth)
         assert error <= allowed, f"{name}: error {error:.3e} in norm {norm}, allowed {allowed:.3e}"
 
 
@@ -88,16 +94,17 @@ def check(op: Op, plain: Op, inputs: Sequence[torch.Tensor], *, frozen: bool = F
     floating = [i for i, x in enumerate(inputs) if x.is_floating_point()]
     subsets = chain.from_iterable(combinations(floating, n) for n in range(len(floating))) if frozen else ()
     before = copies(inputs)
+    coarse = max((torch.finfo(inputs[i].dtype).eps for i in floating), default=0.0)
     truth, true_gradients = run(plain, copies(inputs, torch.float64), floating)
     eager, eager_gradients = run(plain, copies(inputs), floating)
     for needs in (tuple(floating), *subsets):
         outputs, gradients = run(op, inputs, needs)
         for i, (ours, other, true) in enumerate(zip(outputs, eager, truth, strict=True)):
-            assert_as_good(f"output {i}, needing {needs}", ours, other, true)
+            assert_as_good(f"output {i}, needing {needs}", ours, other, true, coarse)
         for i, (ours, other, true) in enumerate(zip(gradients, eager_gradients, true_gradients, strict=True)):
             if i in needs:
                 assert ours.dtype == inputs[i].dtype
-                assert_as_good(f"gradient {i}, needing {needs}", ours, other, true)
+                assert_as_good(f"gradient {i}, needing {needs}", ours, other, true, coarse)
         again, gradients_again = run(op, inputs, needs)
         for one, two in zip((*outputs, *gradients), (*again, *gradients_again), strict=True):
             assert one is None or torch.equal(one, two), "a second run gave other bits"

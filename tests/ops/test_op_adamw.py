@@ -6,6 +6,7 @@ from conftest import Where
 
 from ligermodels.errors import InputError
 from ligermodels.ops import adamw_step
+from ligermodels.ops.dispatch import use_kernels
 from ligermodels.training.fused_adamw import FusedAdamW
 
 NUMBERS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -67,7 +68,155 @@ def test_in_backward(where: Where) -> None:
         assert torch.equal(one, two)
 
 
+# -- stochastic rounding -----------------------------------------------------------------------------------------------
+
+ULP = 2**-7
+"""Of bfloat16 from 1 to 2."""
+in_bfloat16 = pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param((place, torch.bfloat16), id=place, marks=marks)
+        for place, marks in (
+            ("reference", ()),
+            ("interpreter", pytest.mark.kernels),
+            ("cuda", (pytest.mark.gpu, pytest.mark.kernels)),
+        )
+    ],
+    indirect=True,
+)
+
+
+def is_interpreted(where: Where) -> bool:
+    """The interpreter truncates on its way to bfloat16, and misreads its subnormal numbers."""
+    return use_kernels(torch.empty(0, device=where.device)) and where.device.type == "cpu"
+
+
+def one_step(
+    p: torch.Tensor, seeds: tuple[int, ...] | None, *, lr: float = ULP / 8, step: int = 1, sign: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parameter after a step of sign * lr; both averages after one without a gradient, from 1, end to end."""
+    p, m, v, zero = p.clone(), torch.ones_like(p), torch.ones_like(p), torch.zeros_like(p)
+    options = {"eps": 0.0, "weight_decay": 0.0, "rounding_seeds": seeds}
+    adamw_step(p, zero + sign, zero.clone(), zero.clone(), step=1, lr=lr, betas=(0.0, 0.0), **options)
+    adamw_step(zero.clone(), zero, m, v, step=step, lr=lr, betas=(0.999, 0.999), **options)
+    return p, torch.cat([m, v])
+
+
+@in_bfloat16
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_small_changes_count_on_average(where: Where, sign: float) -> None:
+    """An eighth of a unit moves one element in eight, by a whole unit; to the nearest it moves none."""
+    n = 100_003
+    p = (1 + torch.randint(1, 127, (n,), device=where.device) * ULP).to(where.dtype)
+    nearest, averages = one_step(p, None, sign=sign)
+    assert is_interpreted(where) or (torch.equal(nearest, p) and (averages == 1).all())
+    moved, averages = one_step(p, (5, 0), sign=sign)
+    steps = (p.double() - moved.double()) / (sign * ULP)
+    assert steps.unique().tolist() == [0, 1]
+    assert abs(steps.mean() - 1 / 8) < 4 * (1 / 8 * 7 / 8 / n) ** 0.5
+    # The averages fall from 1 to 0.999, a quarter of a unit, on average.
+    falls = ((1 - averages.double()) / 2**-8).split(n)
+    share = 0.001 * 2**8
+    for each in falls:
+        assert each.unique().tolist() == [0, 1]
+        assert abs(each.mean() - share) < 4 * (share * (1 - share) / n) ** 0.5
+    assert abs(torch.corrcoef(torch.stack(falls))[0, 1]) < 4 / n**0.5
+    # No element's draw knows of its neighbours', nor a parameter's of its averages'.
+    for other, apart in ((steps, 1), (steps, 2), (steps, 4), (falls[0], 0), (falls[1], 0)):
+        pair = torch.stack([steps[apart:], other[: n - apart]])
+        assert abs(torch.corrcoef(pair)[0, 1]) < 4 / n**0.5
+
+
+@in_bfloat16
+def test_numbers_decide_the_draws(where: Where) -> None:
+    p = torch.ones(5003, dtype=where.dtype, device=where.device) * 1.5
+    first = one_step(p, (5, 0))
+    assert all(map(torch.equal, first, one_step(p, (5, 0))))
+    for other in (one_step(p, (6, 0)), one_step(p, (5, 1)), one_step(p, (0, 5))):
+        for a, b in zip(first, other, strict=True):
+            moved = torch.stack([a != a[0], b != b[0]]).double()
+            assert abs(torch.corrcoef(moved)[0, 1]) < 4 / moved.shape[1] ** 0.5
+    assert not torch.equal(first[1], one_step(p, (5, 0), step=2)[1])
+
+
+@in_bfloat16
+def test_what_bfloat16_holds_stays(where: Where) -> None:
+    """Every number there is, infinities and NaNs too, is itself, whatever is drawn; other dtypes are as before."""
+    every = torch.arange(2**16, dtype=torch.int32, device=where.device).to(torch.int16).view(torch.bfloat16)
+    if is_interpreted(where):
+        every = every[(every == 0) | ~(every.abs() < torch.finfo(torch.bfloat16).smallest_normal)]
+    for seed in range(3):
+        p, g = every.clone(), torch.zeros_like(every)
+        adamw_step(p, g, g.clone(), g.clone(), step=1, lr=0.0, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0,
+                   rounding_seeds=(seed,))  # fmt: skip
+        torch.testing.assert_close(p, every, rtol=0, atol=0, equal_nan=True)
+    # A NaN as GPUs give it, whose bits are all set, stays one.
+    p, g = torch.zeros_like(every), torch.full(every.shape, 2**31 - 1, dtype=torch.int32, device=where.device)
+    adamw_step(p, g.view(torch.float32), p.clone(), p.clone(), step=1, lr=1.0, betas=(0.9, 0.9), eps=1e-8,
+               weight_decay=0.0, rounding_seeds=(0,))  # fmt: skip
+    assert p.isnan().all()
+    for dtype in (torch.float16, torch.float32):
+        x = torch.rand(4099, device=where.device).to(dtype)
+        for a, b in zip(one_step(x, None, lr=1e-3), one_step(x, (5, 0), lr=1e-3), strict=True):
+            assert torch.equal(a, b)
+
+
+@in_bfloat16
+def test_a_weight_in_bfloat16_goes_where_one_in_float32_goes(where: Where) -> None:
+    """Two hundred steps of an eighth of a unit; and, stopped half-way, the same bits."""
+
+    def run(optimizer: FusedAdamW, p: torch.nn.Parameter, steps: int) -> None:
+        for _ in range(steps):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+
+    def made(p: torch.Tensor, **options) -> tuple[torch.nn.Parameter, FusedAdamW]:
+        p = torch.nn.Parameter(p.clone())
+        other = torch.nn.Parameter(p.detach().clone())
+        return p, FusedAdamW([other, p], lr=ULP / 8, betas=(0.9, 0.999), eps=0.0, weight_decay=0.0, **options)
+
+    start = torch.full((2003,), 25 * ULP + 1.0, dtype=where.dtype, device=where.device)
+    still, nearest = made(start)
+    run(nearest, still, 10)
+    assert is_interpreted(where) or torch.equal(still, start)
+    p, optimizer = made(start, rounding="stochastic", seed=7)
+    run(optimizer, p, 200)
+    # Each step adds the variance of a coin that falls on one side in eight.
+    assert abs((p.double() - 1.0).mean()) < 4 * ULP * (200 * 7 / 64 / 2003) ** 0.5
+    half, before = made(start, rounding="stochastic", seed=7)
+    run(before, half, 90)
+    again, after = made(half.detach(), rounding="stochastic", seed=7)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    run(after, again, 110)
+    assert torch.equal(again, p)
+
+
+def test_a_copy_rounds_as_it_did() -> None:
+    p = torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16))
+    optimizer = FusedAdamW([p], lr=1e-4, rounding="stochastic", seed=3)
+    copied = copy.deepcopy(optimizer)
+    (twin,) = copied.param_groups[0]["params"]
+    for one, parameter in ((optimizer, p), (copied, twin)):
+        parameter.grad = torch.ones_like(parameter)
+        one.step()
+    assert torch.equal(p, twin) and (p != 1).any() and (p == 1).any()
+
+
+@pytest.mark.gpu
+def test_a_count_on_the_gpu_is_fetched_once() -> None:
+    """That of torch's fused optimiser."""
+    p = torch.nn.Parameter(torch.ones(50, device="cuda"))
+    theirs, ours = torch.optim.AdamW([p], fused=True), FusedAdamW([p])
+    p.grad = torch.ones_like(p)
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    ours.step()
+    assert ours.state[p]["step"].device.type == "cpu" and ours.state[p]["step"] == 2
+
+
 def test_bad_input() -> None:
+    with pytest.raises(InputError, match="rounding: must be 'nearest' or 'stochastic', got 'up'"):
+        FusedAdamW([torch.nn.Parameter(torch.zeros(1))], rounding="up")
     x = torch.zeros(4, 4)
     with pytest.raises(InputError, match=r"gradient must be floating \(4, 4\)"):
         adamw_step(x, torch.zeros(4), x, x, step=1, **NUMBERS)

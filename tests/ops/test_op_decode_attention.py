@@ -16,7 +16,7 @@ MODULE = import_module("ligermodels.ops.decode_attention")  # the package has a 
 
 
 def sees(
-    b: int, t: int, S: int, lengths: list[int], first: list[int], window: int | None, tree: list[list[list[int]]] | None
+    b: int, t: int, S: int, lengths: list[int], window: int | None, tree: list[list[list[int]]] | None
 ) -> list[int]:
     """The slots that token t of row b sees, by the definition."""
     length = lengths[b]
@@ -28,13 +28,12 @@ def sees(
             place[length + u] = length + sum(row) - 1
         seen = [*range(length), *(length + u for u, named in enumerate(tree[b][t]) if named)]
         position = place[length + t]
-    return [s for s in seen if s >= first[b] and (window is None or place[s] > position - window)]
+    return [s for s in seen if window is None or place[s] > position - window]
 
 
 def plain_attention(
     lengths: list[int],
     *,
-    first: list[int] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -48,7 +47,7 @@ def plain_attention(
         out = torch.zeros_like(q)
         for b in range(B):
             for t in range(T):
-                slots = sees(b, t, k.shape[1], lengths, first or [0] * B, window, nodes)
+                slots = sees(b, t, k.shape[1], lengths, window, nodes)
                 if not slots:
                     continue
                 keys, values = (x[b, slots].repeat_interleave(heads // k.shape[2], 1) for x in (k, v))
@@ -69,9 +68,7 @@ def random_tree(nodes: int) -> torch.Tensor:
     return mask
 
 
-def make(
-    where: Where, T: int, heads: int, kv_heads: int, D: int, S: int, lengths: list[int], first: list[int] | None
-) -> list[torch.Tensor]:
+def make(where: Where, T: int, heads: int, kv_heads: int, D: int, S: int, lengths: list[int]) -> list[torch.Tensor]:
     """q and caches, in which slots without a token hold NaN."""
     B = len(lengths)
     q, k, v = (
@@ -81,7 +78,6 @@ def make(
     for b, length in enumerate(lengths):
         for cache in (k, v):
             cache[b, length + T :] = float("nan")
-            cache[b, : first[b] if first else 0] = float("nan")
     return [q, k, v]
 
 
@@ -94,20 +90,17 @@ def check_attention(
     S: int,
     lengths: list[int],
     *,
-    first: list[int] | None = None,
     tree: torch.Tensor | None = None,
     q_layout: Callable = contiguous,
     cache_layout: Callable = contiguous,
     **options: Any,
 ) -> None:
-    q, k, v = make(where, T, heads, kv_heads, D, S, lengths, first)
-    counts = {"lengths": torch.tensor(lengths, device=where.device)}
-    if first is not None:
-        counts["first"] = torch.tensor(first, device=where.device, dtype=torch.int32)
+    q, k, v = make(where, T, heads, kv_heads, D, S, lengths)
+    counts = torch.tensor(lengths, device=where.device)
     mask = None if tree is None else tree.to(where.device)
     check_forward(
-        lambda q, k, v: decode_attention(q, k, v, **counts, tree_mask=mask, **options),
-        plain_attention(lengths, first=first, tree=tree, **options),
+        lambda q, k, v: decode_attention(q, k, v, counts, tree_mask=mask, **options),
+        plain_attention(lengths, tree=tree, **options),
         [q_layout(q), cache_layout(k), cache_layout(v)],
     )
 
@@ -117,10 +110,9 @@ CASES: dict[str, dict[str, Any]] = {  # T, query heads, kv heads, head_dim, slot
     "nothing before": {"sizes": (1, 1, 1, 2, 1, [0])},
     "three tokens": {"sizes": (3, 6, 2, 80, 90, [50, 87])},
     "odd": {"sizes": (5, 3, 3, 37, 71, [65])},
-    "padding": {"sizes": (2, 2, 1, 16, 300, [200, 64, 290]), "first": [70, 64, 5]},
+    "long and short": {"sizes": (2, 2, 1, 16, 300, [200, 64, 290])},
     "window": {"sizes": (4, 2, 1, 16, 300, [290, 0]), "window": 33},
     "window of one": {"sizes": (2, 2, 1, 16, 70, [66, 0]), "window": 1},
-    "window and padding": {"sizes": (3, 2, 1, 16, 200, [190, 99]), "window": 70, "first": [180, 20]},
     "window wider than the cache": {"sizes": (3, 2, 1, 16, 70, [66, 5]), "window": 70},
     "softcap": {"sizes": (2, 4, 2, 64, 100, [90]), "softcap": 3.0, "scale": 0.7},
     "wide softcap": {"sizes": (1, 2, 1, 256, 70, [60]), "softcap": 50.0},
@@ -134,7 +126,6 @@ CASES: dict[str, dict[str, Any]] = {  # T, query heads, kv heads, head_dim, slot
         "sizes": (6, 4, 2, 80, 100, [94, 4]),
         "tree": random_tree,
         "window": 9,
-        "first": [91, 5],
         "softcap": 2.0,
         "scale": 0.3,
     },
@@ -180,16 +171,14 @@ def test_each_row_its_own_mask(where: Where, window: int | None) -> None:
     for tree in (masks, transposed(masks), masks[:1].expand(3, 5, 5)):
         check_attention(where, 5, 4, 2, 16, 80, [70, 66, 0], tree=tree, window=window)
     alone = decode_attention(
-        *make(where, 5, 4, 2, 16, 80, [0], None),
-        torch.tensor([0], device=where.device),
-        tree_mask=masks[2].to(where.device),
+        *make(where, 5, 4, 2, 16, 80, [0]), torch.tensor([0], device=where.device), tree_mask=masks[2].to(where.device)
     )
     assert not alone.any()
 
 
 def test_full_beyond_the_cache(where: Where) -> None:
     """lengths that are too large are a mistake, but nothing past the end is read."""
-    q, *caches = make(where, 2, 2, 1, 16, 80, [68], None)
+    q, *caches = make(where, 2, 2, 1, 16, 80, [68])
     k, v = (x[:, :70] for x in caches)
     for mask in (None, torch.ones(2, 2, dtype=torch.bool, device=where.device)):
         for length in (69, 70, 1000):
@@ -203,7 +192,7 @@ def test_nan_shows(where: Where, processors: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(MODULE, "processors", lambda device: processors)
     lengths = torch.tensor([90], device=where.device)
     for slot, tokens in ((None, [0]), (3, [0, 1]), (91, [1])):
-        q, k, v = make(where, 2, 2, 1, 16, 100, [90], None)
+        q, k, v = make(where, 2, 2, 1, 16, 100, [90])
         (q[0, 0, 1] if slot is None else k[0, slot, 0])[5] = float("nan")
         nan = decode_attention(q, k, v, lengths).isnan()
         assert nan.any(-1).any(-1)[0].nonzero().flatten().tolist() == tokens
@@ -212,13 +201,13 @@ def test_nan_shows(where: Where, processors: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("B", [0, 2])
 def test_no_tokens(where: Where, B: int) -> None:
-    q, k, v = make(where, 0 if B else 1, 4, 2, 16, 8, [3] * B, None)
+    q, k, v = make(where, 0 if B else 1, 4, 2, 16, 8, [3] * B)
     assert decode_attention(q, k, v, torch.full((B,), 3, device=where.device)).shape == q.shape
 
 
 def test_as_ops_attention(where: Where) -> None:
-    """Where both can serve: one row, no padding, the cache just full."""
-    q, k, v = make(where, 3, 6, 2, 64, 100, [97], None)
+    """Where both can serve: one row, the cache just full."""
+    q, k, v = make(where, 3, 6, 2, 64, 100, [97])
     lengths = torch.tensor([97], device=where.device)
     for options in ({}, {"window": 20}, {"softcap": 4.0, "scale": 0.2}):
         ours, other = decode_attention(q, k, v, lengths, **options), ops.attention(q, k, v, **options)
@@ -228,7 +217,7 @@ def test_as_ops_attention(where: Where) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "all": {"first": torch.tensor([2, 0]), "scale": 0.3, "window": 5, "softcap": 2.0, "tree_mask": random_tree(3)},
+    "all": {"scale": 0.3, "window": 5, "softcap": 2.0, "tree_mask": random_tree(3)},
 }
 
 
@@ -238,17 +227,18 @@ def test_compiled(name: str, kernels_device: torch.device) -> None:
     """One graph for all lengths, without a break; the schema and the fake tell the truth."""
     options = {k: v.to(kernels_device) if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
     where = Where(kernels_device, torch.float32)
-    q, k, v = (x.nan_to_num(0) for x in make(where, 3, 4, 2, 16, 20, [6, 9], None))
+    q, k, v = (x.nan_to_num(0) for x in make(where, 3, 4, 2, 16, 20, [6, 9]))
     torch._dynamo.reset()
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
     for lengths in ([6, 9], [17, 0]):
         counts = torch.tensor(lengths, device=kernels_device)
         with torch._dynamo.config.patch(error_on_recompile=lengths[1] == 0):
             assert torch.equal(compiled(q, k, v, counts, **options), decode_attention(q, k, v, counts, **options))
-    given = {"first": None, "tree_mask": None, "scale": 0.25, "window": None, "softcap": None} | options
-    given = [given[name] for name in ("first", "tree_mask", "scale", "window", "softcap")]
+    given = {"tree_mask": None, "scale": 0.25, "window": None, "softcap": None} | options
+    given = [given[name] for name in ("tree_mask", "scale", "window", "softcap")]
     torch.library.opcheck(
-        MODULE._decode_attention, (q.transpose(0, 1).contiguous().transpose(0, 1), k, v, counts, *given),
+        torch.ops.ligermodels.decode_attention.default,
+        (q.transpose(0, 1).contiguous().transpose(0, 1), k, v, counts, *given),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
 
@@ -264,7 +254,7 @@ def test_large(heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> None:
     for T in (1, 2, 64):
         check_attention(where, T, heads, kv_heads, D, 1500, [1400, 1, 700])
         check_attention(where, T, heads, kv_heads, D, 1500, [1400, 65], tree=random_tree(T), window=300, softcap=30.0)
-    check_attention(where, 1, heads, kv_heads, D, 900, [i * 13 for i in range(64)], first=[i * 7 for i in range(64)])
+    check_attention(where, 1, heads, kv_heads, D, 900, [i * 13 for i in range(64)])
 
 
 @pytest.mark.gpu
@@ -279,10 +269,9 @@ def test_cache_of_more_than_2_to_the_31(heads_first: bool) -> None:
     for cache in (k, v):
         cache[:, -kept:] = torch.randn(1, kept, 8, 128, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(1, 1, 32, 128, dtype=torch.bfloat16, device="cuda")
-    length, first = torch.tensor([S - 1], device="cuda"), torch.tensor([S - kept], device="cuda")
+    length = torch.tensor([S - 1], device="cuda")
     small = [x[:, -kept:].contiguous() for x in (k, v)]
     wanted = decode_attention(q, *small, torch.tensor([kept - 1], device="cuda"))
-    torch.testing.assert_close(decode_attention(q, k, v, length, first=first), wanted)
     torch.testing.assert_close(decode_attention(q, k, v, length, window=kept), wanted)
 
 
@@ -333,7 +322,6 @@ Q, CACHE, LENGTHS = torch.ones(2, 3, 4, 8), torch.ones(2, 9, 2, 8), torch.tensor
         ({"k_cache": torch.ones(2, 9, 8, 2).transpose(2, 3)}, "last dimension of k_cache must be contiguous"),
         ({"lengths": torch.tensor(1)}, r"lengths must be int32 or int64 of shape \(2,\)"),
         ({"lengths": torch.ones(2)}, "lengths must be int32"),
-        ({"first": torch.ones(3, dtype=torch.int32)}, "first must be"),
         ({"tree_mask": torch.ones(3, 3)}, r"tree_mask must be bool of shape \(3, 3\) or \(2, 3, 3\)"),
         ({"tree_mask": torch.ones(1, 3, 3, dtype=torch.bool)}, "tree_mask must be"),
         ({"window": 0}, "window must be at least 1"),

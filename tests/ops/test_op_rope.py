@@ -211,10 +211,10 @@ def test_bad_input(q: tuple[int, ...], k: tuple[int, ...], table: tuple[int, ...
 
 
 def test_bad_packed_input() -> None:
-    with pytest.raises(InputError, match="head_dim = 24"):
+    with pytest.raises(InputError, match=r"rope_qkv: qkv must be .*head_dim = 24"):
         rope_qkv(torch.ones(1, 3, 23), torch.ones(1, 3, 3), torch.ones(1, 3, 3), 1, 2, 6)
     qkv, table = torch.ones(1, 3, 24), torch.ones(1, 3, 3)
-    with pytest.raises(InputError, match="cos and sin must be given together"):
+    with pytest.raises(InputError, match="rope_qkv: cos and sin must be given together"):
         rope_qkv(qkv, None, table, 1, 2, 6)
     with pytest.raises(InputError, match=r"rope_qkv: k_norm must be floating, of shape \(6,\)"):
         rope_qkv(qkv, table, table, 1, 2, 6, torch.ones(6), torch.ones(12))

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -96,7 +95,7 @@ def test_compiled(face: str) -> None:
             assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
             assert torch.equal(one, two) and not torch.equal(one, start)
         torch.library.opcheck(
-            import_module("ligermodels.ops.rope_cache")._rope_cached,
+            torch.ops.ligermodels.rope_cached.default,
             (qkv, *table, *one, at, None, torch.ones(8, device=device), 2, 3, 8, 1e-6, 0.0, True, face == "triton"),
             test_utils=("test_schema", "test_faketensor"),
         )
@@ -119,7 +118,7 @@ QKV, CACHE, SLOTS, TABLE = torch.ones(2, 3, 24), torch.ones(2, 9, 1, 6), torch.t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"qkv": QKV[..., 1:]}, "head_dim = 24"),
+        ({"qkv": QKV[..., 1:]}, "rope_qkv_cached: qkv must be .*head_dim = 24"),
         ({"k_cache": CACHE[:1]}, r"k_cache must be torch.float32 of shape \(2, S, 1, 6\)"),
         ({"v_cache": CACHE[:, 1:]}, "v_cache must be"),
         ({"v_cache": CACHE.half()}, "v_cache must be"),
@@ -127,9 +126,10 @@ QKV, CACHE, SLOTS, TABLE = torch.ones(2, 3, 24), torch.ones(2, 9, 1, 6), torch.t
         ({"slots": SLOTS[:1]}, r"slots must be int32 or int64 of shape \(2,\)"),
         ({"slots": SLOTS.float()}, "slots must be"),
         ({"slots": SLOTS.to("meta")}, "on cpu; got torch.int64 .* on meta"),
-        ({"sin": None}, "cos and sin must be given together"),
+        ({"sin": None}, "rope_qkv_cached: cos and sin must be given together"),
         ({"cos": TABLE[:, 1:]}, "rope_qkv_cached: cos must be"),
         ({"k_norm": torch.ones(5)}, "rope_qkv_cached: k_norm must be"),
+        ({"q_norm": torch.ones(5)}, "rope_qkv_cached: q_norm must be"),
         ({"cast": "never"}, "rope_qkv_cached: cast must be"),
         ({"q_norm": torch.ones(6, requires_grad=True)}, "has no gradient"),
     ],
