@@ -404,7 +404,7 @@ class MedusaModel(nn.Module):
         decay: float = 0.8,
         progress: Callable[[int, int], None] | None = None,
     ) -> MedusaModel:
-        """Heads saved in `folder`, or under that name on the hub, in any format of `export`, on the (now frozen) `base`.
+        """Heads in `folder`, or under that name on the hub, in any format of `export`, on the (now frozen) `base`.
 
         The format is recognised; the number of heads and their depth are taken from the tensors, not from the config.
         ResBlocks without biases get biases of zero, which is the same. Of a `full-hf` checkpoint, `base` is what

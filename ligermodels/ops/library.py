@@ -45,8 +45,9 @@ def opaque_op(
 
         def call(first: Any, *args: Any) -> Any:
             tensor = first[0] if isinstance(first, list) else first
-            looked_on = type(tensor) not in PLAIN or tensor.is_meta or torch._C._len_torch_dispatch_stack()
-            if torch.compiler.is_compiling() or looked_on:
+            if torch.compiler.is_compiling():
+                return op(first, *args)
+            if type(tensor) not in PLAIN or tensor.is_meta or torch._C._len_torch_dispatch_stack():
                 return op(first, *args)
             with torch._C._AutoDispatchBelowAutograd():
                 return on_device(first, *args)
