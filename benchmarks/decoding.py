@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3-8b", choices=CONFIGS)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--heads", type=int, default=4, help="Medusa heads of the tree step")
-    parser.add_argument("--nodes", type=int, default=64, help="nodes of the tree")
+    parser.add_argument("--nodes", type=int, default=63, help="nodes of the tree below its root")
     parser.add_argument("--transformers", action="store_true", help="also time transformers' generate, batch 1")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()

@@ -47,7 +47,8 @@ class Case:
     @property
     def name(self) -> str:
         """Model and batch."""
-        return f"{self.model} {self.batch}x{self.length}" + (f" {self.ignored:.0%} ignored" if self.ignored else "")
+        ignored = f" {self.ignored:.0%} ignored" if self.ignored else ""
+        return f"{self.model} {self.batch}x{self.length}{ignored}" + " AdamW in backward" * self.in_backward
 
 
 CASES = [

@@ -128,9 +128,9 @@ def test_compiled_with_varying_sizes(frozen: int | None, kernels_device: torch.d
 def test_schemas_and_fakes() -> None:
     x, weights, dy = torch.randn(6, 3), torch.randn(3, 5, 3), torch.randn(6, 5)
     for op, args in (
-        (ops.experts._grouped_mm, (x, weights, ends((2, 0, 4)), True)),
-        (ops.experts._grouped_mm, (dy, weights.transpose(1, 2), ends((2, 0, 4)), True)),
-        (ops.experts._grouped_outer, (dy, x, ends((2, 0, 4)), True)),
+        (torch.ops.ligermodels.grouped_mm.default, (x, weights, ends((2, 0, 4)), True)),
+        (torch.ops.ligermodels.grouped_mm.default, (dy, weights.transpose(1, 2), ends((2, 0, 4)), True)),
+        (torch.ops.ligermodels.grouped_outer.default, (dy, x, ends((2, 0, 4)), True)),
     ):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
