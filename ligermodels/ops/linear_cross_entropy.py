@@ -227,8 +227,8 @@ def chunk_rows(
     """How many rows a chunk takes: as many as the budget allows, spread evenly, in whole tiles where there are any.
 
     extra: bytes that the caller needs for each row beside its logits.
-    to_come: how many gradients of (V, H) there will be that do not exist yet, nor anything else in their memory: logits
-        may have it. And all rows at once may have as much as the float32 sum of one of them, which they do without.
+    to_come: how many gradients of (V, H) there will be that do not exist yet, nor anything else in their memory: a
+        chunk may have it. And all rows at once may have as much as the float32 sum of one of them takes beyond itself.
     """
     item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
     loss = accumulation = 0
@@ -237,12 +237,11 @@ def chunk_rows(
         loss = max(loss, 16 * min(V, RANK_COLUMNS) if options.return_rank else 0)
     if accumulates and not hidden.is_cuda and wide > item:  # see accumulate
         accumulation = (V + H) * wide
-    beside = extra + max(loss, accumulation)
-    rows = max(budget // ((V + COLUMN_MULTIPLE) * item + beside), 1)
+    width = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    of_a_row, gradient = width * item + extra + max(loss, accumulation), V * H * item
+    rows = max(budget // of_a_row, 1)
     if to_come and wide > item:
-        width = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-        fitting, fitting_at_once = (min(n * V * H // width, budget // max(beside, 1)) for n in (to_come, to_come + 1))
-        rows = T if fitting_at_once >= T else max(rows, fitting)
+        rows = T if T * of_a_row <= (to_come + 1) * gradient else max(rows, to_come * gradient // of_a_row)
     if rows >= T:
         return max(T, 1)
     if rows >= ROW_MULTIPLE:

@@ -333,7 +333,7 @@ def _multi_head_linear_cross_entropy(
 
     groups = [(starts[0], ends[-1])] if len(weights) == 1 else list(zip(starts, ends, strict=True))
     wide = coefficient.dtype.itemsize if need_hidden else 0
-    transformed = H * ((2 * L + 5) * hidden.dtype.itemsize + wide)  # bytes for a row, at the most
+    transformed = H * ((2 * L + 3) * hidden.dtype.itemsize + wide)  # bytes for a row, at the most
     columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # as in linear_cross_entropy
     for group, (start, end) in enumerate(groups):
         chunk = {"extra": transformed, "to_come": sum(sums.needs[group : len(weights)])}
@@ -369,19 +369,21 @@ def _multi_head_linear_cross_entropy(
             sums.add(group, logits, y, **whole)
             if biases:
                 sums.add(len(weights) + group, logits, None, **whole)
+            del y
             if not any(need_hidden or lowest[k] < L for k, _, _ in pieces):
                 continue
             dy_of_all = logits @ weights[group]
             for (k, i, j), token, seen in zip(pieces, tokens, states, strict=True):
                 dy, whole = dy_of_all[i - a : j - a], {"first": i == starts[k], "last": j == ends[k]}
                 for layer in reversed(range(lowest[k], L)):
-                    x, z = seen[layer]
-                    dz, block = torch.ops.aten.silu_backward(dy, z), k * L + layer
+                    (x, z), block, goes_on = seen[layer], k * L + layer, need_hidden or layer > lowest[k]
+                    dz = torch.empty_like(z) if goes_on else dy
+                    torch.ops.aten.silu_backward.grad_input(dy, z, grad_input=dz)
                     for place, given in ((block, x), (K * L + block, None))[: 2 if block_biases else 1]:
                         sums.add(of_blocks + place, dz, given, **whole)
                         if whole["last"]:
                             sums.close(of_blocks + place)
-                    if need_hidden or layer > lowest[k]:
+                    if goes_on:
                         dy = torch.addmm(dy, dz, block_weights[block])
                 if need_hidden:
                     dx[token] += dy

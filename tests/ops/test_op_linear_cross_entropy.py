@@ -11,7 +11,8 @@ from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import check, contiguous, strided_rows, transposed
 
 from ligermodels.errors import InputError
-from ligermodels.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.ops import cross_entropy, force, linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.ops.cross_entropy import LossOptions
 from ligermodels.ops.linear_cross_entropy import chunk_rows
 
 TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
@@ -259,13 +260,22 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
 
 def test_chunks_fill_the_budget_evenly() -> None:
     x = torch.empty(0, dtype=torch.float32)
-    from ligermodels.ops.cross_entropy import LossOptions
-
-    for T, budget in ((8192, 2**30), (1000, 2**24), (100, 2**20), (1, 1), (0, 1), (129, 128 * 4 * 1016)):
+    for T, budget in ((8192, 2**30), (1000, 2**24), (100, 2**20), (1, 1), (0, 1), (129, 128 * 4 * 1008)):
         rows = chunk_rows(T, 1000, 64, x, LossOptions(), budget, True)
-        assert rows == 1 or rows * (1000 + 16) * 4 <= budget
+        assert rows == 1 or rows * 1008 * 4 <= budget
         chunks = -(-T // rows)
         assert T == 0 or rows * chunks - T < max(128, rows), "the last chunk is empty"
+
+
+def test_chunks_take_the_memory_of_gradients_to_come() -> None:
+    """Five heads in 16 bits: as many rows as fit into what is still to come, all at once if a sum is spared so."""
+    x, H, V, T = torch.empty(0, dtype=torch.bfloat16), 64, 1008, 256
+    gradient, row = V * H * 2, V * 2 + (V + H) * 4  # with the CPU's wider operands
+    with force("reference"):
+        sizes = [chunk_rows(T, V, H, x, LossOptions(), 1, True, to_come=n) for n in (12, 6, 1, 0)]
+    assert 12 * gradient < T * row < 13 * gradient
+    assert sizes == [T, 6 * gradient // row, gradient // row, 1]
+    assert chunk_rows(T, V, H, x.float(), LossOptions(), 1, True, to_come=40) == 1, "float32 needs no sum of its own"
 
 
 @pytest.mark.gpu

