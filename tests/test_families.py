@@ -127,20 +127,19 @@ def test_bf16_is_no_worse_than_transformers(pair: Pair) -> None:
     assert errors[0] <= 1.1 * errors[1]
 
 
-def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair) -> None:
-    """Against fp64: the loss, each gradient and all of them together."""
+@pytest.mark.parametrize("mixed", [False, True], ids=["bf16", "autocast"])
+def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixed: bool) -> None:
+    """Against fp64: the loss, each gradient and all together; of parameters in bf16, or in fp32 under autocast."""
     folder, oracle, model = pair
     if any(hasattr(block.mlp, "router") for block in model.blocks):
         pytest.skip("rounding sends a token to another expert on either side: test_moe.py compares the layer")
     ids = tokens(16)
     found = []
-    for side in (
-        copy.deepcopy(oracle).double(),
-        plain(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)),
-        lm.from_pretrained(folder, dtype=torch.bfloat16),
-    ):
-        side.zero_grad()
-        loss = side(ids, labels=ids).loss
+    dtype = torch.float32 if mixed else torch.bfloat16
+    theirs = plain(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+    for side in (copy.deepcopy(oracle).double(), theirs, lm.from_pretrained(folder, dtype=dtype)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed and bool(found)):
+            loss = side(ids, labels=ids).loss
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in side.named_parameters()}
         if isinstance(side, lm.CausalLM):

@@ -1,6 +1,8 @@
 """What is computed again in the backward pass: the same gradients, to the bit, of what was not kept."""
 
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor, nn
 from zoo import CONFIGS
 
 import ligermodels as lm
+from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.layers import mlp
 
 
 def gradients(model: lm.CausalLM, ids: Tensor) -> list[Tensor]:
@@ -62,6 +66,29 @@ def test_a_projection_of_another_kind() -> None:
     kept = gradients(model, ids)
     model.recompute = "activations"
     assert all(torch.equal(one, two) for one, two in zip(kept, gradients(model, ids), strict=True))
+
+
+def test_a_projection_that_nobody_watches_is_part_of_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def glu_linear(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        return ops.glu_linear(*arguments)
+
+    monkeypatch.setattr(mlp, "ops", SimpleNamespace(glu_linear=glu_linear))
+    model = lm.from_config(CONFIGS["llama-3"], dtype=torch.float32, device="cpu")
+    ids = torch.randint(100, (2, 19))
+    model(ids, labels=ids)
+    assert not calls
+    model.recompute = "activations"
+    model(ids, labels=ids)
+    assert len(calls) == len(model.blocks)
+    model.blocks[0].mlp.down.register_forward_hook(lambda *_: None)
+    model(ids, labels=ids)
+    assert len(calls) == 2 * len(model.blocks) - 1
+    with torch.autocast("cpu"), torch.no_grad():
+        model(ids, labels=ids)
+    assert len(calls) == 2 * len(model.blocks) - 1
 
 
 def test_unknown() -> None:

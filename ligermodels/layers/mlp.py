@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.layers.attention import Context
-from ligermodels.layers.recompute import cheap
+from ligermodels.layers.recompute import cheap, recomputes
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": ops.swiglu,
@@ -40,8 +41,11 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(hidden_size, 2 * config.size, bias=config.bias)
         self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
-        self.activation = ACTIVATIONS[config.activation]
+        self.name, self.activation = config.activation, ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x (..., H) -> (..., H); the context is for feed-forward layers that route."""
-        return self.down(cheap(self.activation, self.gate_up(x)))
+        gate_up = self.gate_up(x)
+        if recomputes(self.down):
+            return ops.glu_linear(gate_up, self.down.weight, self.down.bias, self.name)
+        return cast(Tensor, self.down(cheap(self.activation, gate_up)))

@@ -50,8 +50,9 @@ class ResidualRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x, branch (..., size) -> normalised x + branch, and x + branch, to be carried on: one pass, and backward one
-        gradient."""
+        gradient. Under autocast the stream keeps its dtype."""
         config = self.config
+        branch = branch if branch is None else branch.to(x.dtype)
         y, x = ops.add_rms_norm(x, branch, self.weight, config.eps, offset=config.offset, cast=config.cast)
         return cheap(self._normalised, x, self.weight, result=y), x
 

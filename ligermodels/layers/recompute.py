@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class _Recipe(NamedTuple):
@@ -49,6 +49,17 @@ def cheap(function: Callable[..., Tensor], *inputs: Any, result: Tensor | None =
         kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
         recipes[result.untyped_storage().data_ptr()] = _Recipe(weakref.ref(result), function, kept)
     return result
+
+
+def recomputes(projection: nn.Module) -> bool:
+    """Whether results are not kept now, and `projection` is a linear layer that an op may take the place of: nobody
+    has changed it, nor looks on."""
+    if torch.compiler.is_compiling() or _recipes.get() is None or type(projection) is not nn.Linear:
+        return False
+    hooks = projection._forward_pre_hooks, projection._forward_hooks, projection._backward_pre_hooks
+    watched = any(hooks) or projection._backward_hooks
+    plain = type(projection.weight) is nn.Parameter
+    return plain and not watched and not torch.is_autocast_enabled(projection.weight.device.type)
 
 
 @contextmanager

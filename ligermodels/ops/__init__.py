@@ -6,7 +6,7 @@ from ligermodels.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.ops.dispatch import force, use_kernels
 from ligermodels.ops.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
-from ligermodels.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from ligermodels.ops.glu import geglu, geglu_reference, glu_linear, swiglu, swiglu_reference
 from ligermodels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.multi_head_linear_cross_entropy import (
     multi_head_linear_cross_entropy,
@@ -30,6 +30,7 @@ __all__ = [
     "gather_rows",
     "geglu",
     "geglu_reference",
+    "glu_linear",
     "grouped_mm",
     "grouped_mm_reference",
     "linear_cross_entropy",

@@ -19,6 +19,7 @@ from ligermodels.ops.library import as_rows, empty_like, opaque_op
 
 MAX_BLOCK = 2048
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,6 +43,33 @@ def geglu(
     if approximate not in GELU:
         raise InputError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
     return _glu("geglu", gate, up, GELU[approximate])
+
+
+def glu_linear(
+    gate_up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "silu"
+) -> torch.Tensor:
+    """`torch.nn.functional.linear(swiglu(gate_up), weight, bias)`, or geglu in its place, which keeps only gate_up.
+
+    The backward pass computes the activated product again, in the pass over memory that computes its gradient: the
+    weight's gradient needs it only then.
+
+    gate_up: (..., 2*I), packed as for `swiglu`. weight: (N, I) and bias: (N,), of gate_up's dtype. activation: "silu",
+    "gelu_tanh" or "gelu". Returns (..., N). The gradients are those of the two ops.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    if activation not in ACTIVATIONS:
+        raise InputError(f"glu_linear: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    _check("glu_linear", gate_up, None)
+    for name, t, shape in (("weight", weight, (-1, gate_up.shape[-1] // 2)), ("bias", bias, weight.shape[:1])):
+        if t is None:
+            continue
+        fits = t.dim() == len(shape) and all(size in (-1, found) for size, found in zip(shape, t.shape, strict=True))
+        if not fits or t.dtype != gate_up.dtype or t.device != gate_up.device:
+            raise InputError(
+                f"glu_linear: {name} must be {gate_up.dtype} {tuple(shape)} on {gate_up.device}, to fit gate_up "
+                f"{tuple(gate_up.shape)}; got {t.dtype} {tuple(t.shape)} on {t.device}"
+            )
+    return _GLULinear.apply(gate_up, weight, bias, activation)
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,8 +155,9 @@ def _glu_forward_kernel(
 
 @triton.jit
 def _glu_backward_kernel(
-    dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, N, blocks,
-    ACTIVATION: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr, BLOCK: tl.constexpr,
+    dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, out, N, blocks,
+    ACTIVATION: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr, NEED_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) // blocks
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -136,8 +165,11 @@ def _glu_backward_kernel(
     d = tl.load(dy + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     p, slope = _part(g, ACTIVATION)
-    if NEED_GATE:
+    if NEED_GATE or NEED_OUT:
         u = tl.load(up + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if NEED_OUT:
+        tl.store(out + row * N + col, (g * p * u).to(out.dtype.element_ty), mask=mask)
+    if NEED_GATE:
         value = d * u * (p + g * slope)
         tl.store(dgate + row * dgate_stride + col, value.to(dgate.dtype.element_ty), mask=mask)
     if NEED_UP:
@@ -167,18 +199,30 @@ def _glu_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -
 
 
 def _backward_fake(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, need_gate: bool, need_up: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate = empty_like(gate) if need_gate else gate.new_empty(0)
-    return dgate, empty_like(gate) if need_up else gate.new_empty(0)
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    activation: str,
+    need_gate: bool,
+    need_up: bool,
+    need_out: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dgate, dup = (empty_like(gate) if need else gate.new_empty(0) for need in (need_gate, need_up))
+    return dgate, dup, _forward_fake(gate, up, activation) if need_out else gate.new_empty(0)
 
 
 @opaque_op(_backward_fake)
 def _glu_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, need_gate: bool, need_up: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate (packed if up is None) and of up; those not needed are empty."""
-    dgate, dup = _backward_fake(dy, gate, up, activation, need_gate, need_up)
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    activation: str,
+    need_gate: bool,
+    need_up: bool,
+    need_out: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of gate (packed if up is None) and of up, and what the forward pass gave; not needed is empty."""
+    dgate, dup, out = _backward_fake(dy, gate, up, activation, need_gate, need_up, need_out)
     d, g, u = map(as_rows, (dy, *_halves(gate, up)))
     to_gate, to_up = as_rows(dgate), as_rows(dup)
     if up is None:
@@ -186,10 +230,11 @@ def _glu_backward(
     M, N = g.shape
     blocks, options = _blocks(N)
     _glu_backward_kernel[(M * blocks,)](
-        d, d.stride(0), g, g.stride(0), u, u.stride(0), to_gate, to_gate.stride(0), to_up, to_up.stride(0), N, blocks,
-        ACTIVATION=activation, NEED_GATE=need_gate, NEED_UP=need_up or up is None, **options,
+        d, d.stride(0), g, g.stride(0), u, u.stride(0), to_gate, to_gate.stride(0), to_up, to_up.stride(0), out,
+        N, blocks, ACTIVATION=activation, NEED_GATE=need_gate, NEED_UP=need_up or up is None, NEED_OUT=need_out,
+        **options,
     )  # fmt: skip
-    return dgate, dup
+    return dgate, dup, out
 
 
 class _GLU(torch.autograd.Function):
@@ -204,5 +249,39 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         need_gate, need_up = ctx.needs_input_grad[:2]
-        dgate, dup = _glu_backward(dy, gate, up, ctx.activation, need_gate, need_up)
+        dgate, dup, _ = _glu_backward(dy, gate, up, ctx.activation, need_gate, need_up, False)
         return dgate if need_gate else None, dup if need_up else None, None
+
+
+class _GLULinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate_up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        ctx.activation, ctx.kernels = activation, use_kernels(gate_up)
+        run = _glu_forward if ctx.kernels else _glu_reference
+        return functional.linear(run(gate_up, None, activation), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate_up, weight = ctx.saved_tensors
+        need_gate_up, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dy = dy.reshape(-1, dy.shape[-1])
+        dgate_up, out = None, None
+        if need_gate_up:
+            dout = torch.mm(dy, weight).view(*gate_up.shape[:-1], weight.shape[1])
+            if ctx.kernels:
+                dgate_up, _, out = _glu_backward(dout, gate_up, None, ctx.activation, True, False, need_weight)
+            else:
+                with torch.enable_grad():
+                    again = gate_up.detach().requires_grad_()
+                    out = _glu_reference(again, None, ctx.activation)
+                    (dgate_up,) = torch.autograd.grad(out, again, dout)
+        elif need_weight:
+            out = (_glu_forward if ctx.kernels else _glu_reference)(gate_up, None, ctx.activation)
+        dweight = None
+        if need_weight and out is not None:
+            dweight = torch.mm(dy.t(), out.detach().view(-1, weight.shape[1]))
+        return dgate_up, dweight, dy.sum(0) if need_bias else None, None

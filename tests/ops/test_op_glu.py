@@ -8,7 +8,7 @@ from op_harness import LAYOUTS, check, contiguous, wide
 from torch.nn import functional
 
 from ligermodels.errors import InputError
-from ligermodels.ops import geglu, geglu_reference, swiglu, swiglu_reference
+from ligermodels.ops import geglu, geglu_reference, glu_linear, swiglu, swiglu_reference
 
 Op = Callable[..., torch.Tensor]
 
@@ -46,6 +46,43 @@ def test_glu(where: Where, ops: tuple[Op, Op, Op], shape: tuple[int, ...], layou
     )
     check(op, expected, [gate, up], frozen=layout is contiguous)
     check(op, expected, [packed])
+
+
+@pytest.mark.parametrize("activation", OPS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 70), (2, 0, 6)], ids=str)
+def test_glu_linear(where: Where, activation: str, biased: bool, shape: tuple[int, ...]) -> None:
+    """With the projection after it, of which nothing but the packed gate and up are kept."""
+    expected = OPS[activation][2]
+    gate_up, weight, bias = (
+        torch.randn(size, dtype=where.dtype, device=where.device)
+        for size in ((*shape[:-1], 2 * shape[-1]), (9, shape[-1]), (9,))
+    )
+
+    def op(x: torch.Tensor, *projection: torch.Tensor) -> torch.Tensor:
+        return glu_linear(x, *projection, activation=activation)
+
+    def plain_op(x: torch.Tensor, *projection: torch.Tensor) -> torch.Tensor:
+        return functional.linear(expected(x), *projection)
+
+    check(op, plain_op, [gate_up, weight, bias] if biased else [gate_up, weight], frozen=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.ones(9, 7)}, r"weight must be torch.float32 \(-1, 6\) on cpu"),
+        ({"weight": torch.ones(6)}, "weight must be"),
+        ({"weight": torch.ones(9, 6).double()}, "weight must be"),
+        ({"bias": torch.ones(8)}, r"bias must be torch.float32 \(9,\)"),
+        ({"gate_up": torch.ones(3, 11)}, "even last dimension"),
+        ({"activation": "relu"}, "activation must be one of silu, gelu_tanh, gelu, got 'relu'"),
+    ],
+)
+def test_bad_input_of_glu_linear(change: dict[str, object], message: str) -> None:
+    given = {"gate_up": torch.ones(3, 12), "weight": torch.ones(9, 6), "bias": torch.ones(9), "activation": "silu"}
+    with pytest.raises(InputError, match=message):
+        glu_linear(**{**given, **change})
 
 
 def test_great_and_small_values(where: Where, ops: tuple[Op, Op, Op]) -> None:

@@ -60,6 +60,7 @@ CASES = {
     ),
     "swiglu": Case(ops.swiglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
     "swiglu packed": Case(ops.swiglu, ((4, 60),), ("glu_forward", "glu_backward")),
+    "glu_linear": Case(ops.glu_linear, ((4, 60), (7, 30), (7,)), ("glu_forward", "glu_backward")),
     "geglu": Case(ops.geglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
     "cross_entropy": Case(
         lambda x: ops.cross_entropy(x, target(x), return_rank=True, label_smoothing=0.1),
