@@ -6,6 +6,7 @@ Results are appended to benchmarks/results/NAME-GPU.jsonl.
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,12 +18,21 @@ from benchmarks import measure, report
 COMMANDS = {
     "ops": ["benchmarks"],
     "attention": ["benchmarks.attention"],
-    "training": ["benchmarks.training", "--floor", "--profile"],
-    "decoding": ["benchmarks.decoding", "--transformers"],
-    "medusa": ["benchmarks.medusa"],
-    "loading": ["benchmarks.loading", "{folder}"],
+    "training": [
+        "benchmarks.training --floor --profile",
+        "benchmarks.training 1b --providers 'ligermodels + torch.compile'",
+        "benchmarks.training gemma --providers 'transformers + torch.compile'",
+        "benchmarks.training 1b --providers ligermodels --in-backward",
+    ],
+    "decoding": ["benchmarks.decoding --transformers"],
+    "medusa": [
+        "benchmarks.medusa --floor",
+        "benchmarks.medusa --batch 8 --length 8192 --ignored 0 --providers ligermodels 'ligermodels shared'",
+        "benchmarks.medusa --ignored 0 --providers 'ligermodels stage 2'",
+    ],
+    "loading": ["benchmarks.loading {folder}"],
 }
-"""Name -> module and arguments; {folder} is a temporary one, or that of --folder."""
+"""Name -> commands: module and arguments; {folder} is a temporary one, or that of --folder."""
 
 
 def main() -> None:
@@ -36,11 +46,13 @@ def main() -> None:
     failed = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.names or COMMANDS:
-            command = [part.format(folder=arguments.folder or temporary) for part in COMMANDS[name]]
-            start = time.perf_counter()
-            done = subprocess.run([sys.executable, "-m", *command, "--out", str(measure.results(name))], check=False)
-            print(f"{name}: {time.perf_counter() - start:.0f} s, exit code {done.returncode}", flush=True)
-            failed += [name] if done.returncode else []
+            for line in COMMANDS[name]:
+                command = [part.format(folder=arguments.folder or temporary) for part in shlex.split(line)]
+                start = time.perf_counter()
+                out = str(measure.results(name))
+                done = subprocess.run([sys.executable, "-m", *command, "--out", out], check=False)
+                print(f"{line}: {time.perf_counter() - start:.0f} s, exit code {done.returncode}", flush=True)
+                failed += [line] if done.returncode else []
     print(*report.write(measure.RESULTS, measure.gpu_suffix(), report.DOCS), sep="\n")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -1,7 +1,8 @@
 """`python -m benchmarks.medusa [--out FILE]`: a step of Medusa stage 1, the backbone frozen, beside the same in torch.
 
 The peers have transformers' backbone (Liger's with its kernels) and the same heads in plain torch, whose losses are
-torch's own over fp32 logits, or Liger's fused linear cross entropy, one a head.
+torch's own over fp32 logits, or Liger's fused linear cross entropy, one a head. "ligermodels shared" has the model's
+own lm_head for all heads; "ligermodels stage 2" trains the model too, its norms and activations recomputed.
 """
 
 from __future__ import annotations

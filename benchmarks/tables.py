@@ -15,7 +15,7 @@ TITLES = {
     "attention": "Attention",
     "training": "Training step",
     "decoding": "Decoding",
-    "medusa": "Medusa stage 1",
+    "medusa": "Medusa",
     "loading": "Loading",
 }
 COLUMNS = {
@@ -32,7 +32,7 @@ COLUMNS = {
         "profile_ms",
     ),
     "decoding": ("step_ms", "tokens_per_s", "of_limit", "of_plain"),
-    "medusa": ("step_ms", "tokens_per_s", "peak_gib", "held_gib", "loss"),
+    "medusa": ("step_ms", "tokens_per_s", "peak_gib", "held_gib", "gradients_gib", "floor_ms", "of_floor", "loss"),
     "loading": ("load_s", "ready_s", "host_peak_bytes", "host_after_bytes"),
 }
 """Of each benchmark, where any of its records has them."""

@@ -70,7 +70,7 @@ class Results:
 def targets(found: Mapping[str, list[Record]]) -> list[Target]:
     """Those that there are results for."""
     every = [*_ops(Results(found["ops"])), *_attention(found["attention"]), *_training(Results(found["training"]))]
-    every += [*_generation(Results(found["decoding"])), *_loading(found["loading"])]
+    every += [*_generation(Results(found["decoding"])), *_medusa(Results(found["medusa"])), *_loading(found["loading"])]
     return [Target(what, sign, bound, measured) for what, sign, bound, measured in every if measured is not None]
 
 
@@ -129,6 +129,19 @@ def _generation(results: Results) -> Iterator[Row]:
     yield f"decoding, {case}, of its GEMMs alone", "≥", 0.85, results.value(case, "of_limit")
     step = results.value(case, "of_plain", provider="medusa tree step")
     yield f"decoding, {case}, Medusa's tree step over a plain one", "≤", 1.2, step
+
+
+def _medusa(results: Results) -> Iterator[Row]:
+    name = "llama-3-8b 5 heads 4x4096"
+    for ignored, provider, bound in (("0%", "torch", 1.10), ("0%", "liger", 1.05), ("50%", "torch", 1.45)):
+        case = f"{name} {ignored} ignored"
+        speed = results.ratio(case, "tokens_per_s", provider)
+        yield f"Medusa stage 1, {case}, tokens/s over {provider}", "≥", bound, speed
+    case = f"{name} 0% ignored"
+    parts = [results.value(case, key) for key in ("peak_gib", "held_gib", "gradients_gib")]
+    known = [part for part in parts if part is not None]
+    above = known[0] - known[1] - known[2] if len(known) == len(parts) else None
+    yield f"Medusa stage 1, {case}, GiB beyond weights, states and gradients", "≤", 2, above
 
 
 def _loading(records: list[Record]) -> Iterator[Row]:

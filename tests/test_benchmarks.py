@@ -1,6 +1,9 @@
 """The benchmarks, as far as a CPU goes: what is timed computes the right thing, and results become a report."""
 
+import argparse
+import importlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
+from benchmarks import all as whole  # noqa: E402
 from benchmarks import attention, floor, losses, measure, ops, peers, profile, report, targets, training  # noqa: E402
 from benchmarks.case import Case, Passes  # noqa: E402
 from benchmarks.models import CONFIGS  # noqa: E402
@@ -247,3 +251,22 @@ def test_a_report_takes_the_last_record_and_misses_no_field(tmp_path: Path) -> N
     names = [path.name for path in report.write(tmp_path / "in", "h200", tmp_path / "out")]
     assert names == ["benchmark-tables.md", "small.png"]
     assert report.write(tmp_path / "nothing", "h200", tmp_path / "empty") == [tmp_path / "empty" / names[0]]
+
+
+def test_every_command_of_the_whole_is_one_that_its_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, parsed = argparse.ArgumentParser.parse_args, []
+
+    def stop(self: argparse.ArgumentParser) -> None:
+        parsed.append(parse(self))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    lines = [line for of_one in whole.COMMANDS.values() for line in of_one]
+    for line in lines:
+        module, *arguments = shlex.split(line.format(folder="folder"))
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(KeyboardInterrupt):
+            importlib.import_module("benchmarks.__main__" if module == "benchmarks" else module).main()
+    assert len(parsed) == len(lines)
+    known = {*peers.PROVIDERS, "ligermodels shared", "ligermodels stage 2", "torch", "liger"}
+    assert all(set(getattr(found, "providers", None) or ()) <= known for found in parsed)
