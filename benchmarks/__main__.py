@@ -71,8 +71,9 @@ def _timed(case: Case, passes: Passes, copies: dict[str, float]) -> dict[str, An
     return record
 
 
-def measured(case: Case, only: list[str] | None, copy_rate: float) -> Iterator[dict[str, Any]]:
-    """A record for each provider of a case, or those of them that are in `only`, and one for the limit first."""
+def measured(case: Case, only: list[str] | None, copy_rate: float, turn: int = 0) -> Iterator[dict[str, Any]]:
+    """A record for each provider of a case, or those of them that are in `only`, and one for the limit first. Which of
+    them begins changes with `turn`: a card is coolest for the first."""
     torch.manual_seed(0)
     inputs = case.inputs()
     copies: dict[str, float] = {"copy_bytes_per_s": copy_rate}
@@ -86,17 +87,18 @@ def measured(case: Case, only: list[str] | None, copy_rate: float) -> Iterator[d
                 limit[f"{which}_ms"] = measure.milliseconds(partial(alone, *inputs))
         yield {"case": case.name, "provider": "limit", **copies, **limit}
     seeds, wanted = truth(case, inputs)
-    for provider, call in case.providers.items():
-        if only is None or provider in only:
-            record: dict[str, Any] = {"case": case.name, "provider": provider, **copies}
-            try:
-                record |= _of_provider(case, call, inputs, seeds, wanted, copies)
-                if limit:
-                    record |= {f"{w}_of_limit": limit[f"{w}_ms"] / record[f"{w}_ms"] for w in ("forward", "both")}
-            except Exception as failure:  # A result, not the end of the run.
-                record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
-            yield record
-            measure.free()
+    asked = [provider for provider in case.providers if only is None or provider in only]
+    first = turn % max(len(asked), 1)
+    for provider in asked[first:] + asked[:first]:
+        record: dict[str, Any] = {"case": case.name, "provider": provider, **copies}
+        try:
+            record |= _of_provider(case, case.providers[provider], inputs, seeds, wanted, copies)
+            if limit:
+                record |= {f"{w}_of_limit": limit[f"{w}_ms"] / record[f"{w}_ms"] for w in ("forward", "both")}
+        except Exception as failure:  # A result, not the end of the run.
+            record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
+        yield record
+        measure.free()
 
 
 def _of_provider(
@@ -128,8 +130,8 @@ def main() -> None:
     if unknown := set(arguments.ops) - set(CASES):
         parser.error(f"unknown ops: {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
     common, copy_rate, records = measure.facts(), measure.copy_rate(), []
-    for case in (case for name in arguments.ops or CASES for case in CASES[name]()):
-        for record in measured(case, arguments.providers, copy_rate):
+    for turn, case in enumerate(case for name in arguments.ops or CASES for case in CASES[name]()):
+        for record in measured(case, arguments.providers, copy_rate, turn):
             records.append(record)
             measure.write(arguments.out, [{**record, **common}])
             print(record["case"], record["provider"], record.get("failed", ""), flush=True)
