@@ -8,9 +8,9 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html), whose results a second
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.ops.cross_entropy import _effective
 from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton, use_kernels
 from ligermodels.ops.library import opaque_op
+from ligermodels.ops.token_losses_kernels import effective
 
 MAX_KERNEL_HEAD_DIM = 512  # a tile of rows is held in registers; the reference serves wider heads
 MAX_ROWS = 128  # query heads times tokens that a program takes: the more, the less often the cache is read
@@ -177,7 +177,7 @@ def _attend(
     keys = tl.load(k + row * k_slot + d, mask=within, other=0.0)
     values = tl.load(v + row * v_slot + d, mask=within, other=0.0)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    scores = tl.where(visible, _effective(scores, scale, softcap, True, CAPPED), float("-inf"))
+    scores = tl.where(visible, effective(scores, scale, softcap, True, CAPPED), float("-inf"))
     highest = tl.maximum(top, tl.max(scores, axis=1))
     shift = tl.where(highest == float("-inf"), 0.0, highest)  # so far the row has seen nothing
     weights = tl.exp2(scores - shift[:, None])

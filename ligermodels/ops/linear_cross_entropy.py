@@ -12,18 +12,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.ops.cross_entropy import (
-    LossOptions,
-    Reduction,
-    check_loss,
-    check_targets,
-    cross_entropy_reference,
-    launch_rows,
-    row_coefficients,
-    scale_,
-)
+from ligermodels.ops.cross_entropy import cross_entropy_reference
 from ligermodels.ops.dispatch import use_kernels
 from ligermodels.ops.library import as_rows, opaque_op
+from ligermodels.ops.token_losses import LossOptions, Reduction, check_loss, check_targets, row_coefficients
+from ligermodels.ops.token_losses_kernels import launch_rows, scale_
 
 ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
 COLUMN_MULTIPLE = 16  # on CUDA logits are held in rows of a multiple of this, which keeps them aligned for odd V

@@ -19,16 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
 from ligermodels.errors import InputError
-from ligermodels.ops.cross_entropy import (
-    LossOptions,
-    check_loss,
-    check_targets,
-    row_coefficients,
-    row_losses_reference,
-    scale_,
-)
 from ligermodels.ops.library import as_rows, opaque_op
 from ligermodels.ops.linear_cross_entropy import COLUMN_MULTIPLE, SKIP_BELOW, accumulate, chunk_rows, loss_in_place
+from ligermodels.ops.token_losses import LossOptions, check_loss, check_targets, row_coefficients, row_losses_reference
+from ligermodels.ops.token_losses_kernels import scale_
 
 Block = tuple[torch.Tensor, torch.Tensor | None]
 OneOrEach = torch.Tensor | Sequence[torch.Tensor]

@@ -7,15 +7,8 @@ import torch
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.library import opaque_op
-from ligermodels.ops.rope import (
-    _angles,
-    _load_heads,
-    _load_weight,
-    _store_heads,
-    _turn_heads,
-    check_packed,
-    rope_qkv_reference,
-)
+from ligermodels.ops.rope import check_packed, rope_qkv_reference
+from ligermodels.ops.rope_kernels import load_angles, load_heads, load_weight, store_heads, turn_heads
 
 
 def rope_qkv_cached(
@@ -109,16 +102,16 @@ def _rope_cached_kernel(
     batch, token = row // T, row % T
     q_w1, q_w2, k_w1, k_w2 = 1.0, 1.0, 1.0, 1.0
     if Q_NORM:
-        q_w1, q_w2 = _load_weight(q_norm, offset, HALF, DIM, BLOCK)
+        q_w1, q_w2 = load_weight(q_norm, offset, HALF, DIM, BLOCK)
     if K_NORM:
-        k_w1, k_w2 = _load_weight(k_norm, offset, HALF, DIM, BLOCK)
-    c = _angles(cos, cos_batch, cos_token, row, T, HALF, BLOCK)
-    s = _angles(sin, sin_batch, sin_token, row, T, HALF, BLOCK)
+        k_w1, k_w2 = load_weight(k_norm, offset, HALF, DIM, BLOCK)
+    c = load_angles(cos, cos_batch, cos_token, row, T, HALF, BLOCK)
+    s = load_angles(sin, sin_batch, sin_token, row, T, HALF, BLOCK)
     group = qkv + batch * qkv_batch + token * qkv_token + head * (GROUP + 2) * DIM
-    q1, q2 = _load_heads(group, 0, DIM, GROUP, GROUP, HALF, DIM, BLOCK_GROUP, BLOCK)
-    k1, k2 = _load_heads(group + GROUP * DIM, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
-    v1, v2 = _load_heads(group + (GROUP + 1) * DIM, 0, 0, 1, 1, 0, DIM, 1, BLOCK)
-    _turn_heads(
+    q1, q2 = load_heads(group, 0, DIM, GROUP, GROUP, HALF, DIM, BLOCK_GROUP, BLOCK)
+    k1, k2 = load_heads(group + GROUP * DIM, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
+    v1, v2 = load_heads(group + (GROUP + 1) * DIM, 0, 0, 1, 1, 0, DIM, 1, BLOCK)
+    turn_heads(
         q1, q2, q1, q2, q + (row * heads + head) * GROUP * DIM, row, 0, 0, DIM, c, s, q_w1, q_w2, 0.0, 0.0, eps,
         GROUP, GROUP, HALF, DIM, Q_NORM, CAST_BEFORE, False, True, False, BLOCK_GROUP, BLOCK,
     )  # fmt: skip
@@ -126,11 +119,11 @@ def _rope_cached_kernel(
     if (slot >= 0) & (slot < S):
         k_place = k_cache + batch * k_batch + slot * k_slot + head * k_head
         v_place = v_cache + batch * v_batch + slot * v_slot + head * v_head
-        _turn_heads(
+        turn_heads(
             k1, k2, k1, k2, k_place, row, 0, 0, 0, c, s, k_w1, k_w2, 0.0, 0.0, eps,
             1, 1, HALF, DIM, K_NORM, CAST_BEFORE, False, True, False, 1, BLOCK,
         )  # fmt: skip
-        _store_heads(v_place, 0, 0, v1, v2, 1, 1, 0, DIM, 1, BLOCK)
+        store_heads(v_place, 0, 0, v1, v2, 1, 1, 0, DIM, 1, BLOCK)
 
 
 def _cached_fake(qkv: torch.Tensor, *args: Any) -> torch.Tensor:

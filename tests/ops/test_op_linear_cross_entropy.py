@@ -12,8 +12,8 @@ from op_harness import check, contiguous, strided_rows, transposed
 
 from ligermodels.errors import InputError
 from ligermodels.ops import cross_entropy, force, linear_cross_entropy, linear_cross_entropy_reference
-from ligermodels.ops.cross_entropy import LossOptions
 from ligermodels.ops.linear_cross_entropy import chunk_rows
+from ligermodels.ops.token_losses import LossOptions
 
 TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
 
