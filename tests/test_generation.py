@@ -18,7 +18,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.generation import KVCache, Tree, chain, default_tree, generate, medusa_generate, sample
+from ligermodels.generation import KVCache, Tree, chain, default_tree, generate, graph, medusa_generate, sample
 from ligermodels.generation.acceptance import Typical
 from ligermodels.generation.sampling import warp
 from ligermodels.generation.speculative import TreeStep
@@ -240,6 +240,31 @@ def test_bad_calls(model: Toy, options: dict[str, Any], message: str) -> None:
         with pytest.raises(InputError, match=message):
             medusa_generate(model, lambda hidden: hidden, tree=chain(1), **call)
         assert not model.passes
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 17])
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2]], ids=["batch", "one"])
+def test_running_ahead_of_the_device_changes_nothing(
+    model: Toy, prompts: list[list[int]], new_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the end is noticed a step late: the same tokens, and at most one pass more, wherever it is."""
+    ends = [*range(VOCAB), [0, 3, 5], list(range(VOCAB))]
+    found: list[list[Any]] = []
+    for ahead in (False, True):
+        monkeypatch.setattr(graph, "runs_ahead", lambda device, ahead=ahead: ahead)
+        found.append([])
+        for end in ends:
+            options: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_ids": end, "pad_token_id": 12}
+            model.passes.clear()
+            plain = generate(model, prompts, **options).tolist()
+            passes = len(model.passes)
+            out = medusa_generate(model, prophet(model, prompts, 20, perfect), prompts, tree=chain(2), **options)
+            assert out.sequences.tolist() == plain
+            found[-1].append((plain, out.steps, out.passes, passes))
+    waiting, running = found
+    assert [result[:3] for result in waiting] == [result[:3] for result in running]
+    more = {late[3] - now[3] for now, late in zip(waiting, running, strict=True)}
+    assert more <= {0, 1} and (new_tokens < 17 or more == {0, 1})
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------

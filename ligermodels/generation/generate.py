@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.generation import graph
 from ligermodels.generation.cache import KVCache
-from ligermodels.generation.graph import Graphed
+from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.sampling import check_sampling, greedy, sample
 from ligermodels.layers.rope import RotaryEmbedding
 
@@ -140,6 +141,8 @@ def generate(
             return model.head(hidden)
 
         step = Graphed(advance, cache.device, cuda_graph)
+        # A step too many must not be seen, by a callback nor by the source of randomness.
+        finished = Finished(graph.runs_ahead(cache.device) and on_token is None and not do_sample)
         eos = torch.tensor(eos_ids, dtype=torch.long, device=cache.device)
         done = torch.zeros(batch, dtype=torch.bool, device=cache.device)
         columns = [ids]
@@ -149,7 +152,10 @@ def generate(
             columns.append(shown[:, None])
             stop = on_token is not None and on_token(shown)
             done |= torch.isin(token, eos)
-            if new == max_new_tokens or stop or (eos_ids and bool(done.all())):
+            if eos_ids and (ago := finished(done.all())) is not None:
+                columns = columns[: len(columns) - ago]
+                break
+            if new == max_new_tokens or stop:
                 break
             text.scatter_(1, lengths[:, None], token[:, None])
             if any(count + new - 1 in switches for count in before):

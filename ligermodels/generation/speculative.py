@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.generation import graph
 from ligermodels.generation.acceptance import Typical, exact, furthest
 from ligermodels.generation.cache import KVCache
 from ligermodels.generation.generate import (
@@ -24,7 +25,7 @@ from ligermodels.generation.generate import (
     prepare_prompts,
     rope_limits,
 )
-from ligermodels.generation.graph import Graphed
+from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.sampling import greedy
 from ligermodels.generation.tree import Tree
 
@@ -110,18 +111,15 @@ def medusa_generate(
         rows = step.start(ids, real)
         take = Graphed(partial(step, rows), cache.device, cuda_graph)
         passes = 0
-        while True:
-            # The one wait for the device in a step.
-            working, stale, longest = torch.stack(
-                [(~rows.done).sum(), step.is_stale(rows).sum(), rows.lengths.max()]
-            ).tolist()
-            if not working:
-                break
-            if stale:
-                step.renew(rows, longest)
+        renews = bool(step.limits.switches)
+        finished = Finished(graph.runs_ahead(cache.device) and not renews)
+        while (ago := finished(rows.done.all())) is None:
+            if renews and bool(step.is_stale(rows).any()):
+                step.renew(rows, int(rows.lengths.max()))
             else:
                 take()
             passes += 1
+        passes -= ago
     counts = rows.count.tolist()
     place = torch.arange(max(counts), device=cache.device)
     new = rows.text.gather(1, rows.start[:, None] + place)
