@@ -37,9 +37,8 @@ def cross_entropy_in_place(tokens: int, vocab: int) -> Case:
         lambda: (random(tokens, vocab), integers(vocab, tokens)),
         (2 * tokens * vocab, 4 * tokens * vocab),
         providers(
-            lambda x, y: ops.cross_entropy(
-                x.view_as(x), y, in_place=True
-            ),  # A leaf may not be overwritten, a view may.
+            # A leaf may not be overwritten, a view may.
+            lambda x, y: ops.cross_entropy(x.view_as(x), y, in_place=True),
             _eager,
             liger=liger and (lambda x, y: liger.apply(x, y, None)[0]),
             quack=quack and (lambda x, y: quack(x, y, inplace_backward=True)),

@@ -77,6 +77,10 @@ class Stripped:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._stored = {name.replace(SUPERFLUOUS, ""): name for name in reader.headers}
+        if twice := set(reader.headers) - set(self._stored.values()):
+            raise CheckpointError(
+                f"tensors that are there with {SUPERFLUOUS!r} and without: {', '.join(sorted(twice))}"
+            )
         self.headers = {name: reader.headers[stored] for name, stored in self._stored.items()}
 
     def read(self, name: str) -> Tensor:

@@ -7,7 +7,7 @@ import json
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 import torch
 from safetensors.torch import load_file
+from torch.optim import Optimizer
 
 import ligermodels as lm
 from ligermodels.console import Update, progress, say, show_table
@@ -25,6 +26,7 @@ from ligermodels.errors import CheckpointError, InputError, LigerModelsError
 from ligermodels.generation import expected_tokens, grow
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training import (
+    Batch,
     Joint,
     Rows,
     StepMetrics,
@@ -42,6 +44,7 @@ from ligermodels.training import (
     train,
     warmup_cosine,
 )
+from ligermodels.training.loop import Trainable
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
 END = "<|endoftext|>"
@@ -127,6 +130,29 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
     return results
 
 
+def _learn(
+    model: Trainable,
+    optimizer: Optimizer,
+    data: Iterable[Batch],
+    steps: int,
+    update: Update,
+    *,
+    warmup: int = 20,
+    **options: Any,
+) -> None:
+    """Train for `steps`, the first of every `warmup` of which the learning rate rises."""
+    train(
+        model,
+        data,
+        steps=steps,
+        optimizer=optimizer,
+        schedule=warmup_cosine(optimizer, steps, warmup=steps // warmup),
+        on_step=_reported(update),
+        report_every=max(1, steps // 20),
+        **options,
+    )
+
+
 def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     checkpoint = folder / "model"
@@ -146,16 +172,7 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
         (checkpoint / "config.json").write_text(json.dumps(llama_config(s, end)))
         trained = lm.from_config(checkpoint)
         optimizer = adamw(trained.parameters(), s.learning_rate)
-        schedule = warmup_cosine(optimizer, s.steps, warmup=s.steps // 20)
-        train(
-            trained,
-            batches(rows, s.rows_per_batch, seed=s.seed),
-            steps=s.steps,
-            optimizer=optimizer,
-            schedule=schedule,
-            on_step=_reported(update),
-            report_every=max(1, s.steps // 20),
-        )
+        _learn(trained, optimizer, batches(rows, s.rows_per_batch, seed=s.seed), s.steps, update)
 
     with _stage("checkpoint", "a Hugging Face checkpoint, written and loaded", seconds):
         trained.save_pretrained(checkpoint, overwrite=True)
@@ -166,16 +183,7 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
     with _stage("heads", "Medusa heads, trained on the frozen model", seconds) as update:
         medusa = lm.MedusaModel.from_base(model, num_heads=s.heads)
         optimizer = adamw(medusa.head_parameters(), s.head_learning_rate, weight_decay=0.0)
-        schedule = warmup_cosine(optimizer, s.head_steps, warmup=s.head_steps // 20)
-        train(
-            medusa,
-            batches(rows, s.rows_per_batch, seed=s.seed + 1),
-            steps=s.head_steps,
-            optimizer=optimizer,
-            schedule=schedule,
-            on_step=_reported(update),
-            report_every=max(1, s.head_steps // 20),
-        )
+        _learn(medusa, optimizer, batches(rows, s.rows_per_batch, seed=s.seed + 1), s.head_steps, update)
         scores = evaluate_heads(medusa, batches(held_rows, s.rows_per_batch, epochs=1))
 
     with _stage("joint", "stage 2: the model and the heads, trained together", seconds) as update:
@@ -183,17 +191,9 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
         together = Joint(joint, model)
         rates = [(joint.base.parameters(), s.joint_learning_rate), (joint.head_parameters(), 4 * s.joint_learning_rate)]
         two_rates = optimizer_named("adamw", parameter_groups(rates, 0.0), betas=(0.9, 0.95))
-        schedule = warmup_cosine(two_rates, s.joint_steps, warmup=s.joint_steps // 10)
-        train(
-            together,
-            batches(rows, s.rows_per_batch, seed=s.seed + 2),
-            steps=s.joint_steps,
-            optimizer=two_rates,
-            schedule=schedule,
-            on_step=_reported(update),
-            report_every=max(1, s.joint_steps // 20),
-            loss_options=lambda step: {"heads_scale": s.joint_lambda0},
-        )
+        data = batches(rows, s.rows_per_batch, seed=s.seed + 2)
+        scale = {"heads_scale": s.joint_lambda0}
+        _learn(together, two_rates, data, s.joint_steps, update, warmup=10, loss_options=lambda step: scale)
         joint_scores = evaluate_heads(joint, batches(held_rows, s.rows_per_batch, epochs=1))
         drift = evaluate_drift(joint.base, model, batches(held_rows, s.rows_per_batch, epochs=1))
 

@@ -228,6 +228,11 @@ def test_names_with_a_superfluous_prefix(base: lm.CausalLM, profile: str, tmp_pa
     again = lm.MedusaModel.from_pretrained(base, tmp_path / "heads")
     ids = torch.randint(3, VOCAB, (2, 7))
     assert again.shape == model.shape and torch.equal(again(ids).logits, model(ids).logits)
+    name = next(iter(stored))
+    stored[name.removeprefix("medusa_heads.")] = stored[name].clone()
+    (torch.save if path.suffix == ".pt" else save_file)(stored, path)
+    with pytest.raises(CheckpointError, match=r"with 'medusa_heads\.' and without"):
+        lm.MedusaModel.from_pretrained(base, tmp_path / "heads")
 
 
 def test_vllm_heads_without_biases(base: lm.CausalLM, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ligermodels.layers import IGNORE_INDEX, LMHead
 
@@ -40,8 +41,9 @@ def divergence(
     Returns a scalar, in float32 or wider. The reference gets no gradient.
     """
     valid = targets.flatten() != IGNORE_INDEX
+    if num_targets is not None:
+        torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
     count = int(valid.sum()) if num_targets is None else num_targets
-    torch._assert_async(valid.sum() == count, "num_targets is not the number of targets not ignored")
     rows = valid.argsort(descending=True, stable=True)[:count]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     chunk = max(1, memory_budget // (WIDE_COPIES * wide.itemsize * head.weight.shape[0]))
@@ -100,7 +102,8 @@ class _Divergence(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = [(tensor * grads[0]).to(tensor.dtype) for tensor in ctx.saved_tensors]
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = [(tensor * grad).to(tensor.dtype) for tensor in ctx.saved_tensors]
         of_hidden = found.pop(0) if ctx.of_hidden else None
         return None, None, None, None, None, of_hidden, None, *found

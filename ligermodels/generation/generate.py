@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.generation import graph
 from ligermodels.generation.cache import KVCache
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.sampling import check_sampling, greedy, sample
@@ -142,7 +141,7 @@ def generate(
 
         step = Graphed(advance, cache.device, cuda_graph)
         # A step too many must not be seen, by a callback nor by the source of randomness.
-        finished = Finished(graph.runs_ahead(cache.device) and on_token is None and not do_sample)
+        finished = Finished(cache.device, on_token is None and not do_sample)
         eos = torch.tensor(eos_ids, dtype=torch.long, device=cache.device)
         done = torch.zeros(batch, dtype=torch.bool, device=cache.device)
         columns = [ids]
@@ -151,7 +150,7 @@ def generate(
             shown = token.clone() if pad_id is None else token.masked_fill(done, pad_id)
             columns.append(shown[:, None])
             stop = on_token is not None and on_token(shown)
-            done |= torch.isin(token, eos)
+            done |= is_eos(token, eos)
             if eos_ids and (ago := finished(done.all())) is not None:
                 columns = columns[: len(columns) - ago]
                 break
@@ -164,6 +163,12 @@ def generate(
             else:
                 logits = step()
     return torch.cat(columns, dim=1)
+
+
+def is_eos(tokens: Tensor, eos: Tensor) -> Tensor:
+    """Bool, of the shape of `tokens`: which of them are among `eos` (n,). `torch.isin` may sort, and then waits for the
+    device."""
+    return (tokens[..., None] == eos).any(dim=-1)
 
 
 def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,50 +2,37 @@
 next one launched before it is known whether it is needed."""
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from ligermodels.layers.on_host import OnHost
+
 Result = TypeVar("Result")
 
 
-class Finished:
-    """Reads on the CPU whether a loop of steps on a device is at its end.
+AHEAD = ("cuda",)
+"""Types of devices that work on their own, so that it pays to launch what may turn out superfluous."""
 
-    Reading waits for the device, which then waits for the CPU to launch the next step. With `late`, from the second
-    time on what is read is what was asked the time before, which by then is mostly known: one step too many is run.
+
+class Finished:
+    """Whether a loop of steps on a device is at its end, read on the CPU.
+
+    Reading waits for the device, which then waits for the CPU to launch the next step. So on a device AHEAD, if
+    `enabled`, what is read from the second time on is what was asked the time before: one step too many is run.
     """
 
-    def __init__(self, late: bool) -> None:
-        self._late = late
-        self._asked: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self._late = enabled and device.type in AHEAD
+        self._asked: OnHost | None = None
 
     def __call__(self, flag: Tensor) -> int | None:
         """flag: bool, a single one. How many steps ago the end was: 0, or 1 where one step too many was run; None
         before the end."""
-        if not self._late:
-            return 0 if bool(flag) else None
-        if self._asked is None:
-            ended = 0 if bool(flag) else None
-        else:
-            if self._event is not None:
-                self._event.synchronize()
-            ended = 1 if bool(self._asked) else None
-        if flag.is_cuda:
-            if self._asked is None:
-                self._asked, self._event = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-            self._asked.copy_(flag, non_blocking=True)
-            cast(torch.cuda.Event, self._event).record(torch.cuda.current_stream(flag.device))
-        else:
-            self._asked = flag.clone()
-        return ended
-
-
-def runs_ahead(device: torch.device) -> bool:
-    """Whether there is something to gain from not waiting for the device."""
-    return device.type == "cuda"
+        ended, ago = (bool(flag), 0) if self._asked is None else (self._asked.get(), 1)
+        self._asked = OnHost(flag) if self._late else None
+        return ago if ended else None
 
 
 class Graphed(Generic[Result]):

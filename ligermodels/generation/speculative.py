@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generation import graph
 from ligermodels.generation.acceptance import Typical, exact, furthest
 from ligermodels.generation.cache import KVCache
 from ligermodels.generation.generate import (
@@ -21,6 +20,7 @@ from ligermodels.generation.generate import (
     as_eos_ids,
     check_max_new_tokens,
     evaluating,
+    is_eos,
     prefill,
     prepare_prompts,
     rope_limits,
@@ -112,7 +112,7 @@ def medusa_generate(
         take = Graphed(partial(step, rows), cache.device, cuda_graph)
         passes = 0
         renews = bool(step.limits.switches)
-        finished = Finished(graph.runs_ahead(cache.device) and not renews)
+        finished = Finished(cache.device, not renews)
         while (ago := finished(rows.done.all())) is None:
             if renews and bool(step.is_stale(rows).any()):
                 step.renew(rows, int(rows.lengths.max()))
@@ -190,7 +190,7 @@ class TreeStep:
         hidden = prefill(self.model, ids, start, self.cache)
         root = greedy(self.model.head(hidden))
         text = F.pad(ids, (0, self.max_new_tokens + len(self.place))).scatter(1, start[:, None], root[:, None])
-        done = self._is_eos(root) | (self.max_new_tokens == 1)
+        done = is_eos(root, self.eos) | (self.max_new_tokens == 1)
         one = torch.ones_like(root)
         return Rows(text, start, one, start.clone(), root, hidden, done, torch.zeros_like(root))
 
@@ -253,7 +253,7 @@ class TreeStep:
         """Move each row on by its root, `depth` (B,) tokens of `path` (B, P) after it, and the model's `choice` (B,),
         which `hidden` (B, H) led to."""
         new = F.pad(path[:, 1:], (0, 1)).scatter(1, depth[:, None], choice[:, None])
-        ends = self._is_eos(new)
+        ends = is_eos(new, self.eos)
         in_time = ends.cumsum(dim=1) - ends.long() == 0  # not after an EOS
         taken = ((self.place <= depth[:, None]) & in_time).sum(dim=1)
         taken = torch.minimum(taken, self.max_new_tokens - rows.count).masked_fill(rows.done, 0)
@@ -265,6 +265,3 @@ class TreeStep:
         rows.lengths.add_((depth + 1).masked_fill(rows.done, 0))
         rows.root.copy_(torch.where(rows.done, rows.root, choice))
         rows.hidden.copy_(torch.where(rows.done[:, None], rows.hidden, hidden))
-
-    def _is_eos(self, tokens: Tensor) -> Tensor:
-        return (tokens[..., None] == self.eos).any(dim=-1)  # isin may sort, and then waits for the device

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers.on_host import OnHost
 from ligermodels.layers.packing import document_of
 
 IGNORE_INDEX = -100
@@ -60,24 +61,13 @@ class TargetCount:
 
     def __init__(self, targets: Tensor) -> None:
         """targets: long (B, T), or (n, B, T) for n counts, which come by one copy."""
-        self._event: torch.cuda.Event | None = None
-        self._counts: Tensor | None = None
-        if torch.compiler.is_compiling() or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        self._counts = (targets != IGNORE_INDEX).sum((-2, -1))
-        if targets.is_cuda:
-            pinned = torch.empty(self._counts.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._counts = pinned.copy_(self._counts, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(targets.device))
+        self._counts: OnHost | None = None
+        if not (torch.compiler.is_compiling() or (targets.is_cuda and torch.cuda.is_current_stream_capturing())):
+            self._counts = OnHost((targets != IGNORE_INDEX).sum((-2, -1)))
 
     def get(self) -> Any:
         """For the losses in `ops`: the count as an int, or the n counts as a list; None where they cannot use it."""
-        if self._counts is None:
-            return None
-        if self._event is not None:
-            self._event.synchronize()
-        return self._counts.tolist()
+        return None if self._counts is None else self._counts.get()
 
 
 def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -41,11 +41,11 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(hidden_size, 2 * config.size, bias=config.bias)
         self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
-        self.name, self.activation = config.activation, ACTIVATIONS[config.activation]
+        self.config, self.activation = config, ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x (..., H) -> (..., H); the context is for feed-forward layers that route."""
         gate_up = self.gate_up(x)
         if recomputes(self.down):
-            return ops.glu_linear(gate_up, self.down.weight, self.down.bias, self.name)
+            return ops.glu_linear(gate_up, self.down.weight, self.down.bias, self.config.activation)
         return cast(Tensor, self.down(cheap(self.activation, gate_up)))

@@ -5,6 +5,8 @@ that a row has filled are shared out among several programs (flash-decoding,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html), whose results a second kernel combines.
 """
 
+import math
+
 import torch
 
 from ligermodels.errors import InputError
@@ -19,7 +21,7 @@ MAX_SLOTS = 64  # of such a tile: a smaller one shares out better
 MAX_SPLITS = 128
 SHARE = 4  # tiles of slots a program takes at least
 COMBINED = 4096  # elements that a program of the second kernel holds
-LOG2_E = 1.4426950408889634
+LOG2_E = math.log2(math.e)
 
 
 def decode_attention(

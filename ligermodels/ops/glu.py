@@ -60,11 +60,11 @@ def glu_linear(
     if activation not in ACTIVATIONS:
         raise InputError(f"glu_linear: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     _check("glu_linear", gate_up, None)
-    for name, t, shape in (("weight", weight, (-1, gate_up.shape[-1] // 2)), ("bias", bias, weight.shape[:1])):
-        if t is None:
-            continue
-        fits = t.dim() == len(shape) and all(size in (-1, found) for size, found in zip(shape, t.shape, strict=True))
-        if not fits or t.dtype != gate_up.dtype or t.device != gate_up.device:
+    for name, t, shape in (
+        ("weight", weight, (*weight.shape[:1], gate_up.shape[-1] // 2)),
+        ("bias", bias, weight.shape[:1]),
+    ):
+        if t is not None and (t.shape != shape or t.dtype != gate_up.dtype or t.device != gate_up.device):
             raise InputError(
                 f"glu_linear: {name} must be {gate_up.dtype} {tuple(shape)} on {gate_up.device}, to fit gate_up "
                 f"{tuple(gate_up.shape)}; got {t.dtype} {tuple(t.shape)} on {t.device}"

@@ -45,9 +45,10 @@ def opaque_op(
 
         def call(first: Any, *args: Any) -> Any:
             tensor = first[0] if isinstance(first, list) else first
-            if torch.compiler.is_compiling():
-                return op(first, *args)
-            if type(tensor) not in PLAIN or tensor.is_meta or torch._C._len_torch_dispatch_stack():
+            # Compilers trace no further than the first question.
+            if torch.compiler.is_compiling() or (
+                type(tensor) not in PLAIN or tensor.is_meta or torch._C._len_torch_dispatch_stack()
+            ):
                 return op(first, *args)
             with torch._C._AutoDispatchBelowAutograd():
                 return on_device(first, *args)

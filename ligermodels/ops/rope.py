@@ -252,10 +252,10 @@ def _rope_merge(
         partial = dq.new_empty((2, programs, head_dim), dtype=torch.float32)
     norms = Norms(q_norm, k_norm, eps, offset, True, qkv, need_q_norm, need_k_norm, partial)
     launch(B * T, head_dim, parts, cos, sin, True, norms)
-
-    for total, parts_of_it in zip((dq_norm, dk_norm), () if partial is None else partial, strict=False):
-        if total.numel():
-            sum_rows(parts_of_it, total)
+    if partial is not None:
+        for total, of_programs in zip((dq_norm, dk_norm), partial, strict=True):
+            if total.numel():
+                sum_rows(of_programs, total)
     return dqkv, dq_norm, dk_norm
 
 

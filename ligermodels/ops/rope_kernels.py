@@ -12,7 +12,7 @@ import torch
 
 from ligermodels.ops.dispatch import power_of_2_above, tl, triton
 
-PAIRS = 512  # of channels a warp takes
+CHANNEL_PAIRS = 512  # that a warp takes
 PROGRAMS = 2  # a multiprocessor, where each sums its part of a weight's gradient
 STAGES = 3  # tokens that such a program has asked for at once, by way of shared memory
 
@@ -22,7 +22,7 @@ def _places(
     group, head, HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of the channels of a token's heads, and which of them exist, for the two tiles of `_load_heads`."""
+    """Offsets of the channels of a token's heads, and which of them exist, for the two tiles of `load_heads`."""
     PAIRS: tl.constexpr = (DIM + 1) // 2
     h = tl.arange(0, BLOCK_HEADS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -80,7 +80,7 @@ def turn_heads(
     CAST_BEFORE: tl.constexpr, INVERSE: tl.constexpr, NEED_HEADS: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalises and rotates all heads of a token, x1 and x2 as `_load_heads` gives them. INVERSE takes their gradients
+    """Normalises and rotates all heads of a token, x1 and x2 as `load_heads` gives them. INVERSE takes their gradients
     back: n1 and n2 are then what the norm was given, and this token's part of the weight's gradient, still apart by
     heads, is added to dw1 and dw2."""
     dtype: tl.constexpr = x1.dtype
@@ -267,13 +267,14 @@ def launch(
         given = [q_given, k_given, *strides]
     weights = [None if w is None else w.contiguous() for w in (norms.q, norms.k)]
     block = power_of_2_above((dim + 1) // 2)
-    programs = rows if norms.partial is None else norms.partial.shape[1]
+    # Alone a token has nobody to be asked for ahead of, and shared memory would only be a detour.
+    programs, stages, least_warps = (rows, 1, 2) if norms.partial is None else (norms.partial.shape[1], STAGES, 4)
     _rope_kernel[(programs,)](
         *places, *tables, T, *weights, norms.eps, norms.offset, *given, norms.partial,
         rows, -(-rows // max(programs, 1)), **heads, Q_NORM=norms.q is not None, K_NORM=norms.k is not None,
         CAST_BEFORE=norms.cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
-        NEED_Q_NORM=norms.need_q, NEED_K_NORM=norms.need_k, HALF=half, DIM=dim, BLOCK=block, STAGES=STAGES,
-        num_warps=min(max(most * block // PAIRS, 2 if norms.partial is None else 4), 16),
+        NEED_Q_NORM=norms.need_q, NEED_K_NORM=norms.need_k, HALF=half, DIM=dim, BLOCK=block, STAGES=stages,
+        num_warps=min(max(most * block // CHANNEL_PAIRS, least_warps), 16),
     )  # fmt: skip
 
 
@@ -298,10 +299,8 @@ def parts_of(
     """q, k and v out of the packed projection to tensors (B, T, heads, D) of their own or, inverse, back."""
 
     def part(size: int, inside: Heads | None, x: torch.Tensor) -> Part:
-        outside = heads_of(x, size)
-        if inside is None or inverse:
-            return Part(num_kv_heads * size, size, outside, inside)
-        return Part(num_kv_heads * size, size, inside, outside)
+        ends = (heads_of(x, size), inside) if inverse else (inside or NOWHERE, heads_of(x, size))
+        return Part(num_kv_heads * size, size, *ends)
 
     q, k, v = map(part, (group_size, 1, 1), packed, apart)
     return q, k, v

@@ -90,6 +90,7 @@ class FusedAdamW(torch.optim.AdamW):
             parameter.register_post_accumulate_grad_hook(hook(group))
             for group in self.param_groups
             for parameter in group["params"]
+            if parameter.requires_grad
         ]
 
     def _update_on(self, stream: torch.cuda.Stream, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -117,7 +118,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+        state, stochastic = self.state[parameter], self.defaults["rounding"] == "stochastic"
         state["step"] += 1
         adamw_step(
             *(_local(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])),
@@ -126,12 +127,8 @@ class FusedAdamW(torch.optim.AdamW):
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            rounding_seeds=(self.defaults["seed"], self._place(parameter)) if self._is_stochastic else None,
+            rounding_seeds=(self.defaults["seed"], self._place(parameter)) if stochastic else None,
         )
-
-    @property
-    def _is_stochastic(self) -> bool:
-        return bool(self.defaults["rounding"] == "stochastic")
 
     def _place(self, parameter: Tensor) -> int:
         """Its place among all parameters, lest those of one shape be rounded alike."""

@@ -53,7 +53,8 @@ def test_in_backward(where: Where) -> None:
     for inside in (False, True):
         torch.manual_seed(0)
         a, b = (torch.nn.Parameter(torch.randn(6, 6, device=where.device)) for _ in range(2))
-        optimizer = FusedAdamW([a, b], **NUMBERS)
+        frozen = torch.nn.Parameter(torch.ones(3, device=where.device), requires_grad=False)
+        optimizer = FusedAdamW([a, frozen, b], **NUMBERS)
         handles = optimizer.step_in_backward() if inside else []
         for _ in range(3):
             (a @ b @ a).square().sum().backward()

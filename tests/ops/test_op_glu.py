@@ -71,7 +71,7 @@ def test_glu_linear(where: Where, activation: str, biased: bool, shape: tuple[in
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": torch.ones(9, 7)}, r"weight must be torch.float32 \(-1, 6\) on cpu"),
+        ({"weight": torch.ones(9, 7)}, r"weight must be torch.float32 \(9, 6\) on cpu"),
         ({"weight": torch.ones(6)}, "weight must be"),
         ({"weight": torch.ones(9, 6).double()}, "weight must be"),
         ({"bias": torch.ones(8)}, r"bias must be torch.float32 \(9,\)"),
