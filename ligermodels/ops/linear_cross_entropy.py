@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from ligermodels.errors import InputError
 from ligermodels.ops.cross_entropy import cross_entropy_reference
 from ligermodels.ops.dispatch import use_kernels
+from ligermodels.ops.gradient_sum import GradientSum
 from ligermodels.ops.library import as_rows, opaque_op
 from ligermodels.ops.token_losses import LossOptions, Reduction, check_loss, check_targets, row_coefficients
 from ligermodels.ops.token_losses_kernels import launch_rows, scale_
@@ -46,9 +47,9 @@ def linear_cross_entropy(
     hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
         all three are cast to its dtype). target, token_weights and the options: as in `cross_entropy`, and the result.
     memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
-        it needs). The gradients themselves come on top, and with several chunks and a 16-bit weight the float32 sum
-        that stands in for the weight's gradient until it is rounded, once. Where it makes no difference to the peak,
-        logits take more: what the gradient itself will take, or the sum that larger chunks make unnecessary.
+        it needs). The gradients themselves come on top, and, with several chunks and a 16-bit weight, as much as the
+        weight's gradient once more, for it is summed in float32 (`GradientSum`) and rounded once. All rows at once may
+        take that memory too, for they need no such sum.
     num_targets: how many targets are not ignored, if the caller knows: the rows of the others then take no part in the
         GEMMs. On the CPU it is counted; on CUDA that would be a wait for the device, so without it no row is skipped.
     A gradient is computed exactly if its own operand requires it; under no_grad only the loss is. Eagerly, the first
@@ -173,10 +174,9 @@ def _linear_cross_entropy(
         else:
             x.index_copy_(0, chosen[chunk], values)
 
-    size = chunk_rows(T, V, H, hidden, options, memory_budget, need_weight or need_bias, to_come=int(need_weight))
-    sum_dtype = weight.dtype if size >= T else coefficient.dtype  # a single chunk needs no sum of its own
-    dw = torch.empty((V, H) if need_weight else (0,), dtype=sum_dtype, device=weight.device)
-    db = torch.zeros(V if need_bias else 0, dtype=coefficient.dtype, device=weight.device)
+    size = chunk_rows(T, V, H, hidden, options, memory_budget, accumulates=need_weight)
+    dw = GradientSum(weight, several=size < T) if need_weight else None
+    db = GradientSum(bias, several=True) if bias is not None and need_bias else None
     columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # CPU GEMMs may read such gaps
     workspace = hidden.new_empty(size, columns)[:, :V]
     for start in range(0, T, size):
@@ -195,14 +195,12 @@ def _linear_cross_entropy(
             torch.mm(logits, weight, out=dx.view(-1, H)[chunk])
         elif need_hidden:
             put(logits @ weight, dx.view(-1, H), chunk)
-        if need_weight:
-            accumulate(dw, logits, x, first=start == 0)
-        if need_bias:
-            db += logits.sum(0, dtype=db.dtype)
-    logits = workspace = hidden.new_empty(0)  # frees the chunk before the sum is rounded
-    if T == 0:
-        dw.zero_()
-    return losses, ranks, dx, dw.to(weight.dtype), db.to(weight.dtype)
+        if dw is not None:
+            dw.add(logits, x)
+        if db is not None:
+            db.add(logits)
+    gradients = [weight.new_empty(0) if g is None else g.close() for g in (dw, db)]
+    return losses, ranks, dx, gradients[0], gradients[1]
 
 
 def chunk_rows(
@@ -212,46 +210,35 @@ def chunk_rows(
     hidden: torch.Tensor,
     options: LossOptions,
     budget: int,
-    accumulates: bool,
     *,
+    accumulates: bool,
     extra: int = 0,
     to_come: int = 0,
 ) -> int:
     """How many rows a chunk takes: as many as the budget allows, spread evenly, in whole tiles where there are any.
 
+    accumulates: whether there is a weight's gradient to sum, which all rows at once spare a float32 sum.
     extra: bytes that the caller needs for each row beside its logits.
     to_come: how many gradients of (V, H) there will be that do not exist yet, nor anything else in their memory: a
-        chunk may have it. And all rows at once may have as much as the float32 sum of one of them takes beyond itself.
+        chunk may have it.
     """
     item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
     loss = accumulation = 0
     if not use_kernels(hidden):  # see _in_place_reference
         loss = V * ((wide if wide > item else 0) + (wide if options.softcap is not None else 0))
         loss = max(loss, 16 * min(V, RANK_COLUMNS) if options.return_rank else 0)
-    if accumulates and not hidden.is_cuda and wide > item:  # see accumulate
+    if accumulates and not hidden.is_cuda and wide > item:  # see GradientSum
         accumulation = (V + H) * wide
     width = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     of_a_row, gradient = width * item + extra + max(loss, accumulation), V * H * item
-    rows = max(budget // of_a_row, 1)
-    if to_come and wide > item:
-        rows = T if T * of_a_row <= (to_come + 1) * gradient else max(rows, to_come * gradient // of_a_row)
-    if rows >= T:
+    room = budget + to_come * gradient
+    if T * of_a_row <= room + (gradient if accumulates and wide > item else 0):
         return max(T, 1)
+    rows = max(room // of_a_row, 1)
     if rows >= ROW_MULTIPLE:
         rows -= rows % ROW_MULTIPLE
     chunks = -(-T // rows)
     return min(rows, -(-T // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)
-
-
-def accumulate(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *, first: bool) -> None:
-    """total (V, H) += gradient.T @ x, or = for the first chunk, summed in total's dtype, which may be the wider."""
-    g, beta = gradient.t(), 0 if first else 1
-    if total.dtype == g.dtype:
-        torch.addmm(total, g, x, beta=beta, out=total)
-    elif total.is_cuda:
-        torch.addmm(total, g, x, out_dtype=total.dtype, beta=beta, out=total)
-    else:
-        torch.addmm(total, g.to(total.dtype), x.to(total.dtype), beta=beta, out=total)
 
 
 def loss_in_place(

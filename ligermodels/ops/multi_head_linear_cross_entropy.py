@@ -8,7 +8,6 @@ neither logits nor transformed hidden states ever exist whole. Where the heads s
 holds rows of several of them; where each has its own the chunks end with the head.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate as running_sum
 from itertools import zip_longest
@@ -19,8 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
 from ligermodels.errors import InputError
+from ligermodels.ops.gradient_sum import GradientSum
 from ligermodels.ops.library import as_rows, opaque_op
-from ligermodels.ops.linear_cross_entropy import COLUMN_MULTIPLE, SKIP_BELOW, accumulate, chunk_rows, loss_in_place
+from ligermodels.ops.linear_cross_entropy import COLUMN_MULTIPLE, SKIP_BELOW, chunk_rows, loss_in_place
 from ligermodels.ops.token_losses import LossOptions, check_loss, check_targets, row_coefficients, row_losses_reference
 from ligermodels.ops.token_losses_kernels import scale_
 
@@ -44,7 +44,7 @@ def multi_head_linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_rank: bool = False,
-    memory_budget: int = 2**30,
+    memory_budget: int = 3 * 2**28,
     num_targets: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum over K heads of head_weights[k] * CE_k, the CE_k and the ranks, from one pass; exact, gradients included.
@@ -59,10 +59,10 @@ def multi_head_linear_cross_entropy(
         or the sum of their token_weights. Where it is 0 the loss is 0.
     token_weights: (K, ...), multiplied into each row's loss. The other options: as in `cross_entropy`.
     memory_budget: bytes for a chunk: its logits, transformed hidden states and what is computed with them, whatever K
-        is. On top come the gradients themselves; in 16 bits and several chunks the float32 sums of one language model
-        head and one head's blocks, used again from head to head; and with K > 1 the float32 sum of hidden's gradient.
-        Logits take more where it makes no difference to the peak, as in `linear_cross_entropy`: with own lm_heads, what
-        the gradients of the heads still to come will take.
+        is. On top come the gradients themselves; in 16 bits and several chunks as much as those of one head once more,
+        for they are summed in float32 (`GradientSum`); and with K > 1 the float32 sum of hidden's gradient. Where it
+        makes no difference to the peak a chunk takes more: with own lm_heads, what the gradients of the heads still to
+        come will take; and all of a head's rows at once, what its sum would.
     num_targets: how many targets of each head are not ignored, if the caller knows: the other rows then take no part in
         the GEMMs. On the CPU they are counted; on CUDA that would be a wait for the device, so none is skipped without.
 
@@ -213,48 +213,6 @@ def _coefficients(
     return torch.where(total != 0, weights / total, 0.0), head_weights
 
 
-class _Sums:
-    """Gradients of parameters, each summed over several chunks: 16-bit ones in float32, rounded once, in memory that
-    goes on to the next parameter of that shape."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], needs: Sequence[bool]) -> None:
-        self.parameters, self.needs = parameters, needs
-        self.gradients: list[torch.Tensor | None] = [None] * len(parameters)
-        self._open: dict[int, torch.Tensor] = {}
-        self._free: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
-
-    def add(self, i: int, g: torch.Tensor, x: torch.Tensor | None, *, first: bool, last: bool) -> None:
-        """The gradient of parameter i += g.T @ x; without x the sum of g's rows. Nothing if it needs none."""
-        if not self.needs[i]:
-            return
-        p = self.parameters[i]
-        wide = torch.promote_types(p.dtype, torch.float32)
-        if first:
-            free = [] if last or wide == p.dtype else self._free[p.shape]  # a single chunk needs no sum of its own
-            dtype = p.dtype if last else wide
-            self._open[i] = free.pop() if free else torch.empty(p.shape, dtype=dtype, device=p.device)
-        total = self._open[i]
-        if x is not None:
-            accumulate(total, g, x, first=first)
-        else:
-            total.copy_(g.sum(0, dtype=wide) if first else total + g.sum(0, dtype=wide))
-
-    def close(self, i: int) -> None:
-        """The gradient of parameter i is complete."""
-        if i in self._open:
-            total, p = self._open.pop(i), self.parameters[i]
-            gradient = self.gradients[i] = total.to(p.dtype)
-            if gradient is not total:
-                self._free[p.shape].append(total)
-
-    def result(self) -> list[torch.Tensor]:
-        """The gradients: zeros where nothing was added, empty where none is needed."""
-        return [
-            g if g is not None else p.new_zeros(p.shape if need else (0,))
-            for g, p, need in zip(self.gradients, self.parameters, self.needs, strict=True)
-        ]
-
-
 def _fake(
     hidden: torch.Tensor,
     targets: torch.Tensor,
@@ -320,18 +278,30 @@ def _multi_head_linear_cross_entropy(
     ends = list(running_sum(counts))
     starts = [end - count for end, count in zip(ends, counts, strict=True)]  # head k's rows, among the chosen ones
 
-    sums = _Sums([*weights, *biases, *block_weights, *block_biases], needs[1:])
-    of_blocks = len(weights) + len(biases)  # from here on sums has their K * L weights, then their biases
-    trained = [any(sums.needs[of_blocks + i :: K * L]) for i in range(K * L)]
-    lowest = [0 if need_hidden else next((i for i in range(L) if trained[k * L + i]), L) for k in range(K)]
+    parameters, trained = [*weights, *biases, *block_weights, *block_biases], needs[1:]
+    of_blocks = len(weights) + len(biases)  # from here on parameters has their K * L weights, then their biases
+    sums: dict[int, GradientSum] = {}
+    gradients = [p.new_empty(0) for p in parameters]
+
+    def add(i: int, g: torch.Tensor, x: torch.Tensor | None, *, first: bool, last: bool) -> None:
+        """A chunk of the gradient of parameter i, if that needs one."""
+        if trained[i]:
+            if first:
+                sums[i] = GradientSum(parameters[i], several=not last)
+            sums[i].add(g, x)
+            if last:
+                gradients[i] = sums.pop(i).close()
+
+    bent = [any(trained[of_blocks + i :: K * L]) for i in range(K * L)]  # blocks of which something is trained
+    lowest = [0 if need_hidden else next((i for i in range(L) if bent[k * L + i]), L) for k in range(K)]
 
     groups = [(starts[0], ends[-1])] if len(weights) == 1 else list(zip(starts, ends, strict=True))
     wide = coefficient.dtype.itemsize if need_hidden else 0
     transformed = H * ((2 * L + 3) * hidden.dtype.itemsize + wide)  # bytes for a row, at the most
     columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # as in linear_cross_entropy
     for group, (start, end) in enumerate(groups):
-        chunk = {"extra": transformed, "to_come": sum(sums.needs[group : len(weights)])}
-        size = chunk_rows(end - start, V, H, hidden, options, memory_budget, any(sums.needs), **chunk)
+        chunk = {"extra": transformed, "to_come": sum(trained[group + 1 : len(weights)])}
+        size = chunk_rows(end - start, V, H, hidden, options, memory_budget, accumulates=trained[group], **chunk)
         workspace = hidden.new_empty(size, columns)[:, :V]
         for a in range(start, end, size):
             b = min(a + size, end)
@@ -360,9 +330,9 @@ def _multi_head_linear_cross_entropy(
                 ranks[at] = rank
 
             whole = {"first": a == start, "last": b == end}
-            sums.add(group, logits, y, **whole)
+            add(group, logits, y, **whole)
             if biases:
-                sums.add(len(weights) + group, logits, None, **whole)
+                add(len(weights) + group, logits, None, **whole)
             del y
             if not any(need_hidden or lowest[k] < L for k, _, _ in pieces):
                 continue
@@ -374,19 +344,17 @@ def _multi_head_linear_cross_entropy(
                     dz = torch.empty_like(z) if goes_on else dy
                     torch.ops.aten.silu_backward.grad_input(dy, z, grad_input=dz)
                     for place, given in ((block, x), (K * L + block, None))[: 2 if block_biases else 1]:
-                        sums.add(of_blocks + place, dz, given, **whole)
-                        if whole["last"]:
-                            sums.close(of_blocks + place)
+                        add(of_blocks + place, dz, given, **whole)
                     if goes_on:
                         dy = torch.addmm(dy, dz, block_weights[block])
                 if need_hidden:
                     dx[token] += dy
-        logits = workspace = hidden.new_empty(0)  # frees the chunk before the sum is rounded
-        sums.close(group)
-        if biases:
-            sums.close(len(weights) + group)
-    gradients = [dx.view(hidden.shape if need_hidden else (0,)).to(hidden.dtype), *sums.result()]
-    return losses.view(targets.shape), ranks.view(targets.shape if return_rank else (0,)), gradients
+        logits = workspace = hidden.new_empty(0)  # frees the chunk before the next group's is made
+    for i, p in enumerate(parameters):
+        if trained[i] and gradients[i].shape != p.shape:
+            gradients[i] = torch.zeros_like(p)  # its head has no rows
+    dx = dx.view(hidden.shape if need_hidden else (0,)).to(hidden.dtype)
+    return losses.view(targets.shape), ranks.view(targets.shape if return_rank else (0,)), [dx, *gradients]
 
 
 def _transform(
