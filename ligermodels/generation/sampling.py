@@ -5,12 +5,13 @@ import math
 import torch
 from torch import Tensor
 
+from ligermodels import ops
 from ligermodels.errors import InputError
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The most probable token: logits (..., V) -> long (...)."""
-    return logits.argmax(dim=-1)
+    """The most probable token, of equal ones the lowest: logits (..., V) -> long (...)."""
+    return ops.largest(logits, 1)[..., 0]
 
 
 def warp(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.generation.acceptance import Typical, exact, furthest
 from ligermodels.generation.cache import KVCache
@@ -246,7 +247,7 @@ class TreeStep:
         if heads < tree.max_depth or vocabulary < tree.width:
             needs = f"the tree needs {tree.max_depth} heads and {tree.width} candidates of each"
             raise InputError(f"{needs}, propose gives {heads} heads over a vocabulary of {vocabulary}")
-        best = logits[:, : tree.max_depth].topk(tree.width, dim=-1).indices
+        best = ops.largest(logits[:, : tree.max_depth], tree.width)
         return best[:, self.head, self.rank]
 
     def _advance(self, rows: Rows, path: Tensor, depth: Tensor, choice: Tensor, hidden: Tensor) -> None:

@@ -7,6 +7,7 @@ from ligermodels.ops.decode_attention import decode_attention, decode_attention_
 from ligermodels.ops.dispatch import force, use_kernels
 from ligermodels.ops.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.glu import geglu, geglu_reference, glu_linear, swiglu, swiglu_reference
+from ligermodels.ops.largest import largest, largest_reference
 from ligermodels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.multi_head_linear_cross_entropy import (
     multi_head_linear_cross_entropy,
@@ -33,6 +34,8 @@ __all__ = [
     "glu_linear",
     "grouped_mm",
     "grouped_mm_reference",
+    "largest",
+    "largest_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "multi_head_linear_cross_entropy",

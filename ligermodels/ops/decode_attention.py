@@ -374,6 +374,6 @@ def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: torch.
     room = processors(q.device) * (2 if block_rows <= 32 else 1)
     programs = B * kv_heads * -(-rows // block_rows)
     splits = max(min(room // programs, -(-reach // block_slots) // SHARE, MAX_SPLITS), 1)
-    while splits == 1 and block_rows > 32 and 2 * programs <= room:
+    while splits == 1 and block_rows > 16 and 2 * programs <= room:
         block_rows, programs = block_rows // 2, 2 * programs
     return block_rows, block_slots, block_dim, splits

@@ -1,0 +1,87 @@
+"""Indices of the largest elements of each row. torch's own top-k takes a dozen kernels, and its argmax a row a program:
+both wait longer than they read where rows are few and long, as the logits of a decoding step are."""
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.library import as_rows, opaque_op
+
+CHUNK = 4096  # elements of a row that a program takes
+MOST = 64  # more are left to the reference, which sorts
+
+
+def largest(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices of the k largest elements of each row, the largest first; of equal ones the lowest index first.
+
+    x: (..., V), floating, any strides. A NaN counts as larger than any number, and all of them as equal.
+    Returns long (..., k). There is no gradient.
+    Raises InputError unless x is floating and 0 <= k <= V.
+    """
+    if x.dim() == 0 or not x.is_floating_point():
+        raise InputError(f"largest: x must be floating with at least one dimension, got {x.dtype} {tuple(x.shape)}")
+    if not 0 <= k <= x.shape[-1]:
+        raise InputError(f"largest: k must be from 0 to {x.shape[-1]}, the elements of a row; got {k}")
+    if not use_kernels(x) or k > MOST:
+        return largest_reference(x, k)
+    return _largest(x, k)
+
+
+def largest_reference(x: torch.Tensor, k: int) -> torch.Tensor:
+    """The specification of `largest`, in plain torch."""
+    if k == 1:
+        return x.argmax(-1, keepdim=True)
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+
+
+@triton.jit
+def _largest_kernel(
+    x, out, V, k, chunks, x_row, GIVEN: tl.constexpr, FINAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Each program finds the k largest of a chunk of a row: as keys for the next kernel, or, if FINAL, their indices.
+
+    A key is an int64, greater for the greater element, and of equal ones for the lower index: so one maximum gives
+    both. GIVEN: what is read are keys already."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    i = chunk * BLOCK + tl.arange(0, BLOCK)
+    lowest = tl.full((BLOCK,), -9223372036854775807, dtype=tl.int64)
+    if GIVEN:
+        keys = tl.load(x + row * x_row + i, mask=i < V, other=-9223372036854775807)
+    else:
+        value = tl.load(x + row * x_row + i, mask=i < V, other=0.0).to(tl.float32)
+        value = tl.where(value == 0.0, 0.0, value)  # -0 is equal to it
+        bits = value.to(tl.int32, bitcast=True)
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # the order of floats is that of their bits, but for signs
+        order = tl.where(value != value, 0x7FFFFFFF, order)
+        keys = tl.where(i < V, order.to(tl.int64) * 4294967296 + (0x7FFFFFFF - i), lowest)
+    out += (row * chunks + chunk) * k
+    for place in range(0, k):
+        best = tl.max(keys, axis=0)
+        keys = tl.where(keys == best, lowest, keys)
+        tl.store(out + place, 0x7FFFFFFF - (best & 0xFFFFFFFF) if FINAL else best)
+
+
+def _fake(x: torch.Tensor, k: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], k), dtype=torch.long)
+
+
+@opaque_op(_fake)
+def _largest(x: torch.Tensor, k: int) -> torch.Tensor:
+    out = x.new_empty((*x.shape[:-1], k), dtype=torch.long)
+    rows = as_rows(x)
+    count, V = rows.shape
+    if not out.numel():
+        return out
+    chunks = -(-V // CHUNK)
+    keys = out if chunks == 1 else out.new_empty(count, chunks * k)
+    block = min(power_of_2_above(V), CHUNK)
+    _largest_kernel[(count * chunks,)](
+        rows, keys, V, k, chunks, rows.stride(0), GIVEN=False, FINAL=chunks == 1, BLOCK=block, num_warps=8
+    )
+    if chunks > 1:
+        block = power_of_2_above(chunks * k)
+        _largest_kernel[(count,)](
+            keys, out, chunks * k, k, 1, chunks * k, GIVEN=True, FINAL=True, BLOCK=block, num_warps=4
+        )
+    return out
