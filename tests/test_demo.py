@@ -66,7 +66,7 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
 
     # The same again in the same place, but for a bar that it cannot pass: an error after the work, not before.
     # So little training cannot pass for much either.
-    with pytest.raises(LigerModelsError, match=r"tokens a step.*head 0 is right three times as often"):
+    with pytest.raises(LigerModelsError, match=r"tokens a step.*head 0 is right more than 3 times as often"):
         run_demo(folder, replace(TINY, tokens_per_step=99.0, is_trained=True))
     again = json.loads((folder / "demo.json").read_text())
     assert again["loss"] == results["loss"] and again["checks"]["it gives more than 99.0 tokens a step"] is False

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.archs.distillation import divergence
+from ligermodels.archs.distillation import divergence, divergence_and_losses
 from ligermodels.cli import app
 from ligermodels.demo import END, DemoSettings, frequency_baseline, llama_config, python_sources, train_tokenizer
 from ligermodels.errors import ConfigError, InputError
@@ -207,6 +207,35 @@ def test_divergence_in_bfloat16_is_summed_in_float32() -> None:
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=0)
     assert (head.weight.grad - exact.weight.grad).norm() / exact.weight.grad.norm() < 6e-3
+
+
+def test_divergence_and_losses_from_logits_computed_once() -> None:
+    """Chunk by chunk, with a bias, a softcap and a scale: each place with a target meets each head once."""
+    config = HeadConfig(bias=True, softcap=4.0, logit_scale=0.7)
+    heads = [LMHead(width, 41, config).double() for width in (9, 6)]
+    for head in heads:
+        torch.nn.init.normal_(head.weight)
+        torch.nn.init.normal_(head.bias)
+    states = [torch.randn(2, 13, width, dtype=torch.float64) for width in (9, 6)]
+    targets = torch.randint(0, 41, (2, 13)).masked_fill(torch.rand(2, 13) < 0.4, -100)
+    wanted = torch.stack(
+        [
+            divergence(states[0], heads[0], states[1], heads[1], targets, reduction="sum").detach(),
+            *(head(x, targets, reduction="sum").detach() for head, x in zip(heads, states, strict=True)),
+        ]
+    )
+    count = int((targets >= 0).sum())
+    sizes: list[int] = []
+    for head in heads:
+        head.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    for budget, chunk in ((1, 1), (41 * 48 * 5, 5), (2**30, count)):
+        sizes.clear()
+        found = divergence_and_losses(states[0], heads[0], states[1], heads[1], targets, memory_budget=budget)
+        torch.testing.assert_close(found, wanted)
+        assert not found.requires_grad
+        assert sum(sizes) == 2 * count and max(sizes) == chunk
+    nothing = torch.full_like(targets, -100)
+    assert not divergence_and_losses(states[0], heads[0], states[1], heads[1], nothing).any()
 
 
 def test_drift_by_hand() -> None:

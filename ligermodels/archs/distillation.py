@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -40,26 +41,67 @@ def divergence(
 
     Returns a scalar, in float32 or wider. The reference gets no gradient.
     """
-    valid = targets.flatten() != IGNORE_INDEX
-    if num_targets is not None:
-        torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
-    count = int(valid.sum()) if num_targets is None else num_targets
-    rows = valid.argsort(descending=True, stable=True)[:count]
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    chunk = max(1, memory_budget // (WIDE_COPIES * wide.itemsize * head.weight.shape[0]))
+    chunks = _chunks(targets, head, wide, memory_budget, num_targets)
     # Asked here: inside an autograd.Function's forward gradients are off.
     parameters = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
     total: Tensor = _Divergence.apply(
         head,
         reference_head,
-        rows.split(chunk),
+        chunks,
         wide,
         torch.is_grad_enabled() and hidden.requires_grad,
         hidden.flatten(0, -2),
         reference_hidden.flatten(0, -2),
         *parameters,
     )
-    return total if reduction == "sum" else total / max(1, count)
+    return total if reduction == "sum" else total / max(1, sum(map(len, chunks)))
+
+
+@torch.no_grad()
+def divergence_and_losses(
+    hidden: Tensor,
+    head: LMHead,
+    reference_hidden: Tensor,
+    reference_head: LMHead,
+    targets: Tensor,
+    *,
+    memory_budget: int = 2**30,
+) -> Tensor:
+    """KL(reference || model) and the cross entropies of the model and of the reference, from logits computed once.
+
+    The arguments are those of `divergence`, but that targets (...) are the right tokens. Logits exist for a chunk of
+    places at a time, and nothing gets a gradient.
+
+    Returns (3,), in float32 or wider: sums over the places that have a target.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    hidden, reference_hidden = hidden.flatten(0, -2), reference_hidden.flatten(0, -2)
+    total = hidden.new_zeros(3, dtype=wide)
+    for rows in _chunks(targets, head, wide, memory_budget):
+        log_p = head(hidden[rows]).to(wide).log_softmax(-1)
+        log_q = reference_head(reference_hidden[rows]).to(wide).log_softmax(-1)
+        right = targets.flatten()[rows]
+        total += torch.stack(
+            [
+                F.kl_div(log_p, log_q, reduction="sum", log_target=True),
+                F.nll_loss(log_p, right, reduction="sum"),
+                F.nll_loss(log_q, right, reduction="sum"),
+            ]
+        )
+    return total
+
+
+def _chunks(
+    targets: Tensor, head: LMHead, wide: torch.dtype, memory_budget: int, num_targets: int | None = None
+) -> tuple[Tensor, ...]:
+    """Indices of the places that have a target, as many at a time as the budget has room for."""
+    valid = targets.flatten() != IGNORE_INDEX
+    if num_targets is not None:
+        torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
+    count = int(valid.sum()) if num_targets is None else num_targets
+    rows = valid.argsort(descending=True, stable=True)[:count]
+    return rows.split(max(1, memory_budget // (WIDE_COPIES * wide.itemsize * head.weight.shape[0])))
 
 
 class _Divergence(torch.autograd.Function):

@@ -9,54 +9,22 @@ from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.archs.distillation import divergence
-from ligermodels.convert.medusa_files import open_heads, save_heads
+from ligermodels.archs.medusa_checkpoint import export_heads, load_heads
+from ligermodels.convert.medusa_files import open_heads
 from ligermodels.convert.medusa_hub import heads_folder
-from ligermodels.convert.medusa_profiles import PROFILES, HeadsShape, profile_named
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.convert.medusa_profiles import HeadsShape, profile_named
+from ligermodels.errors import InputError
 from ligermodels.generation import SpeculativeOutput, Tree, default_tree, medusa_generate
 from ligermodels.layers import IGNORE_INDEX, LMHead, TargetCount, shift_labels
+from ligermodels.layers.medusa_head import MedusaHead
 from ligermodels.model import CausalLM
 
 TOP_K = (1, 5)
 """Ranks at which accuracy is reported."""
-
-
-class ResBlock(nn.Module):
-    """x + SiLU(linear(x)). Weight and bias start at zero, so that a new block is the identity."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> (..., H)."""
-        return x + F.silu(self.linear(x))
-
-
-class MedusaHead(nn.Module):
-    """ResBlocks, then a projection to the vocabulary: the head's own, or the base model's when `lm_head` is None."""
-
-    def __init__(self, hidden_size: int, num_layers: int, lm_head: LMHead | None) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(ResBlock(hidden_size) for _ in range(num_layers)))
-        self.lm_head = lm_head
-
-    @property
-    def linears(self) -> list[nn.Linear]:
-        """Those of the ResBlocks."""
-        return [cast(ResBlock, block).linear for block in self.layers]
-
-    def forward(self, hidden: Tensor, shared: LMHead) -> Tensor:
-        """hidden (..., H) -> logits (..., V); `shared` is the base model's lm_head."""
-        head = shared if self.lm_head is None else self.lm_head
-        return cast(Tensor, head(self.layers(hidden)))
 
 
 @dataclass
@@ -361,32 +329,13 @@ class MedusaModel(nn.Module):
         Raises InputError for an unknown profile or one that cannot hold these heads, CheckpointError when the folder
         cannot be written; nothing is left half-written.
         """
-        chosen = profile_named(profile)
-        if self.lm_head == "own" and chosen.lm_heads != "each":
-            raise InputError(
-                f"profile {profile!r} has one lm_head for all heads, but each of these has its own; the profiles of "
-                f"separate lm_heads are {', '.join(p.name for p in PROFILES.values() if p.lm_heads == 'each')}"
-            )
-        if chosen.max_layers is not None and self.shape.num_layers > chosen.max_layers:
-            raise InputError(
-                f"profile {profile!r} takes {chosen.max_layers} ResBlock a head, these have {self.shape.num_layers}"
-            )
-        if self.base.head.bias is not None:
-            raise InputError(f"profile {profile!r} has no place for the lm_head's bias")
-        state, origin = self._state(chosen.projections(self.shape)), self.base.origin
-        if chosen.prefix:
-            if origin is None:
-                raise ConfigError(f"profile {profile!r} holds the base model too, which has no origin to be written as")
-            state = {**{name: p.data for name, p in self.base.named_parameters()}, **state}
-        if base_model is None and origin is not None:
-            base_model = origin.hf_config.get("_name_or_path") or None
-        save_heads(
-            Path(folder),
-            chosen,
+        export_heads(
+            self.base,
+            self.heads,
             self.shape,
-            state,
+            Path(folder),
+            profile_named(profile),
             base_model=base_model,
-            base=origin if chosen.prefix else None,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
         )
@@ -415,23 +364,7 @@ class MedusaModel(nn.Module):
         """
         path = heads_folder(folder)
         with open_heads(path) as found:
-            shared = found.profile.lm_heads != "each"
-            model = cls.from_base(base, found.num_heads, found.num_layers, "shared" if shared else "own", decay)
-            state = model._state(found.profile.projections(model.shape))
-            if not found.biases:
-                state = {name: tensor for name, tensor in state.items() if not name.endswith(".bias")}
-            if copied := shared and "heads.0.lm_head.weight" in state:
-                # The file's copy of the base's lm_head must not overwrite it, but has to be the same.
-                state["heads.0.lm_head.weight"] = torch.empty_like(base.head.weight)
-            weights = found.weight_map(model.shape)
-            weights.plan(found.reader.headers, state)
-            weights.load(found.reader, state, progress=progress)
-        if copied and not torch.equal(state["heads.0.lm_head.weight"], base.head.weight):
-            raise CheckpointError(f"{path}: its lm_head is not the base model's: the heads were made for another")
+            lm_head: Literal["own", "shared"] = "own" if found.profile.lm_heads == "each" else "shared"
+            model = cls.from_base(base, found.num_heads, found.num_layers, lm_head, decay)
+            load_heads(base, model.heads, model.shape, path, found, progress)
         return model
-
-    def _state(self, lm_heads: int) -> dict[str, Tensor]:
-        state = {f"heads.{name}": parameter.data for name, parameter in self.heads.named_parameters()}
-        for i in range(lm_heads):
-            state.setdefault(f"heads.{i}.lm_head.weight", self.base.head.weight.data)
-        return state

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ligermodels.training.corpus import Corpus, Documents
     from ligermodels.training.data import Batch, Rows, batches, encode, hold_out, pack, read_documents
+    from ligermodels.training.documents import documents_of
     from ligermodels.training.evaluation import (
         Drift,
         HeadScores,
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from ligermodels.training.optimizer import adamw, warmup_cosine
     from ligermodels.training.own_data import OwnWords, write_own_data
     from ligermodels.training.recipe import Recipe, read_recipe
-    from ligermodels.training.run import Console, Outcome, documents_of, train_heads
+    from ligermodels.training.run import Console, Outcome, train_heads
     from ligermodels.training.stream import Ahead, Stream
 
 _HOMES = {
     "corpus": ("Corpus", "Documents"),
     "data": ("Batch", "Rows", "batches", "encode", "hold_out", "pack", "read_documents"),
+    "documents": ("documents_of",),
     "evaluation": (
         "Drift",
         "HeadScores",
@@ -46,7 +48,7 @@ _HOMES = {
     "optimizer": ("adamw", "warmup_cosine"),
     "own_data": ("OwnWords", "write_own_data"),
     "recipe": ("Recipe", "read_recipe"),
-    "run": ("Console", "Outcome", "documents_of", "train_heads"),
+    "run": ("Console", "Outcome", "train_heads"),
     "stream": ("Ahead", "Stream"),
 }
 

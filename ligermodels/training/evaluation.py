@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.archs.distillation import divergence
+from ligermodels.archs.distillation import divergence_and_losses
 from ligermodels.archs.medusa import MedusaModel
 from ligermodels.errors import InputError
 from ligermodels.generation import Tree
@@ -116,15 +116,7 @@ def evaluate_drift(model: CausalLM, reference: CausalLM, batches: Iterable[Batch
             targets = model.shift_labels(labels, 1, bounds)
             part["cu_seqlens"] = bounds
             hidden, untouched = (each.hidden_states(**part) for each in (model, reference))
-            sums.append(
-                torch.stack(
-                    [
-                        divergence(hidden, model.head, untouched, reference.head, targets, reduction="sum"),
-                        model.head(hidden, targets, reduction="sum"),
-                        reference.head(untouched, targets, reduction="sum"),
-                    ]
-                ).double()
-            )
+            sums.append(divergence_and_losses(hidden, model.head, untouched, reference.head, targets).double())
             counts.append((targets != IGNORE_INDEX).sum())
     if not sums:
         raise InputError("there is no text to evaluate on: not a single batch was given")

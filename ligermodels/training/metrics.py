@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from ligermodels.training.evaluation import Drift, HeadScores
+from ligermodels.training.loop import StepMetrics
 
 
 class Metrics:
@@ -35,6 +39,29 @@ class Metrics:
                 each = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
                 for tag, number in each.items():
                     self._board.add_scalar(tag, number, step)
+
+    def write_steps(self, state: StepMetrics) -> None:
+        """Note each of the steps reported, and, at the last, the speed, the memory and the accuracies."""
+        for one in state.each:
+            numbers: dict[str, float | list[float]] = {"loss": one.loss}
+            if one.base_loss is not None:
+                numbers["base_loss"] = one.base_loss
+            numbers |= {"head_losses": list(one.head_losses)} if one.head_losses else {}
+            self.write(one.step, {**numbers, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate})
+        about: dict[str, float | list[float]] = {"tokens_per_second": state.tokens_per_second}
+        if state.memory is not None:
+            about["memory"] = state.memory
+        self.write(state.step, {**about, "accuracy": list(state.accuracy)})
+
+    def write_scores(self, step: int, scores: HeadScores | None, drift: Drift | None) -> None:
+        """Note, at `step`, the scores on what was held out, as far as there are any."""
+        numbers: dict[str, float | list[float]] = {}
+        if scores is not None:
+            numbers |= {f"top-{k}": scores.accuracy(k).tolist() for k in (1, 5)}
+        if drift is not None:
+            numbers |= {"kl": drift.kl, "perplexity": math.exp(drift.loss)}
+            numbers["perplexity_change"] = drift.perplexity_change
+        self.write(step, numbers)
 
     def close(self) -> None:
         """Write all there is."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Adafactor, AdamW, Optimizer
+from torch.optim import Adafactor, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ligermodels.errors import InputError
@@ -22,13 +22,12 @@ def adamw(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
-) -> AdamW:
+) -> FusedAdamW:
     """AdamW over those `parameters` that require gradients. Only matrices decay: norms and biases have no reason to.
 
-    The fused kernel runs where there is one (CPU and CUDA). Raises InputError when nothing is left to train.
+    Raises InputError when nothing is left to train.
     """
-    groups = parameter_groups([(parameters, lr)], weight_decay)
-    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=can_fuse(groups))
+    return FusedAdamW(parameter_groups([(parameters, lr)], weight_decay), lr=lr, betas=betas, eps=eps)
 
 
 def parameter_groups(
@@ -49,11 +48,6 @@ def parameter_groups(
     if not groups:
         raise InputError("no parameter requires a gradient: there is nothing to train")
     return groups
-
-
-def can_fuse(groups: Iterable[dict[str, Any]]) -> bool:
-    """Whether torch has its fused AdamW for these parameters."""
-    return all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
 
 
 def optimizer_named(

@@ -7,8 +7,7 @@ import os
 import shutil
 import signal
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,16 +20,13 @@ import torch
 import yaml
 
 from ligermodels.archs.medusa import MedusaModel
-from ligermodels.chat import ChatTemplate
 from ligermodels.convert import hub
-from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.model import CausalLM
 from ligermodels.pretrained import from_pretrained
-from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.corpus import Corpus, Documents
 from ligermodels.training.data import Batch
+from ligermodels.training.documents import documents_of
 from ligermodels.training.evaluation import Drift, HeadScores, evaluate_drift, evaluate_heads
 from ligermodels.training.joint import Joint, frozen_copy
 from ligermodels.training.loop import StepMetrics, Trainable, train
@@ -207,13 +203,18 @@ class _Run:
 
             def score(step: int) -> None:
                 scored[step] = found = self._score(step)
-                metrics.write(step, _numbers(found))
+                metrics.write_scores(step, found.scores, found.drift)
 
             hooks.append((recipe.evaluate_every or self.steps, score))
         if recipe.checkpoint_every:
             hooks.append((recipe.checkpoint_every, self._save))
         try:
             with self.console.progress("training") as update, _sigterm() as stop:
+
+                def report(state: StepMetrics) -> None:
+                    update(state.step, state.steps, _note(state))
+                    metrics.write_steps(state)
+
                 step = train(
                     self.trained,
                     self.batches,
@@ -222,7 +223,7 @@ class _Run:
                     schedule=self.schedule,
                     grad_clip=recipe.grad_clip,
                     accumulate=recipe.accumulate,
-                    on_step=lambda state: _report(state, update, metrics),
+                    on_step=report,
                     report_every=recipe.report_every or max(1, min(10, self.steps // 50)),
                     hooks=hooks,
                     start=self.start,
@@ -291,60 +292,10 @@ class _Run:
         return islice(stream, None if tokens is None else max(1, tokens // (recipe.length * rows)))
 
 
-def documents_of(
-    folder: Path,
-    files: Iterable[str | os.PathLike[str]],
-    *,
-    chat_template: str | None = None,
-    date: str | None = None,
-    max_bad_lines: int = 0,
-    on_bad_line: Callable[[str], object] = warnings.warn,
-) -> Documents:
-    """The documents in `files` by the tokenizer, chat template and EOS of the checkpoint in `folder`.
-
-    Args:
-        chat_template: the file of another template.
-        date: YYYY-MM-DD, for templates that write it; by default today's.
-        max_bad_lines, on_bad_line: see `Documents`.
-
-    Raises ConfigError for what is no date, and as `Corpus` and `Tokenizer`.
-    """
-    try:
-        now = datetime.fromisoformat(date) if date else datetime.now()
-    except ValueError:
-        raise ConfigError(f"date: must be YYYY-MM-DD, got {date!r}") from None
-
-    def template() -> ChatTemplate:
-        found = ChatTemplate.from_folder(folder, chat_template)
-        found.now = now
-        return found
-
-    eos = read_json(folder / "config.json").get("eos_token_id")
-    return Documents(
-        Corpus(files),
-        Tokenizer(folder),
-        template,
-        eos_token_id=eos[0] if isinstance(eos, list) else eos,
-        max_bad_lines=max_bad_lines,
-        on_bad_line=on_bad_line,
-    )
-
-
 def loses_small_steps(recipe: Recipe, dtype: torch.dtype) -> bool:
     """Whether parameters of `dtype` stay as they are where a step is less than half a unit in their last place."""
     stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
     return dtype.itemsize < 4 and not (stochastic and dtype == torch.bfloat16)
-
-
-def _numbers(found: Outcome) -> dict[str, float | list[float]]:
-    """What metrics.jsonl says of scores."""
-    numbers: dict[str, float | list[float]] = {}
-    if found.scores is not None:
-        numbers |= {f"top-{k}": found.scores.accuracy(k).tolist() for k in (1, 5)}
-    if found.drift is not None:
-        numbers |= {"kl": found.drift.kl, "perplexity": math.exp(found.drift.loss)}
-        numbers["perplexity_change"] = found.drift.perplexity_change
-    return numbers
 
 
 def _same(recipe: Recipe, before: dict[str, Any]) -> Recipe:
@@ -359,7 +310,8 @@ def _same(recipe: Recipe, before: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def _report(state: StepMetrics, update: Update, metrics: Metrics) -> None:
+def _note(state: StepMetrics) -> str:
+    """What the bar says of the last steps."""
     note = f"loss {state.loss:.4f}, {state.tokens_per_second:,.0f} tokens/s"
     if (own := state.each[-1].base_loss) is not None:
         note += f", the model's own {own:.4f}"
@@ -367,17 +319,7 @@ def _report(state: StepMetrics, update: Update, metrics: Metrics) -> None:
         note += f", right {' '.join(f'{share:.0%}' for share in state.accuracy)}"
     if state.memory is not None:
         note += f", {state.memory / 2**30:.1f} GiB"
-    update(state.step, state.steps, note)
-    for one in state.each:
-        numbers: dict[str, float | list[float]] = {"loss": one.loss}
-        if one.base_loss is not None:
-            numbers["base_loss"] = one.base_loss
-        numbers |= {"head_losses": list(one.head_losses)} if one.head_losses else {}
-        metrics.write(one.step, {**numbers, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate})
-    about: dict[str, float | list[float]] = {"tokens_per_second": state.tokens_per_second}
-    if state.memory is not None:
-        about["memory"] = state.memory
-    metrics.write(state.step, {**about, "accuracy": list(state.accuracy)})
+    return note
 
 
 @contextmanager

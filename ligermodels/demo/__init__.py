@@ -1,0 +1,6 @@
+"""The main job, small and on this machine: a Llama trained from scratch, Medusa heads on it, and both exported."""
+
+from ligermodels.demo.corpus import END, python_sources, train_tokenizer
+from ligermodels.demo.job import DemoSettings, frequency_baseline, llama_config, run_demo
+
+__all__ = ["END", "DemoSettings", "frequency_baseline", "llama_config", "python_sources", "run_demo", "train_tokenizer"]

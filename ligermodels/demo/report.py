@@ -1,0 +1,103 @@
+"""What the demo shows while it runs, and what it leaves: its folder, its results, a table of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import exp
+from pathlib import Path
+from typing import Any
+
+from ligermodels.console import Update, progress, say, show_table
+from ligermodels.errors import CheckpointError
+from ligermodels.training import StepMetrics
+
+STAGES = 7
+RESULTS = "demo.json"
+"""Marks a folder as a demo's, which the next demo may replace; holds the results in the end."""
+WRITTEN = {
+    "model": "the model: a Hugging Face checkpoint",
+    "exported": "the same, loaded and written again",
+    "medusa": "the heads of stage 1, as vLLM loads them",
+    "joint": "the model and the heads of stage 2, in one checkpoint",
+    RESULTS: "these results",
+}
+NEXT = """
+Next, with what is there now:
+  ligermodels generate {out}/model --medusa {out}/medusa --prompt "def main("
+  ligermodels generate {out}/joint --medusa {out}/joint --prompt "def main("
+  ligermodels verify {out}/model
+With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
+  ligermodels medusa train meta-llama/Llama-3.2-1B --data texts.jsonl --out heads
+  ligermodels medusa eval meta-llama/Llama-3.2-1B heads --data held-out.jsonl"""
+
+
+def claim(folder: Path) -> None:
+    """Make `folder`, with the mark of a demo; CheckpointError when something other than a demo's is in it."""
+    try:
+        if folder.exists() and not (folder / RESULTS).is_file() and (folder.is_file() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder}: holds something other than a demo's output; give another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_results(folder, {"finished": False})
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}") from None
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> None:
+    """Write demo.json, whole or not at all."""
+    partial = folder / f".{RESULTS}.partial"
+    partial.write_text(json.dumps(results, indent=2) + "\n")
+    partial.replace(folder / RESULTS)
+
+
+@contextmanager
+def stage(name: str, title: str, seconds: dict[str, float]) -> Iterator[Update]:
+    """Announce a stage, give it a bar, and note its seconds."""
+    start = time.perf_counter()
+    say(f"{len(seconds) + 1}/{STAGES} {title}")
+    with progress(f"  {name}") as update:
+        yield update
+    seconds[name] = time.perf_counter() - start
+
+
+def reported(update: Update) -> Callable[[StepMetrics], None]:
+    """What moves a stage's bar as training goes on."""
+    return lambda at: update(at.step, at.steps, f"loss {at.loss:.2f}, {at.tokens_per_second:,.0f} tokens/s")
+
+
+def show(folder: Path, results: dict[str, Any]) -> None:
+    """A table of each head's accuracies, one of all else, and what can be done next."""
+    decoding, seconds = results["decoding"], results["seconds"]
+    plain, medusa = (decoding["tokens"] / decoding[f"{name}_seconds"] for name in ("plain", "medusa"))
+    accuracy, baseline, joint = results["accuracy"], results["baseline"], results["joint"]
+    shares = [
+        [*(each[k][i] for k in accuracy for each in (accuracy, joint)), *(baseline[k] for k in accuracy)]
+        for i in range(results["settings"]["heads"])
+    ]
+    rows = [(f"{i}, of t+{i + 2}", *(f"{share:.1%}" for share in each)) for i, each in enumerate(shares)]
+    columns = [f"{when}{k}" for k in accuracy for when in ("", "stage 2: ")] + [f"most frequent: {k}" for k in baseline]
+    show_table(["Medusa head", *columns], rows, numbers=range(1, len(columns) + 1))
+    checks = results["checks"].items()
+    show_table(
+        ["result", ""],
+        [
+            ("loss on held-out text", f"{results['loss']:.3f} (perplexity {exp(results['loss']):.1f})"),
+            (
+                "stage 2: the model's perplexity, and KL to what it was",
+                f"{joint['perplexity_change']:+.2%}, {joint['kl']:.4f} nats a token",
+            ),
+            (
+                "tokens a step with Medusa",
+                f"{decoding['tokens_per_step']:.2f} (predicted: {decoding['predicted_tokens_per_step']:.2f}, if heads "
+                f"err independently: {decoding['expected_tokens_per_step']:.2f}, without: 1)",
+            ),
+            ("tokens a second", f"{medusa:.0f} with Medusa, {plain:.0f} without"),
+            *((check, "yes" if passed else "NO") for check, passed in checks),
+            *((f"seconds: {name}", f"{taken:.1f}") for name, taken in seconds.items()),
+            ("seconds in all", f"{sum(seconds.values()):.1f}"),
+            *((str(folder / name), what) for name, what in WRITTEN.items()),
+        ],
+    )
+    say(NEXT.format(out=folder))
