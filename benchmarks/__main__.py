@@ -2,7 +2,8 @@
 
 `..._ms` are as a user calls an op, `..._graph_ms` replayed from a CUDA graph, so without launches from Python.
 `..._of_copy` are shares of the rate of a large device copy, for the fewest bytes that the op must move, and
-`..._of_copy_at_size` shares of the speed of a copy that moves just as many. `both` is forward and backward.
+`..._of_copy_at_size` shares of the speed of a copy that moves just as many. `..._limit_ms` is the time of what nobody
+can leave out (of the linear losses their GEMMs), measured in turns with the op. `both` is forward and backward.
 """
 
 from __future__ import annotations
@@ -51,8 +52,15 @@ def _launched(case: Case, passes: Passes) -> dict[str, Any]:
 def _timed(case: Case, passes: Passes, copies: dict[str, float]) -> dict[str, Any]:
     """Times of a large case, memory, and shares of the limit, which `copies` holds in part."""
     before = passes.before if case.overwritten else None
-    record: dict[str, Any] = {"forward_ms": measure.milliseconds(passes.forward, before)}
-    record["both_ms"] = measure.milliseconds(passes.both, before)
+    record: dict[str, Any] = {}
+    for which, call in (("forward", passes.forward), ("both", passes.both)):
+        if case.limit is None:
+            record[f"{which}_ms"] = measure.milliseconds(call, before)
+            continue
+        alone = torch.no_grad()(partial(case.limit[which == "both"], *passes.leaves))
+        times = measure.taking_turns({"limit": alone, "ours": call})
+        record |= {f"{which}_ms": times["ours"], f"{which}_limit_ms": times["limit"]}
+        record[f"{which}_of_limit"] = times["limit"] / times["ours"]
     passes.before()
     record["peak_mib"] = measure.peak_mib(passes.both)
     record["beyond_gradients_mib"] = record["peak_mib"] - sum(x.nbytes for x in passes.trained) / 2**20
@@ -72,20 +80,14 @@ def _timed(case: Case, passes: Passes, copies: dict[str, float]) -> dict[str, An
 
 
 def measured(case: Case, only: list[str] | None, copy_rate: float, turn: int = 0) -> Iterator[dict[str, Any]]:
-    """A record for each provider of a case, or those of them that are in `only`, and one for the limit first. Which of
-    them begins changes with `turn`: a card is coolest for the first."""
+    """A record for each provider of a case, or those of them that are in `only`. Which of them begins changes with
+    `turn`: a card is coolest for the first."""
     torch.manual_seed(0)
     inputs = case.inputs()
     copies: dict[str, float] = {"copy_bytes_per_s": copy_rate}
     if case.bytes is not None and not case.small:
         for which, count in zip(("forward", "both"), case.bytes, strict=True):
             copies[f"{which}_copy_ms"] = measure.copy_milliseconds(count)
-    limit: dict[str, float] = {}
-    if case.limit is not None:
-        with torch.no_grad():
-            for which, alone in zip(("forward", "both"), case.limit, strict=True):
-                limit[f"{which}_ms"] = measure.milliseconds(partial(alone, *inputs))
-        yield {"case": case.name, "provider": "limit", **copies, **limit}
     seeds, wanted = truth(case, inputs)
     asked = [provider for provider in case.providers if only is None or provider in only]
     first = turn % max(len(asked), 1)
@@ -93,8 +95,6 @@ def measured(case: Case, only: list[str] | None, copy_rate: float, turn: int = 0
         record: dict[str, Any] = {"case": case.name, "provider": provider, **copies}
         try:
             record |= _of_provider(case, case.providers[provider], inputs, seeds, wanted, copies)
-            if limit:
-                record |= {f"{w}_of_limit": limit[f"{w}_ms"] / record[f"{w}_ms"] for w in ("forward", "both")}
         except Exception as failure:  # A result, not the end of the run.
             record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
         yield record

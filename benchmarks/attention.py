@@ -9,7 +9,8 @@ uneven lengths share a row; SDPA, which has no such thing, gets them one by one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -103,46 +104,54 @@ def truth(case: Case, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return found
 
 
-def timed(case: Case, call: Call, inputs: tuple[Tensor, ...]) -> dict[str, float]:
-    """Times and rates."""
+def timed(case: Case, calls: Mapping[str, Call], inputs: tuple[Tensor, ...]) -> dict[str, dict[str, float]]:
+    """Times and rates of each, which take turns."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return call(*leaves)
+    def both(call: Call) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(call(*leaves), leaves, inputs[3])
 
-    record = {"forward_ms": measure.milliseconds(forward)}
-    record["both_ms"] = measure.milliseconds(lambda: torch.autograd.grad(call(*leaves), leaves, inputs[3]))
+    forward = measure.taking_turns({name: torch.no_grad()(partial(call, *leaves)) for name, call in calls.items()})
+    whole = measure.taking_turns({name: both(call) for name, call in calls.items()})
     work = 4e-9 * case.pairs * case.head_dim
-    record["forward_tflops"] = work / record["forward_ms"]
-    record["backward_tflops"] = 2.5 * work / (record["both_ms"] - record["forward_ms"])
-    return record
+    return {
+        name: {
+            "forward_ms": forward[name],
+            "both_ms": whole[name],
+            "forward_tflops": work / forward[name],
+            "backward_tflops": 2.5 * work / (whole[name] - forward[name]),
+        }
+        for name in calls
+    }
 
 
 def measured(case: Case, only: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """A record for each provider; ours comes last and has the best time of any other over its own."""
+    """A record for each provider; ours has the best time of any other over its own."""
     torch.manual_seed(0)
     inputs = case.inputs()
     wanted = truth(case, inputs)
-    best: dict[str, float] = {}
     calls = {name: call for name, call in providers(case).items() if only is None or name in only}
-    for provider in sorted(calls, key="ligermodels".__eq__):
-        record: dict[str, Any] = {"case": case.name, "provider": provider}
+    records: dict[str, dict[str, Any]] = {}
+    for name in calls:
+        record = records[name] = {"case": case.name, "provider": name}
         try:
-            found = results(calls[provider], inputs)
+            found = results(calls[name], inputs)
             record["error"] = max(measure.relative_error(a, b) for a, b in zip(found, wanted, strict=True))
             if not record["error"] < measure.ERROR_LIMIT:
                 raise ValueError(f"wrong by {record['error']:.2g}")
-            record |= timed(case, calls[provider], inputs)
         except Exception as failure:  # A result, not the end of the run.
             record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
-        if provider == "ligermodels":
-            record["backend"] = chosen(case)
-            record |= {f"best_{w}": time / record[f"{w}_ms"] for w, time in best.items() if "both_ms" in record}
-        elif "both_ms" in record:
-            best = {w: min(record[f"{w}_ms"], best.get(w, float("inf"))) for w in ("forward", "both")}
-        yield record
-        measure.free()
+    right = {name: call for name, call in calls.items() if "failed" not in records[name]}
+    for name, times in timed(case, right, inputs).items():
+        records[name] |= times
+    if "ligermodels" in right:
+        records["ligermodels"]["backend"] = chosen(case)
+        for which in ("forward", "both"):
+            others = [records[name][f"{which}_ms"] for name in right if name != "ligermodels"]
+            if others:
+                records["ligermodels"][f"best_{which}"] = min(others) / records["ligermodels"][f"{which}_ms"]
+    yield from records.values()
+    measure.free()
 
 
 def main() -> None:

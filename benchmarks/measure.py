@@ -45,6 +45,17 @@ def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = Non
     return timed(min(max(int(60 / timed(3)), 5), 200))
 
 
+def taking_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = 3) -> dict[str, float]:
+    """`milliseconds` of each, the median of some rounds in which they take turns: a card slows down as it gets hot, and
+    what is measured minutes apart does not compare to a few per cent."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        names = list(calls)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            found[name].append(milliseconds(calls[name]))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
 def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
     """Replays a CUDA graph of `call`, `times` in a row: its kernels, without the launches from Python.
 

@@ -21,7 +21,8 @@ TITLES = {
 COLUMNS = {
     "ops": (
         *("forward_ms", "both_ms", "forward_of_copy", "both_of_copy", "forward_graph_of_copy", "both_graph_of_copy"),
-        *("both_of_copy_at_size", "both_of_limit", "eager_us", "graph_us", "peak_mib", "beyond_gradients_mib", "error"),
+        *("both_of_copy_at_size", "both_limit_ms", "both_of_limit", "eager_us", "graph_us", "peak_mib"),
+        *("beyond_gradients_mib", "error"),
     ),
     "attention": (
         *("backend", "forward_ms", "both_ms", "forward_tflops", "backward_tflops", "best_forward", "best_both"),
