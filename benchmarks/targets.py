@@ -105,7 +105,7 @@ def _ops(results: Results) -> Iterator[Row]:
 def _attention(records: list[Record]) -> Iterator[Row]:
     for record in records:
         if record["provider"] == "ligermodels":
-            what = f"attention {record['case']}, both, best backend's time over ours"
+            what = f"attention {record['case']}, both, the best backend's time over that of the chosen one"
             yield what, "≥", 0.97, record.get("best_both")
 
 
