@@ -125,21 +125,23 @@ def save_heads(
         InputError: the format needs the base model's name.
     """
     weights, config = profile.weight_map(shape), profile.filled(shape, base_model)
+    if base is not None:
+        weights = replace(base.weight_map, entries=[*base.weight_map.entries, *weights.entries])
+    tensors = weights.export(state)
+    planned = {tensor.name: tensor.shape for tensor in tensors}
 
     def check(written: Path) -> None:
         sizes = _sizes(written, profile.file)
-        if faults := profile.faults(shape, sizes, read_json(written / CONFIG), base_model):
+        if faults := profile.faults(shape, sizes, read_json(written / CONFIG), base_model, planned):
             raise CheckpointError(f"{folder}: not written: it would not be in the {profile.name} format: {faults[0]}")
 
     if base is not None:
-        maps = base.weight_map, weights
-        both = replace(maps[0], entries=[entry for each in maps for entry in each.entries])
-        whole = replace(base, hf_config={**base.hf_config, **config}, weight_map=both)
+        whole = replace(base, hf_config={**base.hf_config, **config}, weight_map=weights)
         whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, check=check)
     elif profile.file.endswith(".safetensors"):
         save_checkpoint(
             folder,
-            weights.export(state),
+            tensors,
             name=profile.file.removesuffix(".safetensors"),
             max_shard_size=ONE_FILE,
             files={CONFIG: as_json(config)},
@@ -147,7 +149,7 @@ def save_heads(
             check=check,
         )
     else:
-        _save_torch(folder, profile.file, weights.export(state), config, overwrite, check)
+        _save_torch(folder, profile.file, tensors, config, overwrite, check)
 
 
 def _save_torch(
@@ -188,9 +190,9 @@ class Heads(NamedTuple):
     biases: bool
     reader: Reader
 
-    def weight_map(self, shape: HeadsShape) -> WeightMap:
-        """Native names to those in the file."""
-        return self.profile.weight_map(shape, biases=self.biases)
+    def weight_map(self, shape: HeadsShape, *, lm_heads: bool = True) -> WeightMap:
+        """Native names to those in the file; without `lm_heads`, those are passed over."""
+        return self.profile.weight_map(shape, biases=self.biases, lm_heads=lm_heads)
 
 
 @contextmanager
@@ -209,22 +211,21 @@ def open_heads(folder: Path) -> Iterator[Heads]:
         with _opened(folder, file) as stored:
             reader = Stripped(stored) if any(SUPERFLUOUS in name for name in stored.headers) else stored
             names = list(reader.headers)
-            distances = {
-                name: distance
+            found = {
+                name: counts
                 for name, profile in PROFILES.items()
-                if profile.file == file and (distance := profile.distance(names, config)) is not None
+                if profile.file == file and (counts := profile.count(names)) is not None
             }
-            if not distances:
+            if not found:
                 continue
             if "token_map" in names:
                 raise CheckpointError(
                     f"{folder}: its heads have a truncated vocabulary (token_map), which is not implemented; "
                     "heads here need logits of every token"
                 )
-            profile = PROFILES[min(distances, key=lambda name: distances[name])]
-            counts = profile.count(names)
-            assert counts is not None  # Or there would be no distance.
-            yield Heads(profile, *counts, profile.has_biases(names), reader)
+            nearest = min(found, key=lambda name: PROFILES[name].distance(found[name], names, config))
+            profile = PROFILES[nearest]
+            yield Heads(profile, *found[nearest], profile.has_biases(names), reader)
             return
     examples = ", ".join(f"{p.linear.format(head=0, layer=0, part='weight')!r}" for p in PROFILES.values())
     raise CheckpointError(f"{folder}: no Medusa heads: no tensor is named like one of {examples}")

@@ -65,19 +65,28 @@ class Profile:
         """How many lm_heads there are: those of the first so many heads."""
         return {"each": shape.num_heads, "one": 1, "none": 0}[self.lm_heads]
 
-    def weight_map(self, shape: HeadsShape, *, biases: bool = True) -> WeightMap:
-        """From native names (`heads.{i}.layers.{j}.linear.weight`, `heads.{i}.lm_head.weight`) to this format's."""
+    def lm_head_names(self, shape: HeadsShape) -> list[str]:
+        """Tensors that hold lm_heads, head by head."""
+        return [self.lm_head.format(head=i, layers=shape.num_layers) for i in range(self.projections(shape))]
+
+    def weight_map(self, shape: HeadsShape, *, biases: bool = True, lm_heads: bool = True) -> WeightMap:
+        """From native names (`heads.{i}.layers.{j}.linear.weight`, `heads.{i}.lm_head.weight`) to this format's.
+
+        Without `biases` or `lm_heads` it is of the rest; a file's lm_heads are then passed over.
+        """
+        projections = self.lm_head_names(shape)
         entries = [
             rename(f"heads.{i}.layers.{j}.linear.{part}", self.linear.format(head=i, layer=j, part=part))
             for i in range(shape.num_heads)
             for j in range(shape.num_layers)
             for part in (("weight", "bias") if biases else ("weight",))
         ]
-        entries += [
-            rename(f"heads.{i}.lm_head.weight", self.lm_head.format(head=i, layers=shape.num_layers))
-            for i in range(self.projections(shape))
-        ]
-        return WeightMap(entries, ignored=[f"^(?!{re.escape(self.prefix)})"])
+        ignored = [f"^(?!{re.escape(self.prefix)})"]
+        if lm_heads:
+            entries += [rename(f"heads.{i}.lm_head.weight", name) for i, name in enumerate(projections)]
+        else:
+            ignored += [f"^{re.escape(name)}$" for name in projections]
+        return WeightMap(entries, ignored=ignored)
 
     def contract(self, shape: HeadsShape) -> dict[str, tuple[int, ...]]:
         """Name and shape of each tensor that a file of such heads holds; `prefix` tells them from the base model's."""
@@ -107,13 +116,12 @@ class Profile:
         found = [tuple(map(int, match.groups())) for name in names if (match := re.fullmatch(pattern, name))]
         return (max(head for head, _ in found) + 1, max(layer for _, layer in found) + 1) if found else None
 
-    def distance(self, names: Collection[str], config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """How far a file of these tensors is from this format: tensors too many or too few; settings that differ; and,
-        of formats of the same tensors, the fewer settings are alike, the farther. None where it holds nothing like it.
+    def distance(
+        self, counts: tuple[int, int], names: Collection[str], config: Mapping[str, Any]
+    ) -> tuple[int, int, int]:
+        """How far a file of these tensors, of which `count` gives `counts`, is from this format: tensors too many or
+        too few; settings that differ; and, of formats of the same tensors, the fewer settings are alike, the farther.
         """
-        counts = self.count(names)
-        if counts is None:
-            return None
         weights = self.weight_map(HeadsShape(*counts, 0, 0), biases=self.has_biases(names))
         odd = weights.sources() ^ {name for name in names if self._heads(name)}
         fits = (
@@ -123,14 +131,22 @@ class Profile:
         return len(odd), differing, differing - len(self.config)
 
     def faults(
-        self, shape: HeadsShape, sizes: Mapping[str, Sequence[int]], config: Mapping[str, Any], base_model: str | None
+        self,
+        shape: HeadsShape,
+        sizes: Mapping[str, Sequence[int]],
+        config: Mapping[str, Any],
+        base_model: str | None,
+        planned: Mapping[str, tuple[int, ...]],
     ) -> list[str]:
-        """What in a file of tensors of these `sizes`, and in its `config`, is not as the format's loader needs it."""
-        contract = self.contract(shape)
-        heads = {name: tuple(size) for name, size in sizes.items() if self._heads(name)}
-        odd = [name for name in {**contract, **heads} if contract.get(name) != heads.get(name)]
+        """What in a file of tensors of these `sizes`, and in its `config`, is not as the format's loader needs it.
+
+        planned: name -> shape of what was to be written: of a whole checkpoint, the base model's tensors too.
+        """
+        contract = {**planned, **self.contract(shape)}
+        found = {name: tuple(size) for name, size in sizes.items()}
+        odd = [name for name in {**contract, **found} if contract.get(name) != found.get(name)]
         wanted = self.filled(shape, base_model)
-        faults = [f"{name} {heads.get(name)} instead of {contract.get(name)}" for name in odd]
+        faults = [f"{name} {found.get(name)} instead of {contract.get(name)}" for name in odd]
         faults += [f"config.json: {key} = {config.get(key)!r}" for key in wanted if config.get(key) != wanted[key]]
         if not self.prefix:
             faults += [f"config.json: {key} is not of the format" for key in config if key not in wanted]

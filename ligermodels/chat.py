@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -112,10 +112,32 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
         """The text of a chat. `variables` (`tools`, `documents` ...) are what else the template may read.
 
+        Where the template takes no system turn, one at the start becomes the first lines of the user's turn after it.
+
         Raises InputError when the template refuses the chat.
         """
-        text = self._render(messages, add_generation_prompt, variables)
+        text = self._render(self._fitting(messages), add_generation_prompt, variables)
         return text.replace(START, "").replace(END, "")
+
+    def _fitting(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The chat, with its system turn in the user's if the template takes none."""
+        roles = [message.get("role") for message in messages[:2] if isinstance(message.get("content"), str)]
+        if roles != ["system", "user"] or self._takes_system:
+            return messages
+        return [join_turns(*messages[:2]), *messages[2:]]
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the words of a system turn get into the text; of the published templates some raise, some drop it."""
+        chat = {"role": "system", "content": PROBE}, {"role": "user", "content": "?"}
+        # One that refuses these words of a user too says nothing about the system.
+        return self._writes(chat) or not self._writes([join_turns(*chat)])
+
+    def _writes(self, messages: Sequence[Message]) -> bool:
+        try:
+            return PROBE in self._render(messages, False, {})
+        except InputError:
+            return False
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         known = {"tools": None, "documents": None, **self.tokens, **variables}
@@ -132,19 +154,23 @@ class ChatTemplate:
         These are what the template marks with `{% generation %}`, if it does. Otherwise a turn starts where the prompt
         for it ends, or else with its content; it ends with the special token that the template writes after it, or,
         where there is none, with its content. The content is found by rendering with another in its place: this holds
-        for templates that trim it, that drop thoughts of earlier turns or that write the system's words elsewhere.
+        for templates that trim it, that drop thoughts of earlier turns or that write the system's words elsewhere. The
+        chat is that of `render`: a system turn may have moved into the user's.
 
         Args:
             special: matches special tokens.
 
-        Raises InputError when the template refuses the chat, or when it cannot be told where a turn is.
+        Raises InputError when the template refuses the chat or leaves out its calls of tools, or when it cannot be told
+        where a turn is.
         """
         if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (START, END, PROBE)):
             raise InputError("the chat holds U+FDD0, U+FDD1 or U+FDD2, which stand for no character; remove them")
+        messages = self._fitting(messages)
         marked = self._render(messages, False, variables)
+        turns = _Turns(self, marked, messages, special, variables)
+        turns.check_calls()
         if self._marks_turns:
             return _without_marks(marked)
-        turns = _Turns(self, marked, messages, special, variables)
         return marked, [turns.span(i) for i, message in enumerate(messages) if message.get("role") == "assistant"]
 
 
@@ -157,6 +183,14 @@ class _Turns:
     messages: Sequence[Message]
     special: re.Pattern[str]
     variables: Mapping[str, Any]
+
+    def check_calls(self) -> None:
+        """Raises InputError where the template leaves out calls of tools: an empty turn would be learned for them."""
+        for i, message in enumerate(self.messages):
+            if message.get("tool_calls"):
+                without = {key: value for key, value in message.items() if key != "tool_calls"}
+                if self._try([*self.messages[:i], without, *self.messages[i + 1 :]]) == self.text:
+                    raise InputError(f"{self.template.name}: does not write the calls of tools in message {i}")
 
     def span(self, i: int) -> tuple[int, int]:
         earlier, text = self.messages[:i], self.text
@@ -175,14 +209,24 @@ class _Turns:
             heads = [each for each in (head, head.rstrip()) if probed and text.startswith(each)]
             start = len(heads[0]) if heads else None
         # More than content (calls of tools), or a content that changes what is around it (thoughts).
-        token = self.special.match(tail.lstrip())
-        mark = token[0] if token else tail.strip()
-        end = text.find(mark, content[1] if content else start) if mark and start is not None else -1
-        if start is None or end < 0:
+        end = self._end_of_more(i, content[1] if content else start, tail) if start is not None else None
+        if start is None or end is None:
             raise InputError(
                 f"{self.template.name}: it cannot be told where message {i}, of the assistant, is in its text"
             )
-        return start, end + len(mark)
+        return start, end
+
+    def _end_of_more(self, i: int, start: int, tail: str) -> int | None:
+        """The end of message i, which ends after `start` and, if it had content alone, with `tail`; None if unknown."""
+        so_far = self._try(self.messages[: i + 1])
+        if so_far is not None and self.text.startswith(so_far):
+            tokens = list(self.special.finditer(so_far, start))
+            if tokens and not so_far[tokens[-1].end() :].strip():
+                return tokens[-1].end()
+        token = self.special.match(tail.lstrip())
+        mark = token[0] if token else tail.strip()
+        end = self.text.find(mark, start) if mark else -1
+        return end + len(mark) if end >= 0 else None
 
     def _content(self, i: int) -> tuple[int, int] | None:
         """Where the content of message i is: what becomes another text when the content is another."""
@@ -232,6 +276,12 @@ def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
             k += 1
         found.append(k < len(spans) and max(start, spans[k][0]) < min(end, spans[k][1]))
     return found
+
+
+def join_turns(first: Message, second: Message) -> Message:
+    """Two turns as one of the second's role: their contents, with a blank line between if neither is empty."""
+    contents = filter(None, (first["content"], second["content"]))
+    return {**first, **second, "content": "\n\n".join(contents)}
 
 
 @lru_cache(maxsize=8)

@@ -27,7 +27,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds (most often a BOS)."""
-        return list(self.backend.encode(text).ids)
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts, in parallel. A text that starts with the BOS gets no other."""
+        found = []
+        for encoding in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens):
+            ids: list[int] = encoding.ids
+            is_twice = ids[:1] == ids[1:2] and encoding.special_tokens_mask[:2] == [1, 0]  # Added, and its own.
+            found.append(ids[1:] if is_twice else ids)
+        return found
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of `text`, in which special tokens are written out, and where [start, end) each stands in it.

@@ -17,6 +17,42 @@ LLAMA_3 = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 
+LLAMA_3_1 = """\
+{{- bos_token + "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n" }}
+{%- if messages[0].role == "system" %}
+    {{- messages[0].content | trim }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- "<|eot_id|>" }}
+{%- if tools is not none %}
+    {{- "<|start_header_id|>user<|end_header_id|>\\n\\n" }}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=4) + "\\n\\n" }}
+    {%- endfor %}
+    {{- messages[0].content | trim + "<|eot_id|>" }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if "tool_calls" in message %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
+        {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + "}" }}
+        {{- "<|eot_id|>" if builtin_tools is not defined else "<|eom_id|>" }}
+    {%- elif message.role in ("tool", "ipython") %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content | tojson + "<|eot_id|>" }}
+    {%- else %}
+        {{- "<|start_header_id|>" + message.role + "<|end_header_id|>\\n\\n" + message.content | trim + "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
+{%- endif %}
+"""
+
 MISTRAL = """\
 {%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
@@ -117,14 +153,16 @@ QWEN_2_5 = """\
 {%- endif %}
 """
 
-TEMPLATES = {"llama-3": LLAMA_3, "mistral": MISTRAL, "gemma-2": GEMMA_2, "qwen2.5": QWEN_2_5}
+TEMPLATES = {"llama-3": LLAMA_3, "llama-3.1": LLAMA_3_1, "mistral": MISTRAL, "gemma-2": GEMMA_2, "qwen2.5": QWEN_2_5}
+_LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 SPECIAL = {
-    "llama-3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "llama-3": _LLAMA,
+    "llama-3.1": [*_LLAMA, "<|eom_id|>"],
     "mistral": ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
     "gemma-2": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
     "qwen2.5": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
 }
-"""Special tokens; of the first three the first two are BOS and EOS. Qwen2.5 has no BOS, and <|im_end|> is its EOS."""
+"""Special tokens, the first two BOS and EOS; but Qwen2.5 has no BOS, and <|im_end|> is its EOS."""
 TOKENS = {
     name: {"bos_token": special[0], "eos_token": special[1]} if name != "qwen2.5" else {"eos_token": special[1]}
     for name, special in SPECIAL.items()
@@ -135,13 +173,17 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-TEXT = "user assistant model system Hi Hello there How are you I am fine thanks You be brief . ? ! , \n \n\n"
+TEXT = (
+    "user assistant model system Hi Hello there How are you I am fine thanks You be brief . ? ! , \n \n\n "
+    "Cutting Knowledge Today Date December Jul 26 202 ipython"
+)
+BYTE_LEVEL = ("llama-3", "llama-3.1", "qwen2.5")
 
 
 def tokenizer_of(name: str, folder: Path) -> Tokenizer:
     """A tokenizer in the manner of the model's: bytes behind a pattern, or pieces with ▁ for spaces."""
     words = sorted({word for plain in TEXT.split(" ") for word in (plain, f" {plain}")})
-    if name in ("llama-3", "qwen2.5"):
+    if name in BYTE_LEVEL:
         encoded = ["".join(piece) for piece in map(as_bytes, words)]
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         backend = tokenizers.Tokenizer(bpe([*alphabet], encoded))

@@ -37,6 +37,18 @@ MISTRAL = """
 <s> [INST] ▁Hi ▁there ! [/INST] [▁Hello] [,] [▁you] [?] [</s>]
 [INST] ▁be ▁brief <0x0A> <0x0A> How ▁are ▁you [/INST] [▁I] [▁am] [<0x0A>] [<0x0A>] [fine] [</s>]
 """
+LLAMA_3_1 = """
+<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ĊĊ Cutting ĠKnowledge ĠDate : ĠDecember Ġ 202 3 Ċ
+Today ĠDate : Ġ 26 ĠJul Ġ 202 4 ĊĊ be Ġbrief <|eot_id|>
+<|start_header_id|> user <|end_header_id|> ĊĊ Hi Ġthere ! <|eot_id|>
+<|start_header_id|> assistant <|end_header_id|> ĊĊ
+[{] ["] [n] [am] [e] ["] [:] [Ġ] ["] [f] ["] [,] [Ġ] ["] [p] [ar] [am] [e] [t] [e] [r] [s] ["] [:]
+[Ġ] [{] ["] [x] ["] [:] [Ġ] ["] [Hi] ["] [}] [}] [<|eot_id|>]
+<|start_header_id|> ipython <|end_header_id|> ĊĊ " fine " <|eot_id|>
+<|start_header_id|> assistant <|end_header_id|> ĊĊ [<|eot_id|>]
+<|start_header_id|> user <|end_header_id|> ĊĊ How Ġare Ġyou <|eot_id|>
+<|start_header_id|> assistant <|end_header_id|> ĊĊ [I] [Ġam] [ĊĊ] [fine] [<|eot_id|>]
+"""
 GEMMA_2 = """
 <bos> <start_of_turn> user Ċ Hi ▁there ! <end_of_turn> Ċ
 <start_of_turn> model Ċ [Hello] [,] [▁you] [?] [<end_of_turn>] Ċ
@@ -51,10 +63,31 @@ QWEN_2_5 = """
 <|im_start|> assistant Ċ [I] [Ġam] [ĊĊ] [fine] [<|im_end|>] Ċ
 """
 
-BY_HAND = {"llama-3": LLAMA_3, "mistral": MISTRAL, "gemma-2": GEMMA_2, "qwen2.5": QWEN_2_5}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é> & 'x'", "parameters": {"type": "object"}}}]
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "</s>"}}}]}
 WITH_TOOLS = [CHAT[0], {**CALL, "content": ""}, {"role": "tool", "content": "Hello"}, *CHAT[1:]]
+ANSWERED = [
+    SYSTEM,
+    CHAT[0],
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "Hi"}}}]},
+    {"role": "tool", "content": "fine"},
+    {"role": "assistant", "content": ""},
+    *CHAT[2:],
+]
+
+BY_HAND: dict[str, tuple[str, list[dict], dict[str, object], str]] = {
+    "Llama 3": ("llama-3", [SYSTEM, *CHAT], {}, LLAMA_3),
+    "Llama 3.1: a call, its result, and an empty turn": ("llama-3.1", ANSWERED, {}, LLAMA_3_1),
+    "Llama 3.1: the call ends in another token": (
+        "llama-3.1", ANSWERED, {"builtin_tools": []}, LLAMA_3_1.replace("[}] [<|eot", "[}] [<|eom"),
+    ),
+    "Mistral": ("mistral", [SYSTEM, *CHAT], {}, MISTRAL),
+    "Gemma 2": ("gemma-2", CHAT, {}, GEMMA_2),
+    "Gemma 2: no system turn": (
+        "gemma-2", [SYSTEM, *CHAT], {}, GEMMA_2.replace("Hi", "be ▁brief ĊĊ Hi"),
+    ),
+    "Qwen2.5": ("qwen2.5", [SYSTEM, *CHAT], {}, QWEN_2_5),
+}  # fmt: skip
 
 
 def chat_for(name: str) -> list[dict[str, str]]:
@@ -75,11 +108,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder, tokenizer
 
 
-def test_the_mask_is_the_one_written_by_hand(model: tuple[str, Path, Tokenizer]) -> None:
-    name, folder, tokenizer = model
-    ids, mask = encode_chat(chat_for(name), ChatTemplate.from_folder(folder), tokenizer)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_the_mask_is_the_one_written_by_hand(case: str, tmp_path: Path) -> None:
+    name, messages, variables, text = BY_HAND[case]
+    tokenizer = tokenizer_of(name, tmp_path)
+    ids, mask = encode_chat(messages, template_of(name), tokenizer, **variables)
     tokens = [tokenizer.backend.id_to_token(token).replace("\n", "Ċ") for token in ids]
-    assert list(zip(tokens, mask, strict=True)) == expected(BY_HAND[name], SPECIAL[name])
+    assert list(zip(tokens, mask, strict=True)) == expected(text, SPECIAL[name])
 
 
 def test_text_and_tokens_are_those_of_transformers(model: tuple[str, Path, Tokenizer]) -> None:
@@ -89,7 +124,7 @@ def test_text_and_tokens_are_those_of_transformers(model: tuple[str, Path, Token
         wanted = oracle.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
         assert template.render(messages, add_generation_prompt=prompt) == wanted
     assert encode_chat(chat, template, tokenizer)[0] == oracle.apply_chat_template(chat, return_dict=False)
-    if name in ("qwen2.5", "mistral"):
+    if name in ("qwen2.5", "mistral", "llama-3.1"):
         assert template.render(WITH_TOOLS, tools=TOOLS) == oracle.apply_chat_template(
             WITH_TOOLS, tools=TOOLS, tokenize=False
         )
@@ -116,7 +151,8 @@ def test_whatever_is_said_the_assistants_words_are_found(name: str, turns: list[
         for turn in turns
         for role, content in zip(("user", "assistant"), turn, strict=True)
     ]
-    end = {"llama-3": "<|eot_id|>", "mistral": "</s>", "gemma-2": "<end_of_turn>", "qwen2.5": "<|im_end|>"}[name]
+    ends = {"mistral": "</s>", "gemma-2": "<end_of_turn>", "qwen2.5": "<|im_end|>"}
+    end = ends.get(name, "<|eot_id|>")
     wanted = [(said if name == "qwen2.5" else said.strip()) + end for _, said in turns]
     found = targets(template_of(name), messages, "|".join(map(re.escape, SPECIAL[name])))
     assert [text.removeprefix(" ") if name == "mistral" else text for text in found] == [
@@ -272,18 +308,35 @@ def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "messages", "words"),
     [
-        (TEMPLATES["gemma-2"], "System role not supported"),
-        ("{{ messages[0].content.x.y }}", "x"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-        (LOOP + "{% if message.role != 'assistant' %}{{ message.content }}{% endif %}{% endfor %}", "message 2"),
+        (TEMPLATES["gemma-2"], [*CHAT, CHAT[3]], "must alternate"),
+        (TEMPLATES["gemma-2"], [SYSTEM, CHAT[1]], "System role not supported"),
+        (TEMPLATES["llama-3.1"], [CHAT[0], {**CHAT[1], "tool_calls": []}], "single tool-calls"),
+        (TEMPLATES["llama-3"], WITH_TOOLS, "does not write the calls of tools in message 1"),
+        (LOOP + "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}", WITH_TOOLS, "calls of tools"),
+        ("{{ messages[0].content.x.y }}", CHAT, "x"),
+        ("{{ ''.__class__.__mro__ }}", CHAT, "unsafe"),
+        ("{{ messages.append(1) }}", CHAT, "unsafe|not safely callable"),
+        (LOOP + "{% if message.role != 'assistant' %}{{ message.content }}{% endif %}{% endfor %}", CHAT, "message 1"),
     ],
 )
-def test_a_chat_that_cannot_be_used_is_an_error(source: str, words: str) -> None:
+def test_a_chat_that_cannot_be_used_is_an_error(source: str, messages: list[dict], words: str) -> None:
     with pytest.raises(InputError, match=f"mine: .*({words})"):
-        ChatTemplate(source, name="mine").spans([SYSTEM, *CHAT], special=re.compile("<"))
+        ChatTemplate(source, {"bos_token": "<s>"}, name="mine").spans(messages, special=re.compile("<"))
+
+
+@pytest.mark.parametrize("system", ["raises", "dropped", "taken"])
+def test_where_the_words_of_the_system_go(system: str) -> None:
+    refusing = "{% if message.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    start = LOOP + {"raises": refusing, "dropped": "{% if message.role != 'system' %}", "taken": ""}[system]
+    end = "{% endif %}" if system == "dropped" else ""
+    template = ChatTemplate(start + "{{ message.role }}: {{ message.content }}\n" + end + "{% endfor %}")
+    rest = "assistant:  Hello, you? \n"
+    wanted = "system: be brief\nuser: Hi there!\n" if system == "taken" else "user: be brief\n\nHi there!\n"
+    assert template.render([SYSTEM, *CHAT[:2]]) == wanted + rest
+    empty = {"role": "system", "content": ""}
+    assert system == "taken" or template.render([empty, *CHAT[:2]]) == "user: Hi there!\n" + rest
 
 
 def test_noncharacters_are_refused() -> None:

@@ -175,7 +175,7 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) ->
     accuracies = torch.tensor([found["accuracies"][str(k)] for k in range(1, 11)])
     assert accuracies.shape == (10, 3) and (accuracies.diff(dim=0) >= 0).all() and accuracies[-1].min() > 0
     outcome = found["generation"]
-    assert outcome["same"] == outcome["prompts"] == 8
+    assert outcome["same"] == outcome["prompts"] >= 4
     assert 1 < found["expected_tokens_per_step"] < 4 and 1 <= outcome["tokens_per_step"] <= 4
 
     prompt = ["--prompt", "def ", "--max-new-tokens", 11]
@@ -220,6 +220,17 @@ def lose_two_tensors(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def begin(*files: str) -> Callable[[Path], object]:
+    """What a command leaves that was stopped."""
+
+    def left(folder: Path) -> None:
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text("{}")
+
+    return left
+
+
 GENERATE = ["generate", "{folder}", "--prompt", "x"]
 TRAIN = ["medusa", "train", "{folder}", "--out", "{folder}/heads", "--data"]
 WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
@@ -237,6 +248,12 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
         None,
         ["medusa", "train", "{folder}", "--out", "{folder}", "--data", "x"],
         "--overwrite",
+    ),
+    "training begun": (begin("heads/checkpoints/step-3/run.json"), [*TRAIN, "x"], "--resume goes on"),
+    "data begun": (
+        begin(".own.jsonl.progress", ".own.jsonl.partial"),
+        ["medusa", "generate-data", "{folder}", "--data", "x", "--out", "{folder}/own.jsonl"],
+        "--resume goes on",
     ),
     "empty prompt": (None, ["generate", "{folder}", "--prompt", "x", "--prompt", ""], "prompt 2 is empty"),
     "empty input": (None, ["generate", "{folder}"], "prompt 1 is empty"),

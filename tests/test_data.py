@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from ligermodels.chat import encode_chat
+from ligermodels.chat import ChatTemplate, encode_chat
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import shift_labels
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training import Ahead, Batch, Corpus, Documents, Stream, corpus
-from ligermodels.training.corpus import parse_line, permutation
+from ligermodels.training import Ahead, Batch, Corpus, Documents, Stream, corpus, read_documents
+from ligermodels.training.corpus import permutation
 
 CHAT = [{"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}]
 
@@ -90,6 +90,35 @@ def test_what_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             Corpus([tmp_path / name])
 
 
+ARRAY = ("is a JSON array.*one object a line", b'\xef\xbb\xbf \n[{"text": "a"}]')
+PACKED = ("is compressed: unpack", b'{"text": "a"}')
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "content"),
+    [
+        ("a.json", *ARRAY),
+        ("a.JSONL", *ARRAY),
+        ("a.json.gz", *PACKED),
+        ("a.jsonl.ZST", *PACKED),
+        ("a.txt.gz", *PACKED),
+        ("a.parquet", "is binary: write it as JSON", b"PAR1"),
+    ],
+)
+def test_files_that_are_no_lines_are_refused(tmp_path: Path, name: str, words: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    for read in (Corpus, lambda paths: list(read_documents(paths))):
+        with pytest.raises(InputError, match=rf"{name}: {words}"):
+            read([tmp_path / name])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.json", "a.ndjson"])
+def test_json_lines_have_many_names(tmp_path: Path, name: str) -> None:
+    found = Corpus([jsonl(tmp_path / name, {"text": "a"}, {"text": "b"})])
+    assert len(found) == 2 and found.read(1)[1:] == (True, True, True)
+    assert list(read_documents([tmp_path / name])) == ["a", "b"]
+
+
 def test_what_is_held_out_is_fixed_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "PIECE", 8)
     paths = [jsonl(tmp_path / "lines.jsonl", *({"text": str(i)} for i in range(30)))]
@@ -116,69 +145,13 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert sorted(permutation(1000, -3, "x")) == list(range(1000))
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-
-GOOD: dict[str, tuple[object, object]] = {
-    "text": ({"text": "a", "id": 5}, "a"),
-    "empty": ({"text": ""}, ""),
-    "messages": ({"messages": CHAT}, (CHAT, {})),
-    "tools": ({"messages": CHAT, "tools": [{"name": "f"}]}, (CHAT, {"tools": [{"name": "f"}]})),
-    "ShareGPT": (
-        {
-            "id": "x",
-            "conversations": [{"from": "human", "value": "Hi there!"}, {"from": "gpt", "value": "Hello, you?"}],
-        },
-        (CHAT, {}),
-    ),
-    "roles": (
-        {"conversations": [{"from": role, "value": "x"} for role in ("system", "function", "bard", "user", "ipython")]},
-        ([{"role": role, "content": "x"} for role in ("system", "tool", "assistant", "user", "ipython")], {}),
-    ),
-    "parts": (
-        {
-            "messages": [
-                {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-            ]
-        },
-        ([{"role": "assistant", "content": "ab"}], {}),
-    ),
-    "calls": (
-        {"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]},
-        ([{"role": "assistant", "content": "", "tool_calls": [1]}], {}),
-    ),
-}
-BAD: dict[str, tuple[str, str]] = {
-    "cut": ('{"text": "x', "not JSON"),
-    "deep": ("[" * 100_000, "not JSON"),
-    "list": ('["text"]', "not an object"),
-    "no text": ('{"text": 5}', "not an object with a string"),
-    "no chat": ('{"messages": []}', "not empty"),
-    "no list": ('{"conversations": {"from": "gpt", "value": "x"}}', "a list of turns"),
-    "no turn": ('{"messages": ["hello"]}', "turn 1"),
-    "no content": ('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}', "turn 2"),
-    "picture": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "turn 1"),
-    "no speaker": ('{"conversations": [{"value": "x"}]}', "turn 1"),
-    "no assistant": ('{"messages": [{"role": "user", "content": "x"}]}', "nothing to learn"),
-}
-
-
-@pytest.mark.parametrize("case", GOOD)
-def test_lines_of_many_kinds(case: str) -> None:
-    record, wanted = GOOD[case]
-    assert parse_line(json.dumps(record).encode()) == wanted
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_lines_that_cannot_be_used(case: str) -> None:
-    line, words = BAD[case]
-    with pytest.raises(ValueError, match=words):
-        parse_line(line.encode())
+# -- documents ---------------------------------------------------------------------------------------------------------
 
 
 def test_unusable_lines_are_counted_once_and_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "data.jsonl"
-    refused = json.dumps({"messages": [{"role": "system", "content": "x"}, *CHAT]})
-    lines = ["", '{"text": "Hi"}', BAD["cut"][0], json.dumps({"messages": CHAT}), refused, '{"text": "\xff"}', "{}"]
+    refused = json.dumps({"messages": [*CHAT, CHAT[1]]})
+    lines = ["", '{"text": "Hi"}', '{"text": "x', json.dumps({"messages": CHAT}), refused, '{"text": "\xff"}', "{}"]
     path.write_bytes("\n".join(lines).encode("latin-1"))
     found, seen = Corpus([path]), list[str]()
 
@@ -200,6 +173,39 @@ def test_unusable_lines_are_counted_once_and_named(tmp_path: Path, tokenizer: To
         Documents(found, tokenizer, max_bad_lines=9).read([2])
 
 
+def test_lines_with_nothing_to_learn_are_counted_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    asked = {"messages": CHAT[:1]}
+    found, said = Corpus([jsonl(tmp_path / "a.jsonl", asked, {"messages": CHAT}, {"text": ""}, asked)]), list[str]()
+    silent = ChatTemplate("{% generation %}{% endgeneration %}{{ messages[0].content }}")
+    for template, empty in ((template_of("qwen2.5"), {0, 2, 3}), (silent, {0, 1, 2, 3})):
+        said.clear()
+        documents = Documents(found, tokenizer, lambda t=template: t, max_bad_lines=0, on_bad_line=said.append)
+        assert (documents.count(range(4)) > 0) == (len(empty) < 4) and documents.count([0]) == 0
+        assert documents.empty == empty and not documents.bad
+        assert len(said) == 2 and said[1].startswith(f"{len(empty)} documents in all hold nothing to learn")
+        assert said[0].startswith(f"{tmp_path}/a.jsonl:1: nothing to learn: the assistant does not say a word")
+    with pytest.raises(InputError, match="nothing to learn in any of the 4 documents"):
+        next(Stream(documents, np.arange(4), length=5, rows=1))
+    assert documents.records([0, 2]) == [None, ""]
+
+
+def test_one_bos(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("llama-3.1", tmp_path)
+    begin = tokenizer.backend.token_to_id("<|begin_of_text|>")
+    texts = ["Hi", "<|begin_of_text|>Hi", "<|begin_of_text|>", "", "Hi<|begin_of_text|>"]
+    path = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts), {"messages": CHAT})
+    for adds in (False, True):
+        if adds:
+            tokenizer.backend.post_processor = processors.TemplateProcessing(
+                "<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", begin)]
+            )
+        found = Documents(Corpus([path]), tokenizer, lambda: template_of("llama-3.1"), on_bad_line=str).read(range(6))
+        hi = tokenizer.backend.token_to_id("Hi")
+        bos = [begin] if adds else []
+        assert [each and each.ids for each in found[:5]] == [[*bos, hi], [begin, hi], [begin], None, [*bos, hi, begin]]
+        assert found[5].ids.count(begin) == 1 and tokenizer.encode(texts[1]) == [begin, hi]
+
+
 def test_documents_as_tokens(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "PIECE", 12)
     (tmp_path / "long.txt").write_text("Hi there!\nHello, you?\nI am")
@@ -208,7 +214,11 @@ def test_documents_as_tokens(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: 
     plain = lambda text: tokenizer.backend.encode(text, add_special_tokens=False).ids  # noqa: E731
     ids, mask = encode_chat(CHAT, template_of("qwen2.5"), tokenizer)
     documents = Documents(
-        Corpus([path, tmp_path / "long.txt"]), tokenizer, lambda: template_of("qwen2.5"), eos_token_id=end
+        Corpus([path, tmp_path / "long.txt"]),
+        tokenizer,
+        lambda: template_of("qwen2.5"),
+        eos_token_id=end,
+        on_bad_line=str,
     )
     found = documents.read(range(7))
     texts = [found[i] for i in (0, 2, 4, 5, 6)]
@@ -338,7 +348,7 @@ def test_orders_differ_by_seed_and_by_epoch(tmp_path: Path) -> None:
 
 def test_a_stream_of_nothing_or_of_something_else_is_an_error(tmp_path: Path) -> None:
     documents = Made([0, 0], tmp_path)
-    with pytest.raises(InputError, match="not a single token"):
+    with pytest.raises(InputError, match="nothing to learn in any of the 2"):
         next(Stream(documents, np.arange(2), length=5, rows=1))
     with pytest.raises(InputError, match="no document"):
         Stream(documents, np.arange(0), length=5, rows=1)
@@ -404,7 +414,7 @@ def test_batches_made_ahead_are_the_same(tmp_path: Path) -> None:
 
 def test_errors_of_the_thread_arrive(tmp_path: Path) -> None:
     ahead = Ahead(Stream(Made([0], tmp_path), np.arange(1), length=5, rows=1))
-    with pytest.raises(InputError, match="not a single token"):
+    with pytest.raises(InputError, match="nothing to learn"):
         next(ahead)
 
 

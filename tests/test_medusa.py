@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import profile
 from transformers import PreTrainedModel
 from zoo import BASE, CONFIGS, LLAMA, PHI_LONGROPE, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.generation import default_tree, medusa_generate
+from ligermodels.generation import chain, default_tree, medusa_generate
 from ligermodels.layers import TargetCount
 
 
@@ -206,6 +207,43 @@ def test_tree_decoding_gives_the_tokens_of_plain_decoding(base: lm.CausalLM, lm_
     assert torch.equal(model.generate(prompts, max_new_tokens=40, pad_token_id=0, **options), plain)
 
 
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_proposals_are_those_of_each_head_in_few_kernels(lm_head: str, batch: int) -> None:
+    """Of the heads asked for and no other, to the bit, and with one activation and one sum a layer."""
+    # A width of whole vectors: of what is left over, torch's activation on the CPU rounds some numbers otherwise.
+    base = lm.from_config({**LLAMA, "hidden_size": 64})
+    model = stir(lm.MedusaModel.from_base(base, 4, 2, lm_head))
+    hidden = torch.randn(batch, 64)
+    with torch.no_grad():
+        for count in (None, 1, 3, 9):
+            with profile() as seen:
+                found = model.propose(hidden, count)
+            heads = model.heads[:count]
+            if lm_head == "shared":
+                wanted = base.head(torch.stack([head.layers(hidden) for head in heads], dim=1))
+            else:
+                wanted = torch.stack([head(hidden, base.head) for head in heads], dim=1)
+            assert torch.equal(found, wanted)
+            calls = {each.key: each.count for each in seen.key_averages()}
+            linears = found.shape[1] * (3 if lm_head == "own" else 2) + (lm_head == "shared")
+            assert (calls["aten::silu"], calls["aten::add"], calls["aten::linear"]) == (2, 2, linears)
+            assert calls["aten::stack"] == 2 + (lm_head == "own")
+    with pytest.raises(InputError, match="num_heads"):
+        model.propose(hidden, 0)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_decoding_reads_no_head_that_the_tree_does_not_use(base: lm.CausalLM, depth: int) -> None:
+    model, called = lm.MedusaModel.from_base(base, 5), set[int]()
+    for i, head in enumerate(model.heads):
+        head.lm_head.register_forward_hook(lambda *_, i=i: called.add(i))
+    model.generate([[5, 9, 11]], 6, tree=chain(depth), eos_token_ids=None)
+    assert called == set(range(max(1, depth)))
+    with pytest.raises(InputError, match="the tree needs 6 heads"):
+        model.generate([[5, 9, 11]], 6, tree=chain(6))
+
+
 # -- decoding in batches, over the kinds of attention and position that a cache could get wrong ------------------------
 
 LIMIT = 20
@@ -230,12 +268,14 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, model, oracle.double(), alone
 
 
-def half_right(model: lm.CausalLM, texts: list[list[int]]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Three heads that know these texts by their states, and say the right token in about two places of three."""
-    states = torch.cat([model.hidden_states(torch.tensor([text]))[0] for text in texts])
+def half_right(
+    model: lm.CausalLM, texts: list[list[int]], wrong: float = 1 / 3
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Three heads that know these texts by their states, and say the right token but in this share of places."""
+    states = torch.cat([model.hidden_states(torch.tensor([text], device=model.device))[0] for text in texts])
     ahead = torch.cat([F.pad(torch.tensor(text), (0, 4), value=3).unfold(0, 5, 1)[:, 2:] for text in texts])
-    wrong = torch.rand(ahead.shape, generator=torch.Generator().manual_seed(3)) < 1 / 3
-    told = F.one_hot(torch.where(wrong, 5, ahead), model.config.vocab_size).double()
+    lies = torch.rand(ahead.shape, generator=torch.Generator().manual_seed(3)) < wrong
+    told = F.one_hot(torch.where(lies, 5, ahead), model.config.vocab_size).to(states)
     return lambda hidden: told[torch.cdist(hidden, states).argmin(dim=1)]
 
 
@@ -276,3 +316,44 @@ def test_each_row_alone_is_what_transformers_gives(kind: Any) -> None:
         assert found[0].tolist() == wanted
         if name == "longrope":
             assert without_cache(oracle, prompt) == wanted
+
+
+# -- by CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+def decoded(model: lm.CausalLM, texts: list[list[int]], cuda_graph: bool) -> dict[str, Any]:
+    """Tokens, steps and passes: by typical acceptance; with an end inside of what a step accepts; and by both."""
+    new = [text[-NEW:] for text in texts]
+    ends = {"eos_token_ids": [row[6] for row in new]}
+    cases: dict[str, tuple[float, dict[str, Any]]] = {
+        "typical": (1 / 3, {"temperature": 1.0, "eos_token_ids": []}),
+        "end": (0.0, ends),
+        "typical, end": (1 / 3, {"temperature": 1.0, **ends}),
+    }
+    found = {}
+    for case, (wrong, options) in cases.items():
+        propose, tree = half_right(model, texts, wrong), default_tree(3, 12) if wrong else chain(3)
+        options |= {"max_new_tokens": NEW, "pad_token_id": 0, "cuda_graph": cuda_graph}
+        out = medusa_generate(model, propose, PROMPTS[: len(texts)], tree=tree, **options)
+        found[case] = (out.sequences[:, -NEW:].tolist(), out.steps, out.new_tokens, out.passes)
+    tokens, steps, *_ = found["typical"]
+    # Some of what is not greedy is accepted, and some is not.
+    assert all(row != greedy for row, greedy in zip(tokens, new, strict=True))
+    assert 1.5 < (NEW - 1) * len(texts) / steps < 3.9
+    # Where all is right four tokens are gained a step: the first row ends before the last of them.
+    assert new[0].index(new[0][6]) % 4 in (1, 2, 3) and found["end"][2] < NEW * len(texts)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3_moe", "longrope"])
+def test_by_graphs_as_without_and_as_on_the_cpu(name: str, batch: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, KINDS[name])
+    host, device = (lm.from_pretrained(tmp_path, dtype=torch.float32, device=each) for each in ("cpu", "cuda"))
+    texts = [host.generate([prompt], NEW, eos_token_ids=None)[0].tolist() for prompt in PROMPTS[:batch]]
+    wanted = decoded(host, texts, False)
+    assert decoded(device, texts, False) == wanted
+    assert decoded(device, texts, True) == wanted

@@ -1,13 +1,16 @@
-"""Scores of heads on the model's own text, what they predict of decoding, and the picture of it."""
+"""Scores of heads on the model's own text, what they predict of decoding other text, and the picture of it."""
 
+# ruff: noqa: F401, F811  (fixtures of another file)
 import json
 import math
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_runs import base, data, recipe_for
 from typer.testing import CliRunner, Result
 from zoo import CONFIGS, make_checkpoint
 
@@ -15,8 +18,18 @@ import ligermodels as lm
 from ligermodels.cli import app, plot
 from ligermodels.errors import BackendError, InputError
 from ligermodels.generation import Tree, chain, expected_tokens, grow
-from ligermodels.training import evaluate_own_text, race
-from ligermodels.training.evaluation import HeadScores, OwnText
+from ligermodels.training import (
+    HeadScores,
+    OwnText,
+    Stream,
+    decoding,
+    documents_of,
+    evaluate_own_text,
+    opening_prompts,
+    race,
+    train_heads,
+    trial,
+)
 
 PROMPTS = [[5, 9, 11], [77], list(range(30, 50)), [3, 4]]
 
@@ -37,8 +50,11 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> lm.MedusaModel:
     return model
 
 
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("new_tokens", [2, 9, 40])
-def test_prediction_is_what_decoding_then_yields(medusa: lm.MedusaModel, new_tokens: int) -> None:
+def test_a_replay_of_the_same_prompts_is_lossless(medusa: lm.MedusaModel, new_tokens: int) -> None:
     own = evaluate_own_text(medusa, PROMPTS, max_new_tokens=new_tokens)
     assert own.lengths == [new_tokens] * 4
     for tree in (grow(own.scores.hits, 20), chain(3), Tree.from_paths([])):
@@ -49,7 +65,7 @@ def test_prediction_is_what_decoding_then_yields(medusa: lm.MedusaModel, new_tok
         assert outcome.tokens_per_step == 1 < own.tokens_per_step(chain(3)) < 3.9
 
 
-def test_prediction_knows_of_rows_that_end(medusa: lm.MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_knows_of_rows_that_end(medusa: lm.MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     text = medusa.base.generate(PROMPTS, max_new_tokens=40, eos_token_ids=None, pad_token_id=0)[:, -40:].tolist()
     defaults = {"eos_token_ids": [text[0][17], text[2][5]], "pad_token_id": 0}
     monkeypatch.setattr(medusa.base, "generation_defaults", lambda: defaults)
@@ -99,9 +115,80 @@ def test_steps_are_walked_as_decoding_does() -> None:
     assert math.isnan(OwnText(scores, [ranks[:, :1]], [1]).tokens_per_step(chain(2)))
 
 
+def test_a_prediction_is_of_other_prompts_and_can_fail(medusa: lm.MedusaModel) -> None:
+    """Heads that know the first half by heart and nothing of the second: what the one promises the other denies."""
+    known, unknown = PROMPTS[:2], PROMPTS[2:]
+    tried = trial(medusa, [known[0], unknown[0], known[1], unknown[1]], nodes=20, max_new_tokens=30)
+    own = evaluate_own_text(medusa, known, max_new_tokens=30)
+    assert tried.tree == grow(own.scores.hits, 20) and tried.predicted == own.tokens_per_step(tried.tree)
+    assert tried.expected == expected_tokens(tried.tree, own.scores.hits)
+    outcome = race(medusa, unknown, tree=tried.tree, max_new_tokens=30)
+    assert tried.race.prompts == tried.race.same == 2 and tried.race.tokens_per_step == outcome.tokens_per_step
+    assert tried.predicted > 1.2 * tried.race.tokens_per_step
+    swapped = trial(medusa, [unknown[0], known[0], unknown[1], known[1]], nodes=20, max_new_tokens=30)
+    assert swapped.predicted < swapped.race.tokens_per_step
+
+
+def test_prompts_are_continued_in_small_batches(medusa: lm.MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = evaluate_own_text(medusa, PROMPTS, max_new_tokens=9)
+    monkeypatch.setattr(decoding, "AT_ONCE", 3)
+    parts = evaluate_own_text(medusa, PROMPTS, max_new_tokens=9)
+    assert parts.lengths == whole.lengths and torch.equal(parts.scores.hits, whole.scores.hits)
+    assert all(torch.equal(a, b) for a, b in zip(parts.ranks, whole.ranks, strict=True))
+
+
+def test_a_race_warms_up_with_its_own_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be smaller than the default one: a vocabulary of 7 has no ten candidates."""
+    base = lm.from_config({**CONFIGS["llama-3.1"], "vocab_size": 7}, dtype=torch.float64)
+    medusa = lm.MedusaModel.from_base(base, 2)
+    trees, generate = [], medusa.generate
+
+    def watched(*args: Any, **options: Any) -> Any:
+        trees.append(options.get("tree"))
+        return generate(*args, **options)
+
+    monkeypatch.setattr(medusa, "generate", watched)
+    assert race(medusa, [[1, 2], [3]], tree=chain(2), max_new_tokens=9).same == 2
+    assert trees == [chain(2)] * 3
+
+
 def test_nothing_to_continue(medusa: lm.MedusaModel) -> None:
     with pytest.raises(InputError, match="no prompt"):
         evaluate_own_text(medusa, [], max_new_tokens=3)
+    with pytest.raises(InputError, match="two prompts or more"):
+        trial(medusa, PROMPTS[:1], nodes=3, max_new_tokens=3)
+
+
+def test_prompts_are_what_a_model_is_asked(base: Path, tmp_path: Path) -> None:
+    """Beginnings of texts; chats up to where the assistant is to speak; and none where it is not."""
+    ask, more = {"role": "user", "content": "Hi"}, {"role": "system", "content": "be brief"}
+    answer = {"role": "assistant", "content": "one two three"}
+    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    lines: list[Any] = [
+        {"text": "words of a text, of which the first are taken"},
+        {"text": ""},
+        {"messages": [ask, answer, ask, answer]},
+        {"messages": [more, ask, answer]},
+        {"messages": [ask, call]},
+        {"messages": [ask]},
+        {"text": "a"},
+    ]
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no json\n")
+    documents = documents_of(base, [file], max_bad_lines=9, on_bad_line=lambda message: None)
+    indices, tokenizer = documents.corpus.split(0, 0)[0], documents.tokenizer
+
+    def asked(*messages: Any) -> list[int]:
+        text = documents.template.render(messages, add_generation_prompt=True)
+        return tokenizer.encode_with_offsets(text)[0]
+
+    wanted = [tokenizer.encode(lines[0]["text"])[:4], asked(ask), asked(more, ask), tokenizer.encode("a")]
+    found = opening_prompts(documents, indices, 99, prompt_tokens=4)
+    assert sorted(found) == sorted(wanted) and len(wanted[0]) == 4
+    assert opening_prompts(documents, indices, 2, prompt_tokens=4) == found[:2]
+    orders = {str(opening_prompts(documents, indices, 99, prompt_tokens=4, seed=seed)) for seed in range(9)}
+    assert len(orders) > 1
+    assert opening_prompts(documents, indices[[1, 3]], 9, prompt_tokens=4) == [wanted[2]]
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------
@@ -168,27 +255,47 @@ def test_a_picture_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: object) -> Result:
+def run(*arguments: object, code: int = 0) -> Result:
     result = CliRunner().invoke(app, list(map(str, arguments)))
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result
 
 
-def test_eval_export_and_generate(medusa: lm.MedusaModel, tmp_path: Path) -> None:
+def test_eval_export_and_generate(medusa: lm.MedusaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_cli import CORPUS, save_tokenizer
 
     base = tmp_path / "base"
     medusa.base.save_pretrained(base)
     save_tokenizer(base, 307)
     medusa.save_pretrained(tmp_path / "heads")
-    (tmp_path / "data.txt").write_text(CORPUS[:3000])
-    options = ["--data", tmp_path / "data.txt", "--length", 64, "--prompts", 3, "--max-new-tokens", 9]
-    shown = run("medusa", "eval", base, tmp_path / "heads", *options, "--plot", tmp_path / "x.png")
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": CORPUS[at : at + 300]}) + "\n" for at in range(0, 3000, 300)) + "{}\n"
+    )
+    evaluate = ["medusa", "eval", base, tmp_path / "heads", "--data", tmp_path / "data.jsonl"]
+    assert "data.jsonl:11" in run(*evaluate, code=1).stderr
+    options = ["--length", 16, "--prompts", 7, "--max-new-tokens", 9, "--batch-size", 2, "--max-bad-lines", 1]
+    shown = run(*evaluate, *options, "--plot", tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
-    assert "speed-up" in shown.stdout and "predicted" in shown.stdout
-    found = json.loads(run("medusa", "eval", base, tmp_path / "heads", *options, "--json").stdout)
-    assert found["predicted_tokens_per_step"] == pytest.approx(found["generation"]["tokens_per_step"])
+    assert "speed-up" in shown.stdout and "predicted" in shown.stdout and "data.jsonl:11" in shown.stderr
+
+    # Batches come and go: there are many, and never more than a few at once.
+    alive: list[weakref.ref[Any]] = []
+    following = Stream.__next__
+
+    def watched(stream: Stream) -> Any:
+        assert sum(each() is not None for each in alive) <= 2
+        batch = following(stream)
+        alive.append(weakref.ref(batch))
+        return batch
+
+    monkeypatch.setattr(Stream, "__next__", watched)
+    found = json.loads(run(*evaluate, *options, "--json").stdout)
+    assert len(alive) > 20
+    assert (found["generation"]["prompts"], found["generation"]["same"]) == (3, 3)  # Four were predicted from.
     assert all(isinstance(path, list) for path in found["tree"]) and len(found["own_accuracies"]) == 10
+    (tmp_path / "data.jsonl").write_text('{"text": "one"}\n')
+    assert "--prompts 0" in run(*evaluate, code=1).stderr
+    assert "generation" not in json.loads(run(*evaluate, "--prompts", 0, "--json").stdout)
 
     # From any format to any other; heads of a whole checkpoint are those of its own model.
     for source, profile in (("heads", "tgi"), ("tgi", "fasterdecoding"), ("fasterdecoding", "full-hf")):
@@ -203,3 +310,33 @@ def test_eval_export_and_generate(medusa: lm.MedusaModel, tmp_path: Path) -> Non
     cold, hot = (json.loads(run(*heads, *more).stdout) for more in ([], ["--temperature", 1e9]))
     assert cold["completions"][0]["completion"] + "\n" == plain
     assert hot["steps"] < cold["steps"]
+
+
+def test_eval_on_what_a_run_held_out(base: Path, data: Path, tmp_path: Path) -> None:
+    """Read as the run read it: the very scores of the run, and more of them."""
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%d %B %Y') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (tmp_path / "data.jsonl").write_bytes(data.read_bytes())
+    recipe, out = recipe_for(base, tmp_path / "data.jsonl", chat_template=str(template)), tmp_path / "out"
+    scores = train_heads(recipe, out).scores
+    assert scores is not None
+    evaluate = ["medusa", "eval", base, out, "--prompts", 0, "--json"]
+    found = json.loads(run(*evaluate, "--held-out-of", out).stdout)
+    assert found["targets"] == scores.counts.tolist()
+    for k in range(1, 11):
+        assert found["accuracies"][str(k)] == pytest.approx(scores.accuracy(k).tolist(), rel=1e-9)
+    dated = json.loads(run(*evaluate, "--held-out-of", out, "--date", "1999-01-01").stdout)
+    assert dated["losses"] != found["losses"] == pytest.approx(scores.losses.tolist(), rel=1e-5)
+    assert "YYYY-MM-DD" in run(*evaluate, "--held-out-of", out, "--date", "soon", code=1).stderr
+
+    assert "--held-out-of" in run(*evaluate, code=2).stderr
+    assert "--held-out-of" in run(*evaluate, "--held-out-of", out, "--data", data, code=2).stderr
+    assert "--prompts" in run("medusa", "eval", base, out, "--data", data, "--prompts", 1, code=2).stderr
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('\n{"text": "one more"}\n')
+    assert "data: not what the run began with" in run(*evaluate, "--held-out-of", out, code=1).stderr
+    train_heads(recipe.changed({"held_out": 0, "steps": 1}), out)
+    assert "held nothing out" in run(*evaluate, "--held-out-of", out, code=1).stderr

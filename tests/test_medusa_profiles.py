@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from zoo import BASE, CONFIGS, make_checkpoint
 
 import ligermodels as lm
+from ligermodels.archs import medusa_checkpoint
 from ligermodels.convert import medusa_files, safetensors_writer
 from ligermodels.convert.medusa_files import open_heads
-from ligermodels.convert.medusa_profiles import PROFILES
+from ligermodels.convert.medusa_profiles import PROFILES, Fill
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 
 HIDDEN, VOCAB = BASE["hidden_size"], BASE["vocab_size"]
@@ -157,10 +158,13 @@ def test_exports_load_by_the_loaders_rules_and_come_back_exactly(
     with open_heads(folder) as found:
         assert (found.profile.name, found.num_heads, found.num_layers) == (profile, num_heads, num_layers)
     again = lm.MedusaModel.from_pretrained(base, folder)
-    # Where each head has a projection in the file it has one of its own.
-    assert again.shape == model.shape and again.lm_head == ("own" if PROFILES[profile].lm_heads == "each" else "shared")
+    # A projection that the file repeats is shared again.
+    assert again.shape == model.shape and again.lm_head == lm_head
     ids = torch.randint(3, VOCAB, (2, 7))
     assert torch.equal(again(ids).logits, model(ids).logits)
+    apart = lm.MedusaModel.from_pretrained(base, folder, own_lm_heads=True)
+    assert apart.lm_head == "own" and torch.equal(apart(ids).logits, model(ids).logits)
+    assert len({id(head.lm_head.weight) for head in apart.heads} | {id(base.head.weight)}) == num_heads + 1
     again.export(tmp_path / "again", profile, base_model=NAME, max_shard_size="50KB")
     for path in folder.iterdir():
         if path.suffix != ".pt":  # A zip, with the name of its folder in it.
@@ -201,19 +205,48 @@ def test_a_whole_checkpoint_opens_everywhere(base: lm.CausalLM, tmp_path: Path) 
     base.origin = origin
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_numbers_come_from_the_tensors(base: lm.CausalLM, profile: str, tmp_path: Path) -> None:
-    """Configs in the wild say 2 heads where the file holds 5, or are not there."""
-    model = heads(base, "shared", 5, 1)
+@pytest.mark.parametrize(
+    ("profile", "num_layers"),
+    [(name, layers) for name, profile in PROFILES.items() for layers in (1, 2) if layers <= (profile.max_layers or 2)],
+)
+def test_numbers_come_from_the_tensors(base: lm.CausalLM, profile: str, num_layers: int, tmp_path: Path) -> None:
+    """Configs in the wild say 2 heads where the file holds 5; or have no numbers, or are not there."""
+    model = heads(base, "shared", 5, num_layers)
     model.export(tmp_path / "heads", profile, base_model=NAME)
     path = tmp_path / "heads" / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({key: 2 if "num" in key and "heads" in key else value for key, value in config.items()}))
+    filled = {key: value.value for key, value in PROFILES[profile].config.items() if isinstance(value, Fill)}
+    counts = {key: config[key] for key, value in filled.items() if value in ("num_heads", "num_layers")}
+    assert {5, num_layers} == set(counts.values())
     ids = torch.randint(3, VOCAB, (1, 7))
-    for _ in range(2):
+    texts = [json.dumps({**config, **dict.fromkeys(counts, wrong)}) for wrong in (1, 2, 3)]
+    texts += [json.dumps({key: value for key, value in config.items() if key not in counts}), None]
+    for text in texts:
+        path.unlink() if text is None else path.write_text(text)
         again = lm.MedusaModel.from_pretrained(base, tmp_path / "heads")
-        assert again.shape.num_heads == 5 and torch.equal(again(ids).logits, model(ids).logits)
-        path.unlink(missing_ok=True)
+        assert again.shape == model.shape and torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_what_is_not_quite_the_bases_lm_head_is_each_heads_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number in the last row of the last head, or the sign of a zero; what is compared is of the base's dtype."""
+    monkeypatch.setattr(medusa_checkpoint, "ROWS", 50)
+    base = lm.from_config(CONFIGS["llama-3.1"])
+    with torch.no_grad():
+        base.head.weight[0, 0] = 0.0
+    model = heads(base, "shared")
+    for place, change in (((-1, -1), 1e-6), ((0, 0), -0.0)):
+        model.export(tmp_path / "heads", "tgi", base_model=NAME, overwrite=True)
+        path = tmp_path / "heads" / "medusa_lm_head.safetensors"
+        stored = load_file(path)
+        stored["2.2.weight"][place] = stored["2.2.weight"][place] + change if change else change
+        save_file(stored, path, metadata={"format": "pt"})
+        again = lm.MedusaModel.from_pretrained(base, tmp_path / "heads")
+        assert again.lm_head == "own"
+        again.export(tmp_path / "again", "tgi", base_model=NAME, overwrite=True)
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    model.export(tmp_path / "full", "full-hf")
+    half = lm.from_pretrained(tmp_path / "full", dtype=torch.bfloat16)
+    assert lm.MedusaModel.from_pretrained(half, tmp_path / "full").lm_head == "shared"
 
 
 @pytest.mark.parametrize("profile", ["vllm", "vllm-shared", "tgi", "fasterdecoding"])
@@ -307,20 +340,22 @@ def test_what_a_profile_cannot_hold(
     [
         (profile, fault)
         for profile in PROFILES
-        for fault in ("tensor", "shape", "setting", "misread")
-        if (profile, fault) != ("full-hf", "misread")  # There the config is the base model's.
+        for fault in ("tensor", "shape", "setting", "misread", "base tensor", "base shape")
+        # Where the base model is in the file too, the config is its own.
+        if fault not in (["misread"] if PROFILES[profile].prefix else ["base tensor", "base shape"])
     ],
 )
 def test_a_wrong_file_is_not_left_behind(
     base: lm.CausalLM, profile: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the writer at fault, the check of what it wrote would find it before the folder is there."""
-    if fault in ("tensor", "shape"):
+    if fault.endswith(("tensor", "shape")):
+        of_which = r"model\.norm\.weight" if "base" in fault else r".*(linear|layers\.0)\.weight"
 
         def spoil(tensors: Tensors) -> Tensors:
-            name = next(name for name in tensors if name.endswith("linear.weight") or ".layers.0.weight" in name)
+            name = next(name for name in tensors if re.fullmatch(of_which, name))
             changed = {**tensors, name: tensors[name][1:].clone()}
-            return {key: changed[key] for key in changed if fault == "shape" or key != name}
+            return {key: changed[key] for key in changed if fault.endswith("shape") or key != name}
 
         save, save_pt = safetensors_writer.save_file, torch.save
         monkeypatch.setattr(
@@ -390,6 +425,7 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
         r"missing.*1\.0\.linear\.weight",
     ),
     "shape": ("vllm", lambda t: {**t, "lm_heads.1.weight": torch.ones(3, HIDDEN)}, r"lm_heads\.1\.weight \[3, 60\]"),
+    "one lm_head": ("vllm-shared", dropped("lm_heads.0.weight"), r"no lm_heads\.0\.weight that is the base model's"),
     "vocabulary": ("vllm", lambda t: {**t, "token_map": torch.arange(9)}, "truncated vocabulary"),
     "none": ("vllm", lambda t: {"x": torch.ones(1)}, "no Medusa heads"),
 }
@@ -398,7 +434,8 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
 @pytest.mark.parametrize("case", WRONG_TENSORS)
 def test_heads_that_do_not_fit_are_refused(base: lm.CausalLM, case: str, tmp_path: Path) -> None:
     profile, change, message = WRONG_TENSORS[case]
-    heads(base, "own").export(tmp_path / "heads", profile, base_model=NAME)
+    lm_head = "own" if PROFILES[profile].lm_heads == "each" else "shared"
+    heads(base, lm_head).export(tmp_path / "heads", profile, base_model=NAME)
     path = tmp_path / "heads" / PROFILES[profile].file
     save_file(change(load_file(path)), path)
     with pytest.raises(CheckpointError, match=message):

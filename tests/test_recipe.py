@@ -40,7 +40,9 @@ def test_recipes_are_in_the_wheel() -> None:
 
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("learning_rate: 1e-3  # text, to YAML\nlambda0: 1\ndata: [a.jsonl, b.txt]\nsteps: null\nseed: -4\n")
+    path.write_text(
+        "learning_rate: 1e-3  # text, to YAML\nstage: 2\nlambda0: 1\ndata: [a.jsonl, b.txt]\nsteps: null\nseed: -4\n"
+    )
     recipe = read_recipe(path)
     assert (recipe.learning_rate, recipe.data, recipe.steps, recipe.seed) == (1e-3, ("a.jsonl", "b.txt"), None, -4)
     assert isinstance(recipe.lambda0, float) and recipe.heads == Recipe().heads
@@ -64,7 +66,8 @@ WRONG = {
     "learning_rate: fast": "learning_rate: must be a number, got 'fast'",
     "learning_rate: .nan": "learning_rate: must be a number, got nan",
     "lm_head: mine": "lm_head: must be own or shared, got 'mine'",
-    "dtype: int8": "dtype: must be bfloat16 or float16 or float32 or float64 or null, got 'int8'",
+    "dtype: int8": "dtype: must be bfloat16 or float32 or float64 or null, got 'int8'",
+    "dtype: float16": "dtype: must be bfloat16 or float32 or",
     "data: [1]": "data: must be a list of texts",
     "stage: 3": "stage: must be from 1 to 2, got 3",
     "stage: 2\ndistill: 1": "distill: must be true or false, got 1",
@@ -72,6 +75,24 @@ WRONG = {
     "batch_tokens: 5000": "batch_tokens \\(5000\\) must be a multiple of micro_batch_tokens \\(5000\\), and that",
     "batch_tokens: 8192\nmicro_batch_tokens: 6144": "a multiple of micro_batch_tokens \\(6144\\)",
     "epochs: 0": "epochs: must be above 0",
+    "grad_clip: 0": "grad_clip: must be above 0, got 0",
+    "beta1: 1.0": "beta1: must be at least 0 and below 1, got 1.0",
+    "beta2: -0.1": "beta2: must be at least 0 and below 1, got -0.1",
+    "weight_decay: -1": "weight_decay: must be at least 0, got -1",
+    "length: 6": "length: rows of 6 tokens have no target for the last of 5 heads; it must be at least 7",
+    "lambda0: 0.5": "lambda0: is for stage 2; .*leave it out",
+    "lambda0_schedule: sine": "lambda0_schedule: is for stage 2",
+    "head_lr_multiplier: 1": "head_lr_multiplier: is for stage 2",
+    "drift: true": "drift: is for stage 2",
+    "stage: 2\ndrift: true\nheld_out: 0": "drift: is of what is held out",
+    "stage: 2\nreference: host": "reference: is for distill and drift",
+    "optimizer: adafactor\nbeta1: 0.8": "beta1: is AdamW's",
+    "optimizer: adafactor\nbeta2: 0.99": "beta2: is AdamW's",
+    "optimizer: adafactor\nrounding: nearest": "rounding: is AdamW's",
+    "held_out: 0\nevaluate_every: 5": "evaluate_every: is of what is held out, and held_out is 0; leave it out",
+    "held_out: 0\nheld_out_tokens: 5": "held_out_tokens: is of what is held out",
+    "steps: 5\nepochs: 2": "epochs: means nothing beside steps",
+    "checkpoint_every: null\nkeep_checkpoints: 3": "keep_checkpoints: means nothing where checkpoint_every is null",
     "- heads": "must hold 'key: value' lines",
     "heads: [": "not YAML",
 }
@@ -83,6 +104,19 @@ def test_what_is_wrong_is_named(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"mine\.yaml: .*{WRONG[text]}"):
         read_recipe(path)
+
+
+def test_what_loses_its_meaning_is_as_by_default_again() -> None:
+    """A flag wins over the recipe, with all that follows from it; what is given beside it must still have a meaning."""
+    recipe = Recipe().changed({"stage": 2, "drift": True, "reference": "host", "epochs": 2, "evaluate_every": 5})
+    assert recipe.changed({"steps": 3}).epochs == 1 and recipe.changed({"seed": 1}).epochs == 2
+    first = recipe.changed({"stage": 1})
+    assert (first.drift, first.reference, first.evaluate_every) == (False, "device", 5)
+    assert recipe.changed({"held_out": "0"}).evaluate_every is None
+    with pytest.raises(ConfigError, match="the command line: drift: is for stage 2"):
+        recipe.changed({"stage": 1, "drift": True}, "the command line")
+    shipped = read_recipe("llama-3")
+    assert shipped.changed({"optimizer": "adafactor"}).beta2 == Recipe().beta2 != shipped.beta2
 
 
 def test_no_recipe_is_an_error(tmp_path: Path) -> None:
@@ -100,7 +134,7 @@ def test_batches_and_the_way_of_lambda0() -> None:
     assert (Recipe(length=8, batch_tokens=96).micro_batch_rows, Recipe(length=8, batch_tokens=96).accumulate) == (12, 1)
     ways = {"constant": [0.5, 0.5], "linear": [0.125, 0.5], "sine": [0.5 * math.sin(math.pi / 8), 0.5]}
     for way, wanted in ways.items():
-        found = Recipe(lambda0=0.5, lambda0_schedule=way)
+        found = Recipe(stage=2, lambda0=0.5, lambda0_schedule=way)
         assert [found.lambda0_at(step, 20) for step in (5, 20)] == pytest.approx(wanted)
 
 

@@ -336,9 +336,9 @@ def test_hooks_stops_and_starts() -> None:
     ]  # fmt: skip
     assert options == [(step, True) for step in range(1, 8)]  # Though a hook left the model in eval mode.
     heard.clear()
-    # Stopped: asked after each step, and then nothing but the report.
-    assert run_to(20, 7, 9) == 10
-    assert heard == [("report", 8, [8]), ("report", 9, [9]), ("three", 9), ("report", 10, [10]), ("five", 10)]
+    # Stopped: asked after each step, and again after its hooks, one of which may have taken long.
+    assert run_to(20, 7, 9) == 9
+    assert heard == [("report", 8, [8]), ("report", 9, [9]), ("three", 9)]
     assert run_to(20, 20, 99) == 20  # Nothing left to do.
     with pytest.raises(InputError, match="at least 1"):
         train(model, [], steps=1, optimizer=torch.optim.SGD(model.parameters()), hooks=[(0, print)])
@@ -410,6 +410,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(value: float
     with pytest.raises(TrainingError, match="step 5: the loss is"):
         train(model, feed(), steps=9, optimizer=optimizer, report_every=3, on_step=lambda m: seen.append(m.step))
     assert seen == [3]
+
+
+@pytest.mark.parametrize("kind", ["lm", "medusa"])
+def test_a_step_without_targets_is_none_and_a_run_without_them_an_error(kind: str) -> None:
+    def feed(*empty: int):
+        for number, batch in enumerate(batches(corpus(), 1, seed=0), start=1):
+            if number in empty:
+                batch["labels"] = torch.full_like(batch["labels"], -100)
+            yield Batch(batch, where=lambda number=number: f"file:{number}")
+
+    def losses_with(*empty: int, steps: int = 4) -> list[float]:
+        model, seen = model_of(kind), []
+        optimizer = adamw([p for p in model.parameters() if p.requires_grad], 1e-2)
+        train(model, feed(*empty), steps=steps, optimizer=optimizer, accumulate=2, report_every=2, on_step=seen.append)
+        assert all(p.isfinite().all() for p in model.parameters())
+        return [one.loss for metrics in seen for one in metrics.each]
+
+    assert losses_with(1, 2)[0] == 0 < min(losses_with(1, 2)[1:])
+    assert losses_with(5, 6)[2] == 0 < losses_with(5, 6)[3]
+    assert losses_with(1, 2, 3, 4)[2] > 0
+    for steps, end in ((4, 4), (40, 10)):  # In all of them, or in the first.
+        with pytest.raises(
+            TrainingError, match=rf"step {end}: there has not been a single target .* in file:\d+; train"
+        ):
+            losses_with(*range(1, 99), steps=steps)
 
 
 def test_batches_that_end_early_are_an_error() -> None:

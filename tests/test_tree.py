@@ -98,6 +98,13 @@ def test_default_tree(num_heads: int) -> None:
     assert [row[0] for row in table] == sorted((row[0] for row in table), reverse=True)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 3, 9, 10, 500])
+def test_default_tree_of_a_small_vocabulary(vocab_size: int) -> None:
+    tree = default_tree(3, vocab_size=vocab_size)
+    assert tree.width == min(vocab_size, 10) and len(tree) == min(64, sum(vocab_size**n for n in range(4)))
+    assert vocab_size < 10 or tree == default_tree(3)
+
+
 def test_chain() -> None:
     assert chain(3).paths == ((0,), (0, 0), (0, 0, 0))
 
@@ -123,5 +130,7 @@ def test_other_errors() -> None:
         grow([[0.5]], nodes=0)
     with pytest.raises(InputError, match="num_heads"):
         default_tree(0)
+    with pytest.raises(InputError, match="vocab_size"):
+        default_tree(1, vocab_size=0)
     with pytest.raises(InputError, match="uses 2 heads and 1 ranks"):
         expected_tokens(chain(2), [[0.5]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.archs.distillation import divergence
-from ligermodels.archs.medusa_checkpoint import export_heads, load_heads
+from ligermodels.archs.medusa_checkpoint import export_heads, load_heads, repeats_lm_head
 from ligermodels.convert.medusa_files import open_heads
 from ligermodels.convert.medusa_hub import heads_folder
 from ligermodels.convert.medusa_profiles import HeadsShape, profile_named
 from ligermodels.errors import InputError
 from ligermodels.generation import SpeculativeOutput, Tree, default_tree, medusa_generate
 from ligermodels.layers import IGNORE_INDEX, LMHead, TargetCount, shift_labels
-from ligermodels.layers.medusa_head import MedusaHead
+from ligermodels.layers.medusa_head import MedusaHead, propose
 from ligermodels.model import CausalLM
 
 TOP_K = (1, 5)
@@ -245,12 +246,11 @@ class MedusaModel(nn.Module):
         counts = [(shift_labels(labels, each, bounds) != IGNORE_INDEX).sum() for each in self._ahead(base_loss)]
         return torch.stack(counts)
 
-    def propose(self, hidden: Tensor) -> Tensor:
-        """Each head's logits (B, K, V) for hidden states (B, H)."""
-        if self.lm_head == "shared":  # read once for all heads
-            hiddens = [cast(MedusaHead, head).layers(hidden) for head in self.heads]
-            return cast(Tensor, self.base.head(torch.stack(hiddens, dim=1)))
-        return torch.stack([head(hidden, self.base.head) for head in self.heads], dim=1)
+    def propose(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
+        """Hidden states (B, H) -> logits (B, n, V) of all heads, or of the first `num_heads`; InputError below 1."""
+        if num_heads is not None and num_heads < 1:
+            raise InputError(f"num_heads: must be at least 1, got {num_heads}")
+        return propose(list(cast(Sequence[MedusaHead], self.heads))[:num_heads], hidden, self.base.head)
 
     @overload
     def generate(
@@ -292,11 +292,12 @@ class MedusaModel(nn.Module):
             return_stats: give a `SpeculativeOutput`, with steps and tokens a step, instead of the token ids alone.
             options: as `generation.medusa_generate`.
         """
+        tree = default_tree(self.shape.num_heads, vocab_size=self.shape.vocab_size) if tree is None else tree
         out = medusa_generate(
             self.base,
-            self.propose,
+            partial(self.propose, num_heads=max(1, tree.max_depth)),  # the others would be read for nothing
             input_ids,
-            tree=default_tree(self.shape.num_heads) if tree is None else tree,
+            tree=tree,
             max_new_tokens=max_new_tokens,
             **{**self.base.generation_defaults(), **options},
         )
@@ -351,20 +352,23 @@ class MedusaModel(nn.Module):
         folder: str | os.PathLike[str],
         *,
         decay: float = 0.8,
+        own_lm_heads: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> MedusaModel:
         """Heads in `folder`, or under that name on the hub, in any format of `export`, on the (now frozen) `base`.
 
         The format is recognised; the number of heads and their depth are taken from the tensors, not from the config.
         ResBlocks without biases get biases of zero, which is the same. Of a `full-hf` checkpoint, `base` is what
-        `ligermodels.from_pretrained` loads from the same folder.
+        `ligermodels.from_pretrained` loads from the same folder. Where every head's lm_head is, in the base's dtype and
+        bit for bit, the base's, they share that, even if the format repeats it; `own_lm_heads` gives each a copy of it.
 
         Raises CheckpointError when files or tensors are missing, damaged, in no known format or made for another base;
         HubError when they cannot be fetched.
         """
         path = heads_folder(folder)
         with open_heads(path) as found:
-            lm_head: Literal["own", "shared"] = "own" if found.profile.lm_heads == "each" else "shared"
+            repeated = repeats_lm_head(base, path, found)
+            lm_head: Literal["own", "shared"] = "shared" if repeated and not own_lm_heads else "own"
             model = cls.from_base(base, found.num_heads, found.num_layers, lm_head, decay)
-            load_heads(base, model.heads, model.shape, path, found, progress)
+            load_heads(model.heads, model.shape, found, repeated, progress)
         return model

@@ -15,6 +15,9 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.medusa_head import MedusaHead
 from ligermodels.model import CausalLM
 
+ROWS = 4096
+"""Of an lm_head, compared at a time."""
+
 
 def export_heads(
     base: CausalLM,
@@ -39,7 +42,9 @@ def export_heads(
         )
     if base.head.bias is not None:
         raise InputError(f"profile {profile.name!r} has no place for the lm_head's bias")
-    state, origin = _state(base, heads, profile.projections(shape)), base.origin
+    state, origin = _state(heads), base.origin
+    for i in range(profile.projections(shape)):
+        state.setdefault(f"heads.{i}.lm_head.weight", base.head.weight.data)
     if profile.prefix:
         if origin is None:
             raise ConfigError(
@@ -60,31 +65,55 @@ def export_heads(
     )
 
 
+def repeats_lm_head(base: CausalLM, folder: Path, found: Heads) -> bool:
+    """Whether all lm_heads `found` in `folder`, if any, are that of `base`: bit for bit, once cast to its dtype.
+
+    They are compared one by one, a few rows at a time, up to the first that differ. Raises CheckpointError when one
+    lm_head is for all heads, and is not the base's.
+    """
+    shape = HeadsShape(found.num_heads, found.num_layers, base.config.hidden_size, base.config.vocab_size)
+    for name in found.profile.lm_head_names(shape):
+        known = base.head.bias is None and name in found.reader.headers
+        if known and _same_bits(found.reader.read(name), base.head.weight.data):
+            continue
+        if found.profile.lm_heads == "one":
+            raise CheckpointError(
+                f"{folder}: no {name} that is the base model's lm_head {list(base.head.weight.shape)}: the heads are "
+                "incomplete, or were made for another; give the base they were trained on"
+            )
+        return False
+    return True
+
+
 def load_heads(
-    base: CausalLM,
     heads: nn.ModuleList,
     shape: HeadsShape,
-    folder: Path,
     found: Heads,
+    repeated: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fill new `heads` on `base` with those `found` in `folder`; errors as of `MedusaModel.from_pretrained`."""
-    state = _state(base, heads, found.profile.projections(shape))
+    """Fill new `heads` with those `found`; errors as of `MedusaModel.from_pretrained`.
+
+    repeated: the file's lm_heads are the base's (`repeats_lm_head`), as those of new heads are, and are passed over.
+    """
+    state = _state(heads)
     if not found.biases:
-        state = {name: tensor for name, tensor in state.items() if not name.endswith(".bias")}
-    if copied := found.profile.lm_heads == "one":
-        # The file's copy of the base's lm_head must not overwrite it, but has to be the same.
-        state["heads.0.lm_head.weight"] = torch.empty_like(base.head.weight)
-    weights = found.weight_map(shape)
-    weights.plan(found.reader.headers, state)
-    weights.load(found.reader, state, progress=progress)
-    if copied and not torch.equal(state["heads.0.lm_head.weight"], base.head.weight):
-        raise CheckpointError(f"{folder}: its lm_head is not the base model's: the heads were made for another")
+        state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
+    if repeated:
+        state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
+    found.weight_map(shape, lm_heads=not repeated).load(found.reader, state, progress=progress)
 
 
-def _state(base: CausalLM, heads: nn.ModuleList, lm_heads: int) -> dict[str, Tensor]:
-    """Native name -> tensor: the heads' own, and the base's lm_head for those of the first `lm_heads` without one."""
-    state = {f"heads.{name}": parameter.data for name, parameter in heads.named_parameters()}
-    for i in range(lm_heads):
-        state.setdefault(f"heads.{i}.lm_head.weight", base.head.weight.data)
-    return state
+def _same_bits(stored: Tensor, weight: Tensor) -> bool:
+    return stored.shape == weight.shape and all(
+        torch.equal(_bits(rows.to(weight)), _bits(own))
+        for rows, own in zip(stored.split(ROWS), weight.split(ROWS), strict=True)
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _state(heads: nn.ModuleList) -> dict[str, Tensor]:
+    return {f"heads.{name}": parameter.data for name, parameter in heads.named_parameters()}

@@ -65,7 +65,7 @@ def generate(
 
     import torch
 
-    from ligermodels.generation.generate import as_eos_ids
+    from ligermodels.generation.generate import as_eos_ids, until_eos
     from ligermodels.tokenizer import TextStream, Tokenizer
 
     place = device_named(device)
@@ -95,7 +95,7 @@ def generate(
         sequences = model.generate(ids, on_token=lambda token: _write(stream.push(int(token[0]))), **options)
     else:
         sequences = model.generate(ids, **options)
-    new = [_until(row, eos) for row in sequences[:, max(map(len, ids)) :].tolist()]
+    new = [until_eos(row, eos) for row in sequences[:, max(map(len, ids)) :].tolist()]
     seconds = time.perf_counter() - start
 
     completions = [
@@ -125,9 +125,3 @@ def _standard_input() -> str:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _until(tokens: list[int], eos: list[int]) -> list[int]:
-    """A row's tokens up to its first EOS, which it keeps; what follows is padding."""
-    end = next((place for place, token in enumerate(tokens, start=1) if token in eos), len(tokens))
-    return tokens[:end]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ligermodels.cli import heads
+from ligermodels.cli import evaluation, heads
 from ligermodels.cli.options import Attention, Device, Overwrite, device_named, require_free, with_recipe_flags
 from ligermodels.console import progress, say
 
@@ -53,7 +53,7 @@ def train(
     if out is None:
         raise typer.BadParameter("give a folder for the heads", param_hint="--out")
     if not resume:
-        require_free(out, overwrite)
+        require_free(out, overwrite, is_begun=any(out.glob("checkpoints/step-*")))
     place = device_named(device)
 
     from ligermodels.training.run import Console, train_heads
@@ -64,7 +64,7 @@ def train(
         raise typer.Exit(STOPPED)
     say(f"wrote {out}")
     if outcome.scores is not None:
-        heads.show_scores(outcome.scores)
+        evaluation.show_scores(outcome.scores)
     if outcome.drift is not None:
         drift = outcome.drift
         say(f"the model: KL to what it was {drift.kl:.4f} nats a token, perplexity {drift.perplexity_change:+.2%}")
@@ -81,5 +81,5 @@ def show_recipe(
 
 
 app.command(name="generate-data")(heads.generate_data)
-app.command(name="eval")(heads.evaluate)
+app.command(name="eval")(evaluation.evaluate)
 app.command()(heads.export)

@@ -90,8 +90,16 @@ def load_heads(base: CausalLM, heads: str) -> MedusaModel:
         return MedusaModel.from_pretrained(base, heads, progress=update)
 
 
-def require_free(folder: Path, overwrite: bool) -> None:
-    """CheckpointError when `folder` could not be written at the end: better said before hours of work than after."""
+def require_free(folder: Path, overwrite: bool, *, is_begun: bool = False) -> None:
+    """CheckpointError when `folder` could not be written at the end: better said before hours of work than after.
+
+    `is_begun`: what is there is a run that --resume goes on with.
+    """
+    if is_begun and not overwrite:
+        raise CheckpointError(
+            f"{folder}: holds the checkpoints of a run; --resume goes on from the newest, --overwrite removes them and "
+            "begins anew"
+        )
     if not overwrite and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or --overwrite")
 

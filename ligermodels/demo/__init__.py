@@ -1,6 +1,15 @@
 """The main job, small and on this machine: a Llama trained from scratch, Medusa heads on it, and both exported."""
 
 from ligermodels.demo.corpus import END, python_sources, train_tokenizer
-from ligermodels.demo.job import DemoSettings, frequency_baseline, llama_config, run_demo
+from ligermodels.demo.job import DemoSettings, follower_baseline, frequency_baseline, llama_config, run_demo
 
-__all__ = ["END", "DemoSettings", "frequency_baseline", "llama_config", "python_sources", "run_demo", "train_tokenizer"]
+__all__ = [
+    "END",
+    "DemoSettings",
+    "follower_baseline",
+    "frequency_baseline",
+    "llama_config",
+    "python_sources",
+    "run_demo",
+    "train_tokenizer",
+]

@@ -14,7 +14,7 @@ from ligermodels.console import Update, progress, say, show_table
 from ligermodels.errors import CheckpointError
 from ligermodels.training import StepMetrics
 
-STAGES = 7
+STAGES = 8
 RESULTS = "demo.json"
 """Marks a folder as a demo's, which the next demo may replace; holds the results in the end."""
 WRITTEN = {
@@ -71,13 +71,18 @@ def show(folder: Path, results: dict[str, Any]) -> None:
     """A table of each head's accuracies, one of all else, and what can be done next."""
     decoding, seconds = results["decoding"], results["seconds"]
     plain, medusa = (decoding["tokens"] / decoding[f"{name}_seconds"] for name in ("plain", "medusa"))
-    accuracy, baseline, joint = results["accuracy"], results["baseline"], results["joint"]
-    shares = [
-        [*(each[k][i] for k in accuracy for each in (accuracy, joint)), *(baseline[k] for k in accuracy)]
+    accuracy, joint = results["accuracy"], results["joint"]
+    tables = {
+        "": accuracy,
+        "longer: ": results["longer"],
+        "stage 2: ": joint,
+        "from the current token alone: ": results["follower_baseline"],
+    }
+    columns = [f"{when}{k}" for k in accuracy for when in tables]
+    rows = [
+        (f"{i}, of t+{i + 2}", *(f"{each[k][i]:.1%}" for k in accuracy for each in tables.values()))
         for i in range(results["settings"]["heads"])
     ]
-    rows = [(f"{i}, of t+{i + 2}", *(f"{share:.1%}" for share in each)) for i, each in enumerate(shares)]
-    columns = [f"{when}{k}" for k in accuracy for when in ("", "stage 2: ")] + [f"most frequent: {k}" for k in baseline]
     show_table(["Medusa head", *columns], rows, numbers=range(1, len(columns) + 1))
     checks = results["checks"].items()
     show_table(
@@ -90,9 +95,11 @@ def show(folder: Path, results: dict[str, Any]) -> None:
             ),
             (
                 "tokens a step with Medusa",
-                f"{decoding['tokens_per_step']:.2f} (predicted: {decoding['predicted_tokens_per_step']:.2f}, if heads "
-                f"err independently: {decoding['expected_tokens_per_step']:.2f}, without: 1)",
+                f"{decoding['tokens_per_step']:.2f} (predicted from other prompts: "
+                f"{decoding['predicted_tokens_per_step']:.2f}, if heads err independently: "
+                f"{decoding['expected_tokens_per_step']:.2f}, without: 1)",
             ),
+            ("accuracy of always guessing the most frequent token", f"{results['baseline']['top-1']:.1%}"),
             ("tokens a second", f"{medusa:.0f} with Medusa, {plain:.0f} without"),
             *((check, "yes" if passed else "NO") for check, passed in checks),
             *((f"seconds: {name}", f"{taken:.1f}") for name, taken in seconds.items()),

@@ -60,8 +60,8 @@ def furthest(right: Tensor, score: Tensor | None, mask: Tensor, depth: Tensor) -
     right = right | (depth == 0)
     inside = (right[:, None] | ~mask).all(dim=-1)
     reached = torch.where(inside, depth, -1)
-    deepest = reached == reached.amax(dim=1, keepdim=True)
     if score is None:
-        return deepest.int().argmax(dim=1)
+        return reached.argmax(dim=1)
+    deepest = reached == reached.amax(dim=1, keepdim=True)
     path = torch.where(mask & (depth > 0), score[:, None], 0).sum(dim=-1)
     return path.masked_fill(~deepest, -math.inf).argmax(dim=1)

@@ -291,3 +291,9 @@ def evaluating(model: Evaluable) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+def until_eos(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
+    """The new tokens of a row up to its first EOS, which it keeps: what follows is padding."""
+    end = next((place for place, token in enumerate(tokens, start=1) if token in eos_ids), len(tokens))
+    return list(tokens[:end])

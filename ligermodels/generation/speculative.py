@@ -253,16 +253,15 @@ class TreeStep:
     def _advance(self, rows: Rows, path: Tensor, depth: Tensor, choice: Tensor, hidden: Tensor) -> None:
         """Move each row on by its root, `depth` (B,) tokens of `path` (B, P) after it, and the model's `choice` (B,),
         which `hidden` (B, H) led to."""
-        new = F.pad(path[:, 1:], (0, 1)).scatter(1, depth[:, None], choice[:, None])
-        ends = is_eos(new, self.eos)
-        in_time = ends.cumsum(dim=1) - ends.long() == 0  # not after an EOS
-        taken = ((self.place <= depth[:, None]) & in_time).sum(dim=1)
-        taken = torch.minimum(taken, self.max_new_tokens - rows.count).masked_fill(rows.done, 0)
+        new = path.roll(-1, dims=1).scatter(1, depth[:, None], choice[:, None])  # what follows does not count
+        end = torch.where(is_eos(new, self.eos), self.place, len(self.place)).amin(dim=1)
+        taken = torch.minimum(torch.minimum(depth, end) + 1, self.max_new_tokens - rows.count)
+        taken = taken.masked_fill(rows.done, 0)
         rows.steps.add_(~rows.done)
         # What is written past the tokens taken is overwritten by the next step, or never read.
         rows.text.scatter_(1, (rows.start + rows.count)[:, None] + self.place, new)
         rows.count.add_(taken)
-        rows.done.logical_or_((ends & (self.place < taken[:, None])).any(dim=1) | (rows.count == self.max_new_tokens))
+        rows.done.logical_or_((end < taken) | (rows.count == self.max_new_tokens))
         rows.lengths.add_((depth + 1).masked_fill(rows.done, 0))
         rows.root.copy_(torch.where(rows.done, rows.root, choice))
         rows.hidden.copy_(torch.where(rows.done[:, None], rows.hidden, hidden))

@@ -160,11 +160,12 @@ def expected_tokens(tree: Tree, accuracies: Table) -> float:
     return 1 + math.fsum(math.prod(table[head][rank] for head, rank in enumerate(path)) for path in tree.paths)
 
 
-def default_tree(num_heads: int, nodes: int = 63) -> Tree:
-    """A tree for heads of unknown accuracy, grown from those published for Vicuna-7B; at most 10 children a node."""
-    if num_heads < 1:
-        raise InputError(f"num_heads must be at least 1, got {num_heads}")
-    return grow([reference_accuracies(head) for head in range(num_heads)], nodes)
+def default_tree(num_heads: int, nodes: int = 63, *, vocab_size: int = MAX_CHILDREN) -> Tree:
+    """A tree for heads of unknown accuracy, grown from those published for Vicuna-7B; at most 10 children a node, and
+    no more than a vocabulary of `vocab_size` has tokens."""
+    if min(num_heads, vocab_size) < 1:
+        raise InputError(f"num_heads and vocab_size must be at least 1, got {num_heads} and {vocab_size}")
+    return grow([reference_accuracies(head)[:vocab_size] for head in range(num_heads)], nodes)
 
 
 def reference_accuracies(head: int) -> list[float]:

@@ -6,23 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ligermodels.training.corpus import Corpus, Documents
     from ligermodels.training.data import Batch, Rows, batches, encode, hold_out, pack, read_documents
+    from ligermodels.training.decoding import OwnText, Race, Trial, evaluate_own_text, race, trial
     from ligermodels.training.documents import documents_of
-    from ligermodels.training.evaluation import (
-        Drift,
-        HeadScores,
-        OwnText,
-        Race,
-        evaluate,
-        evaluate_drift,
-        evaluate_heads,
-        evaluate_own_text,
-        race,
-    )
+    from ligermodels.training.evaluation import Drift, HeadScores, evaluate, evaluate_drift, evaluate_heads
     from ligermodels.training.fused_adamw import FusedAdamW
     from ligermodels.training.joint import Joint, frozen_copy
     from ligermodels.training.loop import StepMetrics, train
     from ligermodels.training.optimizer import adamw, warmup_cosine
-    from ligermodels.training.own_data import OwnWords, write_own_data
+    from ligermodels.training.own_data import OwnWords, opening_prompts, write_own_data
     from ligermodels.training.recipe import Recipe, read_recipe
     from ligermodels.training.run import Console, Outcome, train_heads
     from ligermodels.training.stream import Ahead, Stream
@@ -30,23 +21,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "corpus": ("Corpus", "Documents"),
     "data": ("Batch", "Rows", "batches", "encode", "hold_out", "pack", "read_documents"),
+    "decoding": ("OwnText", "Race", "Trial", "evaluate_own_text", "race", "trial"),
     "documents": ("documents_of",),
-    "evaluation": (
-        "Drift",
-        "HeadScores",
-        "OwnText",
-        "Race",
-        "evaluate",
-        "evaluate_drift",
-        "evaluate_heads",
-        "evaluate_own_text",
-        "race",
-    ),
+    "evaluation": ("Drift", "HeadScores", "evaluate", "evaluate_drift", "evaluate_heads"),
     "fused_adamw": ("FusedAdamW",),
     "joint": ("Joint", "frozen_copy"),
     "loop": ("StepMetrics", "train"),
     "optimizer": ("adamw", "warmup_cosine"),
-    "own_data": ("OwnWords", "write_own_data"),
+    "own_data": ("OwnWords", "opening_prompts", "write_own_data"),
     "recipe": ("Recipe", "read_recipe"),
     "run": ("Console", "Outcome", "train_heads"),
     "stream": ("Ahead", "Stream"),
@@ -70,6 +52,7 @@ __all__ = [
     "Rows",
     "StepMetrics",
     "Stream",
+    "Trial",
     "adamw",
     "batches",
     "documents_of",
@@ -80,12 +63,14 @@ __all__ = [
     "evaluate_own_text",
     "frozen_copy",
     "hold_out",
+    "opening_prompts",
     "pack",
     "race",
     "read_documents",
     "read_recipe",
     "train",
     "train_heads",
+    "trial",
     "warmup_cosine",
     "write_own_data",
 ]

@@ -8,7 +8,8 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ from ligermodels.errors import CheckpointError
 NAME = re.compile(r"step-(\d+)")
 RUN = "run.json"
 """What is no tensor, in a checkpoint's folder."""
-FORMAT = 1
+MANIFEST = "manifest.json"
+"""The format, and of each other file its bytes and their CRC-32; written last."""
+FORMAT = 2
 
 
 class Checkpoints:
     """The checkpoints in `folder`, each a folder of torch.distributed.checkpoint and run.json; the newest `keep` stay.
 
     A checkpoint is written under another name, forced to the disk and then renamed: one that has its name is whole,
-    whenever the process, or the machine, has stopped.
+    whenever the process, or the machine, has stopped. What is read of it is held against its checksums first.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
@@ -55,7 +58,7 @@ class Checkpoints:
         self.wait()
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model, optimizer)}
         tensors |= _generators()
-        about = {**run, "format": FORMAT, "step": step, "parameter_groups": _settings(optimizer)}
+        about = {**run, "step": step, "parameter_groups": _settings(optimizer)}
         self._pending = self._writer.submit(self._write, step, tensors, json.dumps(about, indent=1))
 
     def wait(self) -> None:
@@ -75,8 +78,8 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # That there is one process only.
                 dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
-            (temporary / RUN).write_text(about + "\n", encoding="utf-8")
-            _sync(temporary / RUN)
+            _write_text(temporary / RUN, about)
+            _write_text(temporary / MANIFEST, json.dumps({"format": FORMAT, "files": _checksums(temporary)}, indent=1))
             _sync(temporary)
             target = self._folder / f"step-{step}"
             self._remove(target)
@@ -99,25 +102,25 @@ class Checkpoints:
         for path in self._folder.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
+    def remove(self) -> None:
+        """Remove all of them, and the folder."""
+        self.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def about(self, step: int) -> dict[str, Any]:
         """What `save` was given as `run`, with "step". Raises CheckpointError when the checkpoint cannot be read."""
-        path = self._folder / f"step-{step}" / RUN
-        try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: cannot be read: {error}; remove {path.parent} to go on from another"
-            ) from None
-        if found.get("format") != FORMAT:
-            raise CheckpointError(f"{path}: is of format {found.get('format')}, this version reads {FORMAT}")
-        return found
+        path = self._folder / f"step-{step}"
+        _verify(path, [RUN])
+        return _read_json(path / RUN)
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Set parameters, the optimiser's state and the random generators to those of a checkpoint.
 
-        Raises CheckpointError when it cannot be read or is of another model or optimiser.
+        Raises CheckpointError when it cannot be read, is not as it was written, or is of another model or optimiser.
         """
-        path, about = self._folder / f"step-{step}", self.about(step)
+        path = self._folder / f"step-{step}"
+        _verify(path)
+        about = _read_json(path / RUN)
         try:
             stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
             tensors = {
@@ -129,8 +132,9 @@ class Checkpoints:
                 warnings.simplefilter("ignore")
                 dcp.load(tensors, checkpoint_id=path)
         except (Exception, CheckpointException) as error:  # The library raises many kinds.
-            reason = f"cannot be read: {_reason(error)}; remove it to go on from another"
-            raise CheckpointError(f"{path}: {reason}") from error
+            raise CheckpointError(
+                f"{path}: cannot be read: {_reason(error)}; remove it to go on from another"
+            ) from error
         parameters = {f"model.{name}": p for name, p in _trained(model)}
         found = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
         if {name: (t.shape, t.dtype) for name, t in found.items()} != {
@@ -188,6 +192,52 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error) or type(error).__name__
+
+
+def _verify(path: Path, names: Iterable[str] | None = None) -> None:
+    """Hold files of the checkpoint at `path`, by default all, against its manifest; CheckpointError names the one."""
+    manifest = _read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST}: is of format {manifest.get('format')}, this version reads {FORMAT}")
+    written = manifest.get("files")
+    if not isinstance(written, dict):
+        raise _unusable(path / MANIFEST, "names no files")
+    for name in written if names is None else names:
+        try:
+            found = _checksum(path / name)
+        except OSError as error:
+            raise _unusable(path / name, f"cannot be read: {error.strerror or error}") from None
+        if found != written.get(name):
+            raise _unusable(path / name, f"is damaged: it is {found}, and was written as {written.get(name)}")
+
+
+def _checksums(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.name: _checksum(path) for path in sorted(folder.iterdir())}
+
+
+def _checksum(path: Path) -> dict[str, Any]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unusable(path, f"cannot be read: {error}") from None
+    return found
+
+
+def _unusable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {reason}; remove {path.parent} to go on from another")
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
+    _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -9,7 +9,8 @@ import os
 import warnings
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,8 @@ from ligermodels.chat import ChatTemplate, Message, encode_chat
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.fingerprint import of_file
+from ligermodels.training.records import Chat, NothingToLearn, has_json_lines, parse_line
 
 PIECE = 1 << 15
 """Bytes of a text file that are taken at once: a long text comes in pieces, cut at the ends of lines if it has any."""
@@ -43,19 +46,20 @@ class _File:
 
 
 class Corpus:
-    """Where the documents in some files are: of a .jsonl file each line that is not blank, of any other file the whole.
+    """Where the documents in some files are: of JSON lines each that is not blank, of any other file the whole.
 
     Eight bytes a document are all that is held in memory. A text file comes in pieces of at most 2 * PIECE bytes, each
     of which has an index here, as a line has.
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
-        """Look through the files. Raises InputError for one that cannot be read, or is a text but not in UTF-8."""
+        """Look through the files. Raises InputError for one that cannot be read, is a text but not in UTF-8, and as
+        `has_json_lines`."""
         self._files: list[_File] = []
         count = 0
         for path in map(Path, paths):
-            has_lines = path.suffix == ".jsonl"
             try:
+                has_lines = has_json_lines(path)
                 size = path.stat().st_size
                 starts = _line_starts(path) if has_lines else _piece_starts(path)
             except OSError as error:
@@ -70,8 +74,12 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Number and bytes of the files, and a digest of their names and sizes: the same when a run goes on."""
-        files = [[file.path.name, file.size] for file in self._files]
+        """Number and bytes of the files, and a digest of what they hold, wherever that is: the same when a run goes
+        on. Raises InputError when a file cannot be read any more."""
+        try:
+            files = [of_file(file.path)["digest"] for file in self._files]
+        except OSError as error:
+            raise InputError(f"{error.filename}: cannot be read: {error.strerror or error}") from None
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         return {"files": len(files), "bytes": sum(file.size for file in self._files), "digest": digest[:16]}
 
@@ -175,9 +183,12 @@ class Documents:
     """The documents of a corpus as tokens. Those that are unusable are counted, named and, up to a limit, passed over.
 
     A line is an object with a `text`; or with a chat, under `messages` or `conversations`, a list of turns with `role`
-    and `content` or, as in ShareGPT, `from` and `value`. Of a chat only what the assistant says is a label; the
-    checkpoint's chat template writes it out, with the record's `tools`. Texts get the special tokens that the
-    tokenizer adds, and an EOS.
+    and `content` or, as in ShareGPT, `from` and `value`: see `parse_line`. Of a chat only what the assistant says is a
+    label; the checkpoint's chat template writes it out, with the record's `tools`. Texts get the special tokens that
+    the tokenizer adds, and an EOS, each once.
+
+    `bad` are the indices of unusable documents, and `empty` of those with not one label: empty texts, and chats in
+    which the assistant says nothing. These are no errors, and no limit counts them.
     """
 
     def __init__(
@@ -195,9 +206,9 @@ class Documents:
             template: makes the chat template; called when the first chat is met.
             eos_token_id: put at the end of texts, but of those that end in it.
             max_bad_lines: how many unusable lines may be passed over; one met again counts once.
-            on_bad_line: called with a message, which names file and line, for each.
+            on_bad_line: called with a message, which names file and line, for each, and for the first of the `empty`.
         """
-        self.corpus, self.tokenizer, self.bad = corpus, tokenizer, set[int]()
+        self.corpus, self.tokenizer, self.bad, self.empty = corpus, tokenizer, set[int](), set[int]()
         self._make_template, self._end = template, [] if eos_token_id is None else [eos_token_id]
         self._max_bad_lines, self._on_bad_line = max_bad_lines, on_bad_line
 
@@ -209,7 +220,7 @@ class Documents:
         return self._make_template()
 
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
-        """These documents, with None for those that are unusable or empty.
+        """These documents, with None for those that are unusable or `empty`: of the others each has a label.
 
         Raises InputError for one unusable line more than allowed, and CheckpointError when there is a chat, but no chat
         template.
@@ -219,56 +230,65 @@ class Documents:
         for place, index in enumerate(map(int, indices)):
             content, is_line, starts, ends = self.corpus.read(index)
             found.append(None)
-            try:
-                text = self._chat_or_text(content) if is_line else content.decode()
-            except CheckpointError:  # No template: it is not the line that is unusable.
-                raise
-            except ValueError as error:
-                self.pass_over(index, str(error))
-                continue
-            if isinstance(text, Tokens):
-                found[place] = text
-            elif text:
-                texts.append((place, text, starts, ends))
+            with self._passing_over(index):
+                record = parse_line(content) if is_line else content.decode()
+                if not isinstance(record, str):
+                    found[place] = self._encode(*record)
+                elif record:
+                    texts.append((place, record, starts, ends))
+                else:
+                    raise NothingToLearn("the text is empty")
         for whole in (True, False):  # Only the start of a text gets the special tokens of a start.
             chosen = [each for each in texts if each[2] == whole]
-            encodings = self.tokenizer.backend.encode_batch([text for _, text, *_ in chosen], add_special_tokens=whole)
-            for (place, _, _, ends), encoding in zip(chosen, encodings, strict=True):
-                ids: list[int] = encoding.ids
+            encoded = self.tokenizer.encode_all([text for _, text, *_ in chosen], add_special_tokens=whole)
+            for (place, _, _, ends), ids in zip(chosen, encoded, strict=True):
                 if ends and ids[-1:] != self._end:
                     ids = ids + self._end
-                found[place] = Tokens(ids, ids)
+                found[place] = Tokens(ids, ids) if ids else None
         return found
 
-    def records(self, indices: Iterable[int]) -> list[str | tuple[list[Message], dict[str, Any]] | None]:
-        """These documents before they are tokens: a text; or a chat, with what else the template should know; or None
-        for those that are unusable. Raises InputError for one unusable line more than allowed."""
-        found: list[str | tuple[list[Message], dict[str, Any]] | None] = []
+    def records(self, indices: Iterable[int]) -> list[str | Chat | None]:
+        """These documents before they are tokens: a text, a chat, or None for a line that is unusable or a chat without
+        the assistant. Raises InputError for one unusable line more than allowed."""
+        found: list[str | Chat | None] = []
         for index in map(int, indices):
             content, is_line, *_ = self.corpus.read(index)
-            try:
-                found.append(parse_line(content) if is_line else content.decode())
-            except ValueError as error:
-                self.pass_over(index, str(error))
-                found.append(None)
+            found.append(None)
+            with self._passing_over(index):
+                found[-1] = parse_line(content) if is_line else content.decode()
         return found
 
     def count(self, indices: Sequence[int] | Indices, progress: Callable[[int, int], object] | None = None) -> int:
-        """Tokens of these documents: all of them are read, and whatever is unusable comes to light."""
-        total = 0
+        """Tokens of these documents: all of them are read, and whatever is unusable or `empty` comes to light."""
+        total, known = 0, len(self.empty)
         for start in range(0, len(indices), AT_ONCE):
             total += sum(len(each.ids) for each in self.read(indices[start : start + AT_ONCE]) if each)
             if progress is not None:
                 progress(min(start + AT_ONCE, len(indices)), len(indices))
+        if len(self.empty) > known:
+            self._on_bad_line(f"{len(self.empty):,} documents in all hold nothing to learn; they are left out")
         return total
 
-    def _chat_or_text(self, line: bytes) -> str | Tokens:
-        record = parse_line(line)
-        if isinstance(record, str):
-            return record
-        messages, variables = record
+    def _encode(self, messages: list[Message], variables: dict[str, Any]) -> Tokens:
         ids, mask = encode_chat(messages, self.template, self.tokenizer, **variables)
+        if not any(mask):
+            raise NothingToLearn("no token is the assistant's")
         return Tokens(ids, [token if own else IGNORE_INDEX for token, own in zip(ids, mask, strict=True)])
+
+    @contextmanager
+    def _passing_over(self, index: int) -> Iterator[None]:
+        """Counts document `index` when it turns out unusable, or `empty`."""
+        try:
+            yield
+        except CheckpointError:  # No template: it is not the line that is unusable.
+            raise
+        except NothingToLearn as reason:
+            if not self.empty:
+                name = self.corpus.name(index)
+                self._on_bad_line(f"{name}: nothing to learn: {reason}; left out and counted, as more such will be")
+            self.empty.add(index)
+        except ValueError as error:
+            self.pass_over(index, str(error))
 
     def pass_over(self, index: int, reason: str) -> None:
         """Count a document as unusable, and say so. Raises InputError for one more than allowed."""
@@ -281,46 +301,3 @@ class Documents:
             more = f"; {len(self.bad)} unusable lines, {self._max_bad_lines} allowed: {first}"
             raise InputError(f"{name}: {reason}{more if self._max_bad_lines else ''}")
         self._on_bad_line(f"{name}: {reason}; line passed over")
-
-
-ROLES = {
-    "human": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
-    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
-}
-"""Who speaks in chats like ShareGPT's, in the words of chat templates."""
-
-
-def parse_line(line: bytes) -> str | tuple[list[Message], dict[str, Any]]:
-    """The text of a line of JSON, or its chat with what else the template should know. Raises ValueError."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
-    record = record if isinstance(record, dict) else {}
-    turns = next((record[key] for key in ("messages", "conversations") if key in record), None)
-    if turns is None:
-        text = record.get("text")
-        if not isinstance(text, str):
-            raise ValueError('not an object with a string under "text", or a list under "messages" or "conversations"')
-        return text
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("a chat must be a list of turns, and not empty")
-    messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("the assistant does not say a word in the chat: there is nothing to learn")
-    return messages, {"tools": record["tools"]} if record.get("tools") else {}
-
-
-def _message(turn: Any, number: int) -> Message:
-    turn = turn if isinstance(turn, dict) else {}
-    speaker = turn.get("role", turn.get("from"))
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is None and turn.get("tool_calls"):
-        content = ""
-    if not isinstance(speaker, str) or not isinstance(content, str):
-        raise ValueError(f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"')
-    rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    return {"role": ROLES.get(speaker, speaker), "content": content, **rest}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import warnings
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.records import has_json_lines, parse_line
 
 T = TypeVar("T")
 
@@ -40,19 +40,20 @@ def read_documents(
     max_bad_lines: int = 0,
     on_bad_line: Callable[[str], object] = warnings.warn,
 ) -> Iterator[str]:
-    """The texts in files: of a .jsonl file each line's "text", of any other file the whole. Empty texts are left out.
+    """The texts in files: of one of JSON lines each line's "text", of any other the whole. Empty texts are left out.
 
     Args:
         paths: files, read in this order, in UTF-8.
         max_bad_lines: how many lines that are no JSON object with a text may be passed over, in all files together.
         on_bad_line: called with a message, which names file and line, for each line passed over.
 
-    Raises InputError for a file that cannot be read or is not UTF-8, and for more bad lines than allowed.
+    Raises InputError for a file that cannot be read, as `has_json_lines`, or is not UTF-8, and for more bad lines than
+    allowed.
     """
     bad: list[str] = []
     for path in map(Path, paths):
         try:
-            if path.suffix != ".jsonl":
+            if not has_json_lines(path):
                 if text := path.read_text(encoding="utf-8"):
                     yield text
                 continue
@@ -76,14 +77,10 @@ def read_documents(
 def _text_of(line: bytes) -> str:
     if not line.strip():
         return ""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from None
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError('not an object with a string under "text"')
-    return text
+    record = parse_line(line)
+    if not isinstance(record, str):
+        raise ValueError('a chat, where only a "text" is wanted: `Documents` reads both')
+    return record
 
 
 def hold_out(items: Sequence[T], fraction: float = 0.1, *, seed: int = 0) -> tuple[list[T], list[T]]:
@@ -104,8 +101,7 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer, *, eos_token_id: int | No
     texts = iter(texts)
     end = [] if eos_token_id is None else [eos_token_id]
     while chunk := list(islice(texts, TEXTS_AT_ONCE)):
-        for encoding in tokenizer.backend.encode_batch(chunk):
-            ids: list[int] = encoding.ids
+        for ids in tokenizer.encode_all(chunk):
             yield ids if ids[-1:] == end else ids + end
 
 

@@ -4,17 +4,51 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.medusa import MedusaModel, MedusaOutput
 from ligermodels.model import CausalLM
 
 
-def frozen_copy(model: CausalLM) -> CausalLM:
-    """`model` as it is now, which is to stay so: the reference."""
-    return copy.deepcopy(model).requires_grad_(False).eval()
+def frozen_copy(model: CausalLM, place: Literal["device", "host"] = "device") -> CausalLM:
+    """`model` as it is now, which is to stay so: the reference.
+
+    Args:
+        place: "device", beside the model; or "host", where its blocks stay in the host's memory and each is on the
+            device only while it computes. Every pass then moves them all, which takes time; the results are the same.
+    """
+    if place == "device":
+        return copy.deepcopy(model).requires_grad_(False).eval()
+    # The blocks' parameters are copied to the host at once: the device never holds a second set.
+    on_host = {id(p): nn.Parameter(_host_copy(p.detach()), requires_grad=False) for p in model.blocks.parameters()}
+    found = copy.deepcopy(model, on_host).requires_grad_(False).eval()
+    for block in found.blocks:
+        _fetch_for_forward(block, model.device)
+    return found
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return found.copy_(tensor)
+
+
+def _fetch_for_forward(block: nn.Module, device: torch.device) -> None:
+    """Have the parameters of `block` on `device` during its forward, and only then."""
+    at_home = {p: p.data for p in block.parameters()}
+
+    def fetch(*_: Any) -> None:
+        for p, home in at_home.items():
+            p.data = home.to(device, non_blocking=True)
+
+    def release(*_: Any) -> None:
+        for p, home in at_home.items():
+            p.data = home
+
+    block.register_forward_pre_hook(fetch)
+    block.register_forward_hook(release, always_call=True)
 
 
 class Joint:

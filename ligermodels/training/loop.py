@@ -18,6 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ligermodels.errors import InputError, TrainingError
 from ligermodels.training.data import Batch
 
+PATIENCE = 10
+"""Steps that may be without a target at the start: of few tokens one or another is."""
+
 
 class Trainable(Protocol):
     """What the loop needs of a model; `CausalLM` and `MedusaModel` are such."""
@@ -69,6 +72,11 @@ Hook = tuple[int, Callable[[int], object]]
 """What to do every so many steps; called with the number of the step."""
 
 
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether it is time, after `step` of `steps`, for what is done `every` so many steps, and after the last."""
+    return step == steps or step % every == 0
+
+
 def train(
     model: Trainable,
     batches: Iterable[Batch],
@@ -99,12 +107,12 @@ def train(
             waited for.
         hooks: called after their number of steps, and after the last of `steps`, when all so far is known to be finite.
         start: steps that an earlier run took; the first of this one is numbered start + 1.
-        stop: asked after each step; when it says so, that one was the last.
+        stop: asked after each step, and again after its hooks; when it says so, that step was the last.
         loss_options: further arguments of the model's forward in a step, by its number.
 
     Raises:
-        TrainingError: loss or gradient is not finite, which is looked at when there is a report; it names the step and
-            the batch.
+        TrainingError: loss or gradient is not finite, or there was no target in the first steps or in all; it is looked
+            at when there is a report, and names the step and the batch.
         InputError: the batches end too early.
     """
     if min(steps, accumulate, report_every, *(every for every, _ in hooks)) < 1:
@@ -114,12 +122,15 @@ def train(
     source = iter(batches)
     model.train()
     pending: list[_Pending] = []
+    targets = 0
     began = time.perf_counter()
     for step in range(start + 1, steps + 1):
         parts = list(islice(source, accumulate))
         if len(parts) < accumulate:
             raise InputError(f"the batches ended at step {step} of {steps}: give more text, more epochs or fewer steps")
-        items = count_targets(model, parts).clamp(min=1).to(device, non_blocking=True)
+        counts = count_targets(model, parts)
+        targets += int(counts.sum())
+        items = counts.clamp(min=1).to(device, non_blocking=True)
         learning_rate = optimizer.param_groups[0]["lr"]
         options = loss_options(step) if loss_options is not None else {}
         losses, hits, own = [], [], []
@@ -143,13 +154,16 @@ def train(
             _Pending(step, tokens, wheres, learning_rate, values, has_base, torch.stack(hits).sum(0) if hits else None)
         )
         is_last = step == steps or (stop is not None and stop())
-        due = [call for every, call in hooks if step == steps or step % every == 0]
+        due = [call for every, call in hooks if is_due(step, every, steps)]
         if is_last or due or step % report_every == 0:
+            if not targets and not start and step >= min(steps, PATIENCE):  # A run that goes on had some before.
+                raise _no_target(pending)
             metrics = _report(pending, steps, device, began)
             if on_step is not None:
                 on_step(metrics)
             for call in due:
                 call(step)
+            is_last = is_last or (stop is not None and stop())
             model.train()
             pending, began = [], time.perf_counter()
         if is_last:
@@ -242,4 +256,13 @@ def _check_finite(one: _Pending, losses: Sequence[float], norm: float) -> None:
         f"step {one.step}: the loss is {sum(losses)} and the gradient's norm {norm}; training stopped. "
         f"At fault: {batch}{', made of ' + '; '.join(wheres) if wheres else ''}. "
         "Try a lower learning rate, a longer warm-up or a lower grad_clip, and look at that data"
+    )
+
+
+def _no_target(pending: Sequence[_Pending]) -> TrainingError:
+    where = next((where for one in pending for where in one.wheres if where is not None), None)
+    return TrainingError(
+        f"step {pending[-1].step}: there has not been a single target to learn{f' in {where()}' if where else ''}; "
+        "training stopped. Of chats only what the assistant says is learned, and a head's targets lie some tokens "
+        "ahead in the same document: give other data"
     )

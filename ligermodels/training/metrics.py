@@ -14,12 +14,17 @@ from ligermodels.training.loop import StepMetrics
 
 
 class Metrics:
-    """`metrics.jsonl` in a run's folder, a line a step, and scores in between; the same for TensorBoard."""
+    """`metrics.jsonl` in a run's folder, a line a step, and scores in between; the same for TensorBoard.
+
+    `scored`: whether there are scores of the step that it begins after.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], *, after: int = 0) -> None:
         """Begin after step `after`: lines of later steps, and what was cut off in the middle, are of a lost run."""
         path = Path(folder) / "metrics.jsonl"
-        kept = [line for line in _lines(path) if _step(line) <= after] if after else []
+        entries = [(line, _entry(line)) for line in _lines(path)] if after else []
+        kept = [line for line, entry in entries if entry["step"] <= after]
+        self.scored = any(entry["step"] == after and "top-1" in entry for _, entry in entries)
         partial = path.with_name(f".{path.name}.partial")
         partial.write_bytes(b"".join(kept))
         partial.replace(path)
@@ -74,9 +79,10 @@ def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
 
 
-def _step(line: bytes) -> float:
-    """The step that a line is of; infinity when it is not a whole line."""
+def _entry(line: bytes) -> dict[str, Any]:
+    """What a line says; of one that is not whole, that it is of no step before infinity."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
+        found: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
+        return {**found, "step": float(found["step"])}
     except (ValueError, LookupError, TypeError):
-        return float("inf")
+        return {"step": math.inf}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,9 @@ import torch
 
 from ligermodels.chat import Message
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.generation.generate import as_eos_ids
+from ligermodels.generation.generate import as_eos_ids, until_eos
 from ligermodels.model import CausalLM
-from ligermodels.training.corpus import Documents
+from ligermodels.training.corpus import Documents, Indices, permutation
 
 
 @dataclass
@@ -27,6 +27,46 @@ class _Chat:
     said: list[Message]
     rest: list[Message]
     variables: dict[str, Any]
+
+    def prompt(self, documents: Documents, index: int) -> list[int] | None:
+        """Tokens of this document up to where the assistant is to speak next; None where it is over."""
+        while self.rest and self.rest[0]["role"] != "assistant":
+            self.said.append(self.rest.pop(0))
+        if not self.rest or self.rest.pop(0).get("tool_calls"):  # A tool would answer what was asked in the original.
+            self.rest = []
+            return None
+        try:
+            text = documents.template.render(self.said, add_generation_prompt=True, **self.variables)
+        except CheckpointError:  # No template: it is not the chat that is unusable.
+            raise
+        except InputError as error:
+            documents.pass_over(index, str(error))
+            self.rest = []
+            return None
+        return documents.tokenizer.encode_with_offsets(text)[0]
+
+
+def opening_prompts(
+    documents: Documents, indices: Indices, count: int, *, prompt_tokens: int, seed: int = 0
+) -> list[list[int]]:
+    """What a model is asked to continue in `count` of these documents, or in as many as there are, as token ids: the
+    first `prompt_tokens` tokens of a text, or of a piece of a long one, and a chat up to the assistant's first turn.
+
+    Documents are drawn by `seed`; those in which there is nothing to continue are left out. Raises InputError for more
+    unusable lines than allowed, CheckpointError for chats without a template.
+    """
+    found: list[list[int]] = []
+    for index in map(int, indices[permutation(len(indices), seed, "prompts")]):
+        if len(found) == count:
+            break
+        record = documents.records([index])[0]
+        if isinstance(record, str):
+            prompt = documents.tokenizer.encode(record)[:prompt_tokens]
+        else:
+            prompt = (record and _Chat([], *record).prompt(documents, index)) or []
+        if prompt:
+            found.append(prompt)
+    return found
 
 
 class OwnWords:
@@ -93,7 +133,7 @@ class OwnWords:
         found: dict[int, dict[str, Any]] = {}
         for index, new in self._continue(texts).items():
             found[index] = {"text": self.documents.tokenizer.decode(texts[index] + new)}
-        while prompts := {index: prompt for index, chat in chats.items() if (prompt := self._prompt(index, chat))}:
+        while prompts := {i: prompt for i, chat in chats.items() if (prompt := chat.prompt(self.documents, i))}:
             for index, new in self._continue(prompts).items():
                 chat = chats[index]
                 if new[-1] in self._ends:
@@ -104,23 +144,6 @@ class OwnWords:
                     chat.rest = []
         return [found.get(index) for index in indices]
 
-    def _prompt(self, index: int, chat: _Chat) -> list[int] | None:
-        """Tokens of a chat up to where the assistant is to speak next; None where it is over."""
-        while chat.rest and chat.rest[0]["role"] != "assistant":
-            chat.said.append(chat.rest.pop(0))
-        if not chat.rest or chat.rest.pop(0).get("tool_calls"):  # A tool would answer what was asked in the original.
-            chat.rest = []
-            return None
-        try:
-            text = self.documents.template.render(chat.said, add_generation_prompt=True, **chat.variables)
-        except CheckpointError:  # No template: it is not the chat that is unusable.
-            raise
-        except InputError as error:
-            self.documents.pass_over(index, str(error))
-            chat.rest = []
-            return None
-        return self.documents.tokenizer.encode_with_offsets(text)[0]
-
     def _continue(self, prompts: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """The new tokens after each prompt that has any token, up to its first EOS, which it keeps."""
         prompts = {index: prompt for index, prompt in prompts.items() if prompt}
@@ -128,14 +151,8 @@ class OwnWords:
             return {}
         rows = self._model.generate(list(prompts.values()), self._max_new_tokens, **self._options)
         longest = max(map(len, prompts.values()))
-        new = (until_end(row, self._ends) for row in rows[:, longest:].tolist())
+        new = (until_eos(row, self._ends) for row in rows[:, longest:].tolist())
         return dict(zip(prompts, new, strict=True))
-
-
-def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
-    """A row's tokens up to its first EOS, which it keeps; what follows is padding."""
-    end = next((place for place, token in enumerate(tokens, start=1) if token in ends), len(tokens))
-    return tokens[:end]
 
 
 def write_own_data(

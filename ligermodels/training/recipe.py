@@ -6,8 +6,8 @@ import difflib
 import math
 import os
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -19,8 +19,51 @@ from ligermodels.errors import ConfigError
 SHIPPED = resources.files("ligermodels.training") / "recipes"
 
 
-def _setting(default: Any, help: str, *, at_least: float = -math.inf, at_most: float = math.inf) -> Any:
-    return field(default=default, metadata={"help": help, "at_least": at_least, "at_most": at_most})
+def _setting(
+    default: Any,
+    help: str,
+    *,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> Any:
+    limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    return field(default=default, metadata={"help": help, **limits})
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a setting has a meaning: whether it `holds`, by the settings, and what to say when it does not."""
+
+    holds: Callable[[Mapping[str, Any]], bool]
+    words: str
+
+
+STAGE_2 = Condition(lambda it: it["stage"] == 2, "is for stage 2; in stage 1 the model is frozen")
+REFERENCE = Condition(lambda it: it["distill"] or it["drift"], "is for distill and drift, and neither is asked for")
+ADAMW = Condition(lambda it: it["optimizer"] == "adamw", "is AdamW's, and the optimizer is another")
+HELD_OUT = Condition(lambda it: it["held_out"] > 0, "is of what is held out, and held_out is 0")
+BY_EPOCHS = Condition(lambda it: it["steps"] is None, "means nothing beside steps")
+CHECKPOINTS = Condition(lambda it: it["checkpoint_every"] is not None, "means nothing where checkpoint_every is null")
+
+CONDITIONS: tuple[tuple[str, Condition], ...] = (
+    ("lambda0", STAGE_2),
+    ("lambda0_schedule", STAGE_2),
+    ("head_lr_multiplier", STAGE_2),
+    ("distill", STAGE_2),
+    ("drift", STAGE_2),
+    ("drift", HELD_OUT),
+    ("reference", REFERENCE),
+    ("beta1", ADAMW),
+    ("beta2", ADAMW),
+    ("rounding", ADAMW),
+    ("evaluate_every", HELD_OUT),
+    ("held_out_tokens", HELD_OUT),
+    ("epochs", BY_EPOCHS),
+    ("keep_checkpoints", CHECKPOINTS),
+)
+"""Settings that have a meaning beside some others only; a condition may ask for settings that stand before it here."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +99,10 @@ class Recipe:
     lambda0_schedule: Literal["constant", "linear", "sine"] = _setting("constant", "Stage 2: lambda0's way up.")
 
     distill: bool = _setting(False, "Stage 2: the model learns to stay as it was, not from the data's own words.")
+    drift: bool = _setting(False, "Stage 2: how far the model moves is scored; with distill it always is.")
+    reference: Literal["device", "host"] = _setting(
+        "device", "Where the untouched model is kept for these; host: its blocks in host memory, fetched at each use."
+    )
 
     optimizer: Literal["adamw", "adafactor"] = _setting("adamw", "adafactor needs less memory.")
     learning_rate: float = _setting(5e-4, "The highest; of the model, in stage 2.", at_least=0)
@@ -65,19 +112,19 @@ class Recipe:
     )
     final_lr: float = _setting(0.1, "Share of it left at the end of the cosine.", at_least=0, at_most=1)
     weight_decay: float = _setting(0.0, "Of matrices.", at_least=0)
-    beta1: float = _setting(0.9, "AdamW's.", at_least=0, at_most=1)
-    beta2: float = _setting(0.95, "AdamW's.", at_least=0, at_most=1)
-    grad_clip: float | None = _setting(1.0, "Largest norm of the gradient; null in a recipe: any.", at_least=0)
+    beta1: float = _setting(0.9, "AdamW's.", at_least=0, below=1)
+    beta2: float = _setting(0.95, "AdamW's.", at_least=0, below=1)
+    grad_clip: float | None = _setting(1.0, "Largest norm of the gradient; null in a recipe: any.", above=0)
 
     steps: int | None = _setting(None, "Optimiser steps.  [default: as many as the epochs take]", at_least=1)
-    epochs: float = _setting(1.0, "Times through the data, when steps are not given.", at_least=0)
+    epochs: float = _setting(1.0, "Times through the data, when steps are not given.", above=0)
     length: int = _setting(2048, "Tokens in a row; documents are packed into rows.", at_least=2)
     batch_tokens: int = _setting(16384, "Tokens in a step: rows times length.", at_least=1)
     micro_batch_tokens: int | None = _setting(
         None, "Tokens at once, whose gradients are summed up to a step's.  [default: all of them]", at_least=1
     )
-    dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = _setting(
-        None, "Dtype of the parameters.  [default: the checkpoint's]"
+    dtype: Literal["bfloat16", "float32", "float64"] | None = _setting(
+        None, "Dtype of the parameters.  [default: the checkpoint's, which must be one of these]"
     )
     rounding: Literal["stochastic", "nearest"] = _setting(
         "stochastic", "AdamW's, where parameters are bfloat16: right on average, or the nearest and small steps lost."
@@ -85,7 +132,7 @@ class Recipe:
     seed: int = _setting(0, "Decides what is held out, the order of the rest, and how is rounded.")
 
     evaluate_every: int | None = _setting(None, "Steps between scores on what is held out.", at_least=1)
-    checkpoint_every: int | None = _setting(500, "Steps between checkpoints; null in a recipe: none.", at_least=1)
+    checkpoint_every: int | None = _setting(500, "Steps between checkpoints; null in a recipe: none stays.", at_least=1)
     keep_checkpoints: int = _setting(2, "Checkpoints that are kept, the newest.", at_least=1)
     report_every: int | None = _setting(None, "Steps between reports.  [default: 50 reports in all]", at_least=1)
 
@@ -93,19 +140,21 @@ class Recipe:
         for each in fields(self):
             value = checked(each.name, getattr(self, each.name))
             object.__setattr__(self, each.name, value)
-            low, high = each.metadata["at_least"], each.metadata["at_most"]
-            if isinstance(value, int | float) and not low <= value <= high:
-                raise ConfigError(f"{each.name}: must be {_range(low, high)}, got {value}")
+            if isinstance(value, int | float) and (wanted := _outside(value, each.metadata)):
+                raise ConfigError(f"{each.name}: must be {wanted}, got {value}")
+        if self.length < self.heads + 2:
+            raise ConfigError(
+                f"length: rows of {self.length} tokens have no target for the last of {self.heads} heads; it must be "
+                f"at least {self.heads + 2}"
+            )
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.length or self.batch_tokens % micro:
             raise ConfigError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that one "
                 f"of length ({self.length})"
             )
-        if self.distill and self.stage == 1:
-            raise ConfigError("distill: is for stage 2; in stage 1 the model is frozen")
-        if not self.steps and not self.epochs:
-            raise ConfigError("epochs: must be above 0 when steps are not given")
+        for name, condition in _meaningless(vars(self)):
+            raise ConfigError(f"{name}: {condition.words}; leave it out")
 
     @property
     def micro_batch_rows(self) -> int:
@@ -124,14 +173,21 @@ class Recipe:
         return self.lambda0 * way[self.lambda0_schedule]
 
     def changed(self, settings: Mapping[str, Any], source: str = "recipe") -> Recipe:
-        """This with other settings. Raises ConfigError, which names `source`, for a key that there is not."""
+        """This with other settings. What has no meaning beside them, and is not among them, is as by default again.
+
+        Raises ConfigError, which names `source`, for a key that there is not.
+        """
         known = [each.name for each in fields(self)]
         for key in settings:
             if key not in known:
                 nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"{source}: there is no setting {key!r}; the nearest is {nearest!r}")
         try:
-            return replace(self, **settings)
+            new = {**vars(self), **{name: checked(name, value) for name, value in settings.items()}}
+            for name, _ in _meaningless(new):
+                if name not in settings:
+                    new[name] = DEFAULTS[name]
+            return Recipe(**new)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
 
@@ -219,12 +275,28 @@ def _words(kind: Any) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}[kind]
 
 
-def _range(low: float, high: float) -> str:
-    return f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+def _outside(value: float, limits: Mapping[str, Any]) -> str:
+    """What `value` had to be, when it is not: "from 0 to 1", "at least 0 and below 1"."""
+    low, high, above, below = (limits[name] for name in ("at_least", "at_most", "above", "below"))
+    if low <= value <= high and above < value < below:
+        return ""
+    if math.isfinite(low) and math.isfinite(high):
+        return f"from {low:g} to {high:g}"
+    words = {"at least": low, "at most": high, "above": above, "below": below}
+    return " and ".join(f"{word} {limit:g}" for word, limit in words.items() if math.isfinite(limit))
+
+
+def _meaningless(values: Mapping[str, Any]) -> Iterator[tuple[str, Condition]]:
+    """Settings that are not as by default, and the condition of each that does not hold; in the order of the table."""
+    for name, condition in CONDITIONS:
+        if values[name] != DEFAULTS[name] and not condition.holds(values):
+            yield name, condition
 
 
 HINTS = get_type_hints(Recipe)
 """Types of the fields."""
+DEFAULTS = {each.name: each.default for each in fields(Recipe)}
+"""Values of the fields where nothing else is said."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -21,6 +19,7 @@ import yaml
 
 from ligermodels.archs.medusa import MedusaModel
 from ligermodels.convert import hub
+from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.model import CausalLM
 from ligermodels.pretrained import from_pretrained
@@ -28,17 +27,14 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.data import Batch
 from ligermodels.training.documents import documents_of
 from ligermodels.training.evaluation import Drift, HeadScores, evaluate_drift, evaluate_heads
+from ligermodels.training.interruption import Interrupted, sigterm, until
 from ligermodels.training.joint import Joint, frozen_copy
-from ligermodels.training.loop import StepMetrics, Trainable, train
+from ligermodels.training.loop import Hook, StepMetrics, Trainable, is_due, train
 from ligermodels.training.metrics import Metrics
 from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
 from ligermodels.training.recipe import Recipe
+from ligermodels.training.resume import content_of, require_same_content, same_recipe
 from ligermodels.training.stream import Ahead, Stream
-
-FREE = {"evaluate_every", "checkpoint_every", "keep_checkpoints", "report_every", "held_out_tokens", "max_bad_lines"}
-"""Settings that may change when a run goes on: they decide nothing of what is trained."""
-ABSENT = {"rounding": "nearest"}
-"""How a run went whose checkpoint does not know a setting yet."""
 
 
 class Update(Protocol):
@@ -58,17 +54,19 @@ class Console:
 @dataclass(frozen=True)
 class Outcome:
     """The step that a run reached, of how many, and the scores at the end: None when it was stopped before, or when
-    nothing was held out. `drift`, of stage 2: how far the model is from what it was."""
+    nothing was held out. `drift`, of stage 2: how far the model is from what it was, if that was asked for. `stopped`:
+    whether SIGTERM ended it, be it after the last step."""
 
     step: int
     steps: int
     scores: HeadScores | None = None
     drift: Drift | None = None
+    stopped: bool = False
 
     @property
     def finished(self) -> bool:
-        """Whether it was not stopped before the end."""
-        return self.step == self.steps
+        """Whether it came to its end, and the heads are written."""
+        return self.step == self.steps and not self.stopped
 
 
 def train_heads(
@@ -84,9 +82,13 @@ def train_heads(
 
     In stage 2 the model is trained too, and `out` gets it as well: a Hugging Face checkpoint, with the heads in it.
 
-    The process may be killed at any time: with `resume` it goes on from the newest checkpoint, and every loss is, to
-    the bit, the one that an undisturbed run has (on a machine of the same kind). On SIGTERM the step is finished, a
-    checkpoint written, and the outcome is not `finished`.
+    The process may be killed at any time: with `resume` it goes on from the newest checkpoint, and every loss is the
+    one that an undisturbed run has: to the bit on a CPU of the same kind, and on a GPU of the same kind where
+    attention's backward is deterministic. On SIGTERM the step is finished, a checkpoint written, and the outcome is not
+    `finished`; an evaluation is broken off, and done again when the run goes on.
+
+    Before the heads are written there is a checkpoint of the last step in any case; where the recipe asks for none, it
+    is removed afterwards.
 
     Args:
         device: where to run.
@@ -95,10 +97,12 @@ def train_heads(
             removed.
 
     Raises:
-        ConfigError: the recipe lacks a base or data, or is not the one that the checkpoint is of.
-        InputError: the data cannot be read, or holds more unusable lines than allowed.
-        CheckpointError: the base, its tokenizer or template, or a checkpoint of the run cannot be used.
-        TrainingError: the loss is not finite any more.
+        ConfigError: the recipe lacks a base or data, has a dtype that is not trained in, or is not the one that the
+            checkpoint is of.
+        InputError: the data cannot be read, holds more unusable lines than allowed, or is not what the run began with.
+        CheckpointError: the base, its tokenizer or template, or a checkpoint of the run cannot be used; or the base is
+            not the one that the run began with.
+        TrainingError: the loss is not finite any more, or there is nothing to learn in the data.
     """
     run = _Run(recipe, Path(out), resume, console or Console())
     run.load(device, attention)
@@ -115,11 +119,16 @@ class _Run:
         if resume and (found := self.checkpoints.steps()):
             self.start = found[-1]
             self.about = self.checkpoints.about(self.start)
-            recipe = _same(recipe, self.about["recipe"])
+            recipe = same_recipe(recipe, self.about["recipe"])
         elif recipe.date is None:
             recipe = replace(recipe, date=datetime.now().date().isoformat())
         self.recipe = recipe
         self.folder = hub.resolve(str(recipe.base))
+        if recipe.dtype is None and dtype_of(read_json(self.folder / "config.json")) == torch.float16:
+            raise ConfigError(
+                "dtype: the checkpoint's is float16, in which gradients and second moments are lost; give bfloat16 or "
+                "float32"
+            )
         self.documents = documents_of(
             self.folder,
             recipe.data,
@@ -128,10 +137,14 @@ class _Run:
             max_bad_lines=recipe.max_bad_lines,
             on_bad_line=self.console.say,
         )
+        self.content = content_of(recipe, self.folder)
+        if self.about:
+            require_same_content(self.content, self.about["content"])
         self.indices, self.held = self.documents.corpus.split(recipe.held_out, recipe.seed)
         self.steps = self.about["steps"] if self.about else self._count_steps()
-        if self.start > self.steps:
-            raise ConfigError(f"steps: the run is at step {self.start} already, past {self.steps}")
+        self.warmup = min(40, self.steps // 10) if recipe.warmup is None else min(recipe.warmup, self.steps)
+        if recipe.warmup is not None and recipe.warmup > self.warmup:
+            console.say(f"warmup: {recipe.warmup:,} is more than there are steps; all {self.steps:,} are a warm-up")
 
     def _count_steps(self) -> int:
         """Steps of the recipe. What is held out is read in any case: errors in it shall show now, not at the end."""
@@ -155,7 +168,8 @@ class _Run:
         if recipe.start_from is None:
             self.medusa = MedusaModel.from_base(model, recipe.heads, recipe.layers, recipe.lm_head, recipe.decay)
         else:
-            self.medusa = MedusaModel.from_pretrained(model, recipe.start_from, decay=recipe.decay)
+            own = recipe.lm_head == "own"
+            self.medusa = MedusaModel.from_pretrained(model, recipe.start_from, decay=recipe.decay, own_lm_heads=own)
             shape = self.medusa.shape
             found = (shape.num_heads, shape.num_layers, self.medusa.lm_head)
             if found != (recipe.heads, recipe.layers, recipe.lm_head):
@@ -171,8 +185,8 @@ class _Run:
                     f"the model learns in {model.dtype}, where small steps are lost; dtype: float32 has them, and so "
                     "has bfloat16 with optimizer: adamw and rounding: stochastic"
                 )
-            if recipe.distill or len(self.held):
-                self.reference = frozen_copy(model)
+            if recipe.distill or recipe.drift:
+                self.reference = frozen_copy(model, recipe.reference)
             self.trained = Joint(self.medusa, self.reference if recipe.distill else None)
             heads_rate = recipe.learning_rate * recipe.head_lr_multiplier
             rates = [(model.parameters(), recipe.learning_rate), (self.medusa.head_parameters(), heads_rate)]
@@ -180,8 +194,7 @@ class _Run:
         self.optimizer = optimizer_named(
             recipe.optimizer, groups, betas=(recipe.beta1, recipe.beta2), rounding=recipe.rounding, seed=recipe.seed
         )
-        warmup = min(40, self.steps // 10) if recipe.warmup is None else recipe.warmup
-        self.schedule = warmup_cosine(self.optimizer, self.steps, warmup=warmup, floor=recipe.final_lr)
+        self.schedule = warmup_cosine(self.optimizer, self.steps, warmup=self.warmup, floor=recipe.final_lr)
         stream = Stream(
             self.documents, self.indices, length=recipe.length, rows=recipe.micro_batch_rows, seed=recipe.seed
         )
@@ -197,42 +210,45 @@ class _Run:
         recipe = self.recipe
         self._prepare_folder()
         metrics = Metrics(self.out, after=self.start)
-        hooks: list[tuple[int, Callable[[int], object]]] = []
+        evaluate_every = recipe.evaluate_every or self.steps
         scored: dict[int, Outcome] = {}
-        if len(self.held):
-
-            def score(step: int) -> None:
-                scored[step] = found = self._score(step)
-                metrics.write_scores(step, found.scores, found.drift)
-
-            hooks.append((recipe.evaluate_every or self.steps, score))
-        if recipe.checkpoint_every:
-            hooks.append((recipe.checkpoint_every, self._save))
         try:
-            with self.console.progress("training") as update, _sigterm() as stop:
+            with self.console.progress("training") as update, sigterm() as stop:
 
                 def report(state: StepMetrics) -> None:
                     update(state.step, state.steps, _note(state))
                     metrics.write_steps(state)
 
-                step = train(
-                    self.trained,
-                    self.batches,
-                    steps=self.steps,
-                    optimizer=self.optimizer,
-                    schedule=self.schedule,
-                    grad_clip=recipe.grad_clip,
-                    accumulate=recipe.accumulate,
-                    on_step=report,
-                    report_every=recipe.report_every or max(1, min(10, self.steps // 50)),
-                    hooks=hooks,
-                    start=self.start,
-                    stop=stop,
-                    loss_options=self._loss_options,
-                )
-                if step < self.steps and self.checkpoints.steps()[-1:] != [step]:
-                    self._save(step)
-                self.checkpoints.wait()
+                def score(step: int) -> None:
+                    with suppress(Interrupted):
+                        scored[step] = found = self._score(step, stop)
+                        metrics.write_scores(step, found.scores, found.drift)
+
+                # A checkpoint comes first: when the evaluation fails or is broken off, nothing else is lost.
+                hooks: list[Hook] = [(recipe.checkpoint_every or self.steps, self._save)]
+                if len(self.held):
+                    hooks.append((evaluate_every, score))
+                    if self.start and is_due(self.start, evaluate_every, self.steps) and not metrics.scored:
+                        score(self.start)
+                step = self.start
+                if not stop():
+                    step = train(
+                        self.trained,
+                        self.batches,
+                        steps=self.steps,
+                        optimizer=self.optimizer,
+                        schedule=self.schedule,
+                        grad_clip=recipe.grad_clip,
+                        accumulate=recipe.accumulate,
+                        on_step=report,
+                        report_every=recipe.report_every or max(1, min(10, self.steps // 50)),
+                        hooks=hooks,
+                        start=self.start,
+                        stop=stop,
+                        loss_options=self._loss_options,
+                    )
+                self._settle(step)
+                stopped = stop()
         except BaseException:
             with suppress(CheckpointError):  # The one being written is of before.
                 self.checkpoints.wait()
@@ -240,13 +256,30 @@ class _Run:
         finally:
             self.batches.close()
             metrics.close()
-        if step < self.steps:
-            return Outcome(step, self.steps)
-        if recipe.stage == 2:
+        if stopped:
+            return Outcome(step, self.steps, stopped=True)
+        self._export()
+        return scored.get(step) or self._score(step)  # A run that had come to its end before has yet to be scored.
+
+    def _settle(self, step: int) -> None:
+        """Wait for the checkpoint that is being written, and see to it that there is one of `step`."""
+        try:
+            self.checkpoints.wait()
+            if step not in self.checkpoints.steps():
+                self._save(step)
+                self.checkpoints.wait()
+        except CheckpointError as error:
+            if step < self.steps:
+                raise
+            self.console.say(f"{error}; the heads are written all the same")
+
+    def _export(self) -> None:
+        if self.recipe.stage == 2:
             self.medusa.export(self.out, "full-hf", overwrite=True)
         else:
             self.medusa.save_pretrained(self.out, overwrite=True)
-        return scored.get(step) or self._score(step)  # A run that had come to its end before has yet to be scored.
+        if self.recipe.checkpoint_every is None:
+            self.checkpoints.remove()
 
     def _loss_options(self, step: int) -> dict[str, float]:
         recipe = self.recipe
@@ -270,22 +303,24 @@ class _Run:
             {
                 "steps": self.steps,
                 "recipe": self.recipe.settings(),
+                "content": self.content,
                 "schedule": self.schedule.state_dict(),
                 "data": self.batches.state_dict(),
             },
         )
 
-    def _score(self, step: int) -> Outcome:
-        """Scores on the documents that were held out, or on the first `held_out_tokens` of them."""
+    def _score(self, step: int, stop: Callable[[], bool] = lambda: False) -> Outcome:
+        """Scores on the documents that were held out, or on the first `held_out_tokens` of them; Interrupted when
+        `stop` tells to."""
         if not len(self.held):
             return Outcome(step, self.steps)
-        scores = evaluate_heads(self.medusa, self._held_batches())
+        scores = evaluate_heads(self.medusa, until(stop, self._held_batches()))
         drift = None
         if self.reference is not None:
-            drift = evaluate_drift(self.medusa.base, self.reference, self._held_batches())
+            drift = evaluate_drift(self.medusa.base, self.reference, until(stop, self._held_batches()))
         return Outcome(step, self.steps, scores, drift)
 
-    def _held_batches(self) -> Iterator[Batch]:
+    def _held_batches(self) -> Iterable[Batch]:
         recipe, rows = self.recipe, self.recipe.micro_batch_rows
         stream = Stream(self.documents, self.held, length=recipe.length, rows=rows, epochs=1)
         tokens = recipe.held_out_tokens
@@ -298,18 +333,6 @@ def loses_small_steps(recipe: Recipe, dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4 and not (stochastic and dtype == torch.bfloat16)
 
 
-def _same(recipe: Recipe, before: dict[str, Any]) -> Recipe:
-    """`recipe` with the date of `before`; ConfigError when it differs in what decides the training."""
-    if recipe.date is None:
-        recipe = replace(recipe, date=before["date"])
-    before = {**ABSENT, **before}
-    now = recipe.settings()
-    if changed := [name for name in now if name not in FREE and now[name] != before.get(name)]:
-        told = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
-        raise ConfigError(f"the run cannot go on with another recipe: {told}; use the old one, or begin anew")
-    return recipe
-
-
 def _note(state: StepMetrics) -> str:
     """What the bar says of the last steps."""
     note = f"loss {state.loss:.4f}, {state.tokens_per_second:,.0f} tokens/s"
@@ -320,17 +343,3 @@ def _note(state: StepMetrics) -> str:
     if state.memory is not None:
         note += f", {state.memory / 2**30:.1f} GiB"
     return note
-
-
-@contextmanager
-def _sigterm() -> Iterator[Callable[[], bool]]:
-    """A function that tells whether SIGTERM has come, which meanwhile does not end the process."""
-    came = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # Only that one may handle signals.
-        yield came.is_set
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: came.set())
-    try:
-        yield came.is_set
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -48,7 +48,8 @@ class Stream:
             seed: decides their order, which is another in each epoch; None leaves it as it is.
             epochs: how often to go through them; None is without end. After the last a batch may be smaller.
 
-        Raises InputError for no documents, or a size below 1.
+        Raises InputError for no documents, or a size below 1; and later, at the end of an epoch, when there was nothing
+        to learn in any of them: not one label.
         """
         if min(length, rows) < 1:
             raise InputError(f"must be at least 1: {length=}, {rows=}")
@@ -100,7 +101,10 @@ class Stream:
         while self._epoch != self._epochs:
             if self._place == len(self._order):
                 if not self._tokens_in_epoch:
-                    raise InputError("the data holds not a single token: give files with text")
+                    raise InputError(
+                        f"there is nothing to learn in any of the {len(self._order):,} documents: give files with "
+                        "texts, or with chats in which the assistant speaks"
+                    )
                 self._start(self._epoch + 1, 0, 0)
                 continue
             if not self._ready:

@@ -314,35 +314,35 @@ def peak(reset=False):
     text = open("/proc/self/status").read()
     return int(text.split("VmHWM:")[1].split()[0]) * 1024
 
-K, T, H, V, budget = map(int, sys.argv[1:])
-for rows, classes, limit in ((8, 512, 10**6), (T, V, budget)):  # a small one first, for what torch keeps
-    heads = Heads(K, 1, biased=False, H=H, V=classes)
-    flat = [t.requires_grad_() for t in heads.tensors(Where(torch.device("cpu"), torch.bfloat16), (rows,))]
-    y = targets((K, rows), classes, flat[0].device, ignored=0.0)
+T, H, V, budget = map(int, sys.argv[1:])
+for K, shared in ((1, False), (1, False), (5, False), (1, True), (5, True)):  # the first is for what torch keeps
+    heads = Heads(K, 1, shared, biased=False, H=H, V=V)
+    flat = [t.requires_grad_() for t in heads.tensors(Where(torch.device("cpu"), torch.bfloat16), (T,))]
+    y = targets((K, T), V, flat[0].device, ignored=0.0)
     before = peak(reset=True)
-    op(*heads.arguments(flat, y), memory_budget=limit)[0].backward()
-    used = peak() - before
-print("used", used - sum(t.nbytes for t in flat) - 2 * (V * H + H * H) - 4 * T * H)
+    op(*heads.arguments(flat, y), memory_budget=budget)[0].backward()
+    print("used", peak() - before - sum(t.nbytes for t in flat) - 2 * (V * H + H * H) - 4 * T * H)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
-def test_memory_stays_within_the_budget() -> None:
-    """The peak above all gradients and half a float32 sum, where the logits would be fifteen times the budget."""
-    K, T, H, V, budget = 3, 256, 32, 51200, 5 * 2**20
+def test_memory_stays_within_the_budget_whatever_the_heads() -> None:
+    """The peak above all gradients and half a float32 sum, where the logits would be up to 25 times the budget."""
+    T, H, V, budget = 256, 32, 51200, 5 * 2**20
+    # Each thread of the matrix library packs its own; and what is freed is given back, so that no hole counts.
+    exact = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, *map(str, (K, T, H, V, budget))],
+        [sys.executable, "-c", MEMORY, *map(str, (T, H, V, budget))],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # each thread of the matrix library packs its own
+        env=os.environ | exact,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    used = int(re.search(r"used (-?\d+)", done.stdout)[1])  # type: ignore[index]
-    # Less than nothing: memory that torch kept from before. More: what the allocator could not use again. A second
-    # float32 sum would take 6 MiB, one apart from its gradient 3 MiB more.
-    assert -budget < used < budget + 2 * 2**20, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
+    _, *used = (int(found) / 2**20 for found in re.findall(r"used (-?\d+)", done.stdout))
+    # A second float32 sum would take 6 MiB; a copy of a head's gradient, or a sum apart from it, 3 MiB.
+    assert len(used) == 4 and max(used) < 6 and max(used) - min(used) < 1, f"{used} MiB, of a budget of 5"
 
 
 @pytest.mark.gpu

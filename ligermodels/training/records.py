@@ -1,0 +1,156 @@
+"""Lines of JSON as texts and chats: what datasets write in many ways, in the one way that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ligermodels.chat import Message, join_turns
+from ligermodels.errors import InputError
+
+Chat: TypeAlias = tuple[list[Message], dict[str, Any]]
+"""The turns of a chat, and what else its template should know (`tools`)."""
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+"""Files of these, in any case, hold one JSON object a line."""
+
+NO_TEXT = {
+    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "is compressed: unpack it first"),
+    **dict.fromkeys((".parquet", ".arrow"), "is binary: write it as JSON, one object a line, to a .jsonl file"),
+}
+"""What to do with files that cannot be read from any place, as data must."""
+
+ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "developer": "system",
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
+}
+"""Who speaks, in any case, in OpenAI's chats and in those like ShareGPT's, in the words of chat templates."""
+
+CALLS = ("function_call", "tool_call")
+"""Speakers whose words are calls of tools, as JSON."""
+
+
+class NothingToLearn(ValueError):
+    """A line is as it should be, but the assistant says nothing in it."""
+
+
+def has_json_lines(path: Path) -> bool:
+    """Whether a file is one of JSON lines, by its name. Raises InputError for what cannot be read piece by piece:
+    compressed and binary files, by their names too, and a JSON array in place of lines; OSError as `open`."""
+    suffix = path.suffix.lower()
+    if suffix in NO_TEXT:
+        raise InputError(f"{path}: {NO_TEXT[suffix]}")
+    if suffix not in JSON_LINES:
+        return False
+    with path.open("rb") as content:
+        if content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            raise InputError(
+                f"{path}: is a JSON array, which cannot be read a line at a time: write one object a line, "
+                f"as does jq -c '.[]' {path.name} > {path.stem}.lines.jsonl"
+            )
+    return True
+
+
+def parse_line(line: bytes) -> str | Chat:
+    """The text of a line of JSON, or its chat.
+
+    Keys whose value is null count as absent. Turns of the user in a row become one, with a blank line between. A chat
+    under `conversations` starts with its first turn of the system or the user, as FastChat has it of ShareGPT's.
+
+    Raises ValueError for a line that is none; NothingToLearn, which is one, for a chat without the assistant.
+    """
+    try:
+        found = json.loads(line)
+        if b"\\ud" in line.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair (\\ud...), which is no character") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    record = _known(found)
+    turns = record.get("messages", record.get("conversations"))
+    if turns is None:
+        text = record.get("text")
+        if not isinstance(text, str):
+            raise ValueError('not an object with a string under "text", or a list under "messages" or "conversations"')
+        return text
+    if not isinstance(turns, list):
+        raise ValueError("a chat must be a list of turns")
+    messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+    if "messages" not in record:
+        messages = list(dropwhile(lambda message: message["role"] not in ("system", "user"), messages))
+    if not any(message["role"] == "assistant" for message in messages):
+        raise NothingToLearn("the assistant does not say a word in the chat")
+    tools = _decoded(record.get("tools", []))
+    if not isinstance(tools, list):
+        raise ValueError('"tools" must be a list')
+    return _one_by_one(messages), {"tools": tools} if tools else {}
+
+
+def _message(turn: Any, number: int) -> Message:
+    rest = _known(turn)
+    speaker, content = rest.pop("from", None), rest.pop("value", None)
+    speaker, content = rest.pop("role", speaker), rest.pop("content", content)
+    legacy = rest.pop("function_call", None)
+    calls = _decoded(rest.pop("tool_calls", [])) or ([legacy] if legacy else [])
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is None and calls:
+        content = ""
+    if not isinstance(speaker, str) or not isinstance(content, str):
+        raise ValueError(f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"')
+    speaker = speaker.strip().lower()
+    if speaker not in ROLES:
+        raise ValueError(f"turn {number} of the chat is by {speaker!r}, who is none of {', '.join(ROLES)}")
+    if speaker in CALLS and isinstance(call := _decoded(content), (dict, list)):
+        calls, content = call if isinstance(call, list) else [call], ""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"turn {number} of the chat: calls of tools must be a list of objects")
+    if calls:
+        rest["tool_calls"] = [_call(call, number) for call in calls]
+    return {"role": ROLES[speaker], "content": content, **rest}
+
+
+def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A call of a tool as {"type": "function", "function": {"name", "arguments"}}. OpenAI's arguments are an object as
+    text; templates want the object, to write it as JSON themselves."""
+    call = _known(call)
+    function = _known(call.get("function", call))
+    if not isinstance(function.get("name"), str):
+        raise ValueError(f"turn {number} of the chat calls a tool without a name")
+    arguments = _decoded(function.get("arguments"))
+    if isinstance(arguments, dict):
+        function["arguments"] = arguments
+    return {"type": "function", **(call if "function" in call else {}), "function": function}
+
+
+def _one_by_one(messages: list[Message]) -> list[Message]:
+    """With turns of the user in a row as one: most templates want them to alternate with the assistant's."""
+    found = messages[:1]
+    for message in messages[1:]:
+        last = found[-1]
+        if message["role"] == last["role"] == "user" and message.get("name") == last.get("name"):
+            found[-1] = join_turns(last, message)
+        else:
+            found.append(message)
+    return found
+
+
+def _known(value: Any) -> dict[str, Any]:
+    """An object without what is null in it, which templates would take for something; of anything else nothing."""
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else {}
+
+
+def _decoded(value: Any) -> Any:
+    """What a string holds as JSON, or else the value as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value

@@ -1,0 +1,109 @@
+"""Lines of JSON, as datasets write them: one form of chat comes out, and what is none is told."""
+
+import json
+
+import pytest
+
+from ligermodels.training.records import NothingToLearn, parse_line
+
+USER, ASSISTANT = {"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}
+SYSTEM = {"role": "system", "content": "x"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "5"}
+
+
+def sharegpt(*turns: tuple[str, str]) -> dict[str, object]:
+    return {"id": "x", "conversations": [{"from": speaker, "value": value} for speaker, value in turns]}
+
+
+def messages(*turns: object, **more: object) -> dict[str, object]:
+    return {"messages": [USER, *turns], **more}
+
+
+NULLS = {"tool_calls": None, "name": None, "tool_call_id": None, "from": None, "value": None}
+TEXT_CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}, "id": None}
+ODD_CALL = {"id": "c1", "function": {"name": "f", "arguments": "none"}}
+
+GOOD: dict[str, tuple[object, object]] = {
+    "text": ({"text": "a", "id": 5, "messages": None, "conversations": None}, "a"),
+    "empty": ({"text": ""}, ""),
+    "messages": (messages(ASSISTANT), [USER, ASSISTANT]),
+    "nulls": (messages({**ASSISTANT, **NULLS}, tools=None), [USER, ASSISTANT]),
+    "no calls": (messages({**ASSISTANT, "tool_calls": []}), [USER, ASSISTANT]),
+    "other keys": (messages({**RESULT, "call": 1}, ASSISTANT), [USER, {**RESULT, "call": 1}, ASSISTANT]),
+    "arguments as text": (messages({"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}), [USER, CALLING]),
+    "arguments that are no object": (
+        messages({**CALLING, "tool_calls": [ODD_CALL]}),
+        [USER, {**CALLING, "tool_calls": [{"type": "function", **ODD_CALL}]}],
+    ),
+    "a call without its wrapping": (messages({"role": "assistant", "tool_calls": [CALL["function"]]}), [USER, CALLING]),
+    "OpenAI's older call": (messages({"role": "assistant", "function_call": TEXT_CALL["function"]}), [USER, CALLING]),
+    "parts": (
+        messages({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+        [USER, {"role": "assistant", "content": "ab"}],
+    ),
+    "ShareGPT": (sharegpt(("human", "Hi there!"), ("gpt", "Hello, you?")), [USER, ASSISTANT]),
+    "ShareGPT with calls": (
+        sharegpt(("human", "Hi there!"), ("function_call", json.dumps(CALL["function"])), ("observation", "5"),
+                 ("tool_call", json.dumps([CALL])), ("function_response", "5"), ("function_call", "f()")),
+        [USER, CALLING, RESULT, CALLING, RESULT, {"role": "assistant", "content": "f()"}],
+    ),
+    "speakers in any case": (
+        sharegpt(("System", "x"), (" Human ", "Hi there!"), ("GPT", "Hello, you?"), ("Tool", "5"), (" assistant", "y")),
+        [SYSTEM, USER, ASSISTANT, RESULT, {"role": "assistant", "content": "y"}],
+    ),
+    "starts with the assistant": (
+        sharegpt(("gpt", "a"), ("tool", "b"), ("gpt", "c"), ("human", "Hi there!"), ("gpt", "Hello, you?")),
+        [USER, ASSISTANT],
+    ),
+    "starts with the assistant on purpose": ({"messages": [ASSISTANT, USER]}, [ASSISTANT, USER]),
+    "the user twice and thrice": (
+        {"messages": [SYSTEM, USER, {**USER, "content": "?"}, {**USER, "content": ""}, ASSISTANT, USER, USER]},
+        [SYSTEM, {**USER, "content": "Hi there!\n\n?"}, ASSISTANT, {**USER, "content": "Hi there!\n\nHi there!"}],
+    ),
+    "two users": (messages({**USER, "name": "b"}, ASSISTANT), [USER, {**USER, "name": "b"}, ASSISTANT]),
+}  # fmt: skip
+
+BAD: dict[str, tuple[object, str]] = {
+    "cut": ('{"text": "x', "not JSON"),
+    "deep": ("[" * 100_000, "not JSON"),
+    "half a character": ('{"text": "\\uD83D"}', "surrogate pair"),
+    "list": (["text"], "not an object"),
+    "no text": ({"text": 5}, "not an object with a string"),
+    "no list": ({"conversations": {"from": "gpt", "value": "x"}}, "a list of turns"),
+    "no turn": ({"messages": ["hello"]}, "turn 1"),
+    "no content": (messages({"role": "assistant"}), "turn 2"),
+    "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 1"),
+    "no speaker": ({"conversations": [{"value": "x"}]}, "turn 1"),
+    "another speaker": (messages(ASSISTANT, {"role": "critic", "content": "x"}), "turn 3 .* 'critic', .* user, assist"),
+    "another speaker first": (sharegpt(("narrator", "x"), ("human", "x"), ("gpt", "x")), "turn 1 .*'narrator'"),
+    "calls that are none": (messages({**CALLING, "tool_calls": [1]}), "turn 2 .*list of objects"),
+    "a call of nothing": (messages({**CALLING, "tool_calls": [{"function": {}}]}), "turn 2 .*without a name"),
+    "tools that are none": (messages(ASSISTANT, tools="f"), '"tools" must be a list'),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_lines_of_many_kinds(case: str) -> None:
+    record, wanted = GOOD[case]
+    assert parse_line(json.dumps(record).encode()) == (wanted if isinstance(wanted, str) else (wanted, {}))
+
+
+@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
+def test_tools_go_to_the_template(tools: object) -> None:
+    assert parse_line(json.dumps(messages(ASSISTANT, tools=tools)).encode())[1] == {"tools": [{"name": "f"}]}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_lines_that_cannot_be_used(case: str) -> None:
+    record, words = BAD[case]
+    with pytest.raises(ValueError, match=words) as caught:
+        parse_line((record if isinstance(record, str) else json.dumps(record)).encode())
+    assert not isinstance(caught.value, NothingToLearn)
+
+
+@pytest.mark.parametrize("record", [messages(), {"messages": []}, sharegpt(("gpt", "a")), {"conversations": []}])
+def test_chats_without_the_assistant_are_no_errors(record: object) -> None:
+    with pytest.raises(NothingToLearn, match="does not say a word"):
+        parse_line(json.dumps(record).encode())

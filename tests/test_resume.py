@@ -1,0 +1,298 @@
+"""Runs that are killed, stopped, or fail anywhere: they go on, come out the same to the bit, and with nothing else."""
+
+# ruff: noqa: F401, F811  (fixtures of another file)
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_runs import STAGE_2, base, children, command, data, equal_heads, losses, one_thread, recipe_for, scores
+
+import ligermodels as lm
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.training import Recipe, evaluation, fingerprint, loop, run
+from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.run import Console, train_heads
+
+
+def write_recipe(recipe: Recipe, path: Path) -> Path:
+    import yaml
+
+    path.write_text(yaml.safe_dump(recipe.settings()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "targets"),
+    [({"steps": 40}, (None, 3, 9, 18, 30, 40)), ({**STAGE_2, "steps": 16}, (2, 5, 9, 16))],
+    ids=["stage 1", "stage 2"],
+)
+def test_killed_anywhere_a_run_comes_out_the_same(
+    base: Path, data: Path, tmp_path: Path, children: Any, changes: dict[str, Any], targets: tuple[int | None, ...]
+) -> None:
+    recipe = recipe_for(base, data, **changes, checkpoint_every=2, report_every=7)
+    file = write_recipe(recipe, tmp_path / "recipe.yaml")
+
+    def start(out: str) -> Any:
+        child = children.Process(target=command, args=("--recipe", str(file), "--out", str(tmp_path / out), "--resume"))
+        child.start()
+        return child
+
+    child = start("whole")
+    child.join(60)
+    assert child.exitcode == 0
+
+    # Killed before it begins, then a few steps further each time, at any point of a step or of writing, and at the end.
+    draw, out, reached = random.Random(1), tmp_path / "killed", set[int]()
+    checkpoints = out / "checkpoints"
+    for target in targets:
+        child = start("killed")
+        if target is None:
+            child.join(draw.uniform(0, 0.2))
+        else:
+            while child.is_alive() and not [step for step, *_ in losses(out) if step >= target]:
+                time.sleep(0.002)
+            time.sleep(draw.uniform(0, 0.05))
+        child.kill()
+        child.join()
+        reached |= set(Checkpoints(checkpoints).steps())
+    assert len(reached) >= len(targets) - 2, reached
+    child = start("killed")
+    child.join(60)
+    assert child.exitcode == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert scores(tmp_path / "killed") == scores(tmp_path / "whole")
+    assert equal_heads(tmp_path / "killed", tmp_path / "whole")
+    assert Checkpoints(checkpoints).steps() == [recipe.steps - 2, recipe.steps]
+    assert not [path for path in (tmp_path / "killed").iterdir() if path.name.endswith(".partial")]
+
+
+def test_sigterm_saves_and_ends(base: Path, data: Path, tmp_path: Path, children: Any) -> None:
+    recipe = recipe_for(base, data, steps=60, checkpoint_every=100, evaluate_every=None, report_every=1)
+    file, out = write_recipe(recipe, tmp_path / "recipe.yaml"), tmp_path / "out"
+    arguments = ("--recipe", str(file), "--out", str(out))
+    child = children.Process(target=command, args=arguments)
+    child.start()
+    deadline = time.monotonic() + 60
+    while not losses(out) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGTERM)
+    child.join(60)
+    assert child.exitcode == 143
+    (step,) = Checkpoints(out / "checkpoints").steps()
+    assert 0 < step < 60 and losses(out)[-1][0] == step and not (out / "model.safetensors").exists()
+    before = losses(out)
+    outcome = train_heads(recipe, out, resume=True)
+    assert outcome.finished and losses(out)[:step] == before and len(losses(out)) == 60
+    train_heads(recipe, tmp_path / "whole")
+    assert losses(tmp_path / "whole") == losses(out) and equal_heads(out, tmp_path / "whole")
+    # Once more, and there is nothing left to do.
+    again = train_heads(recipe, out, resume=True)
+    assert again.finished and again.scores is not None and outcome.scores is not None
+    assert torch.equal(again.scores.hits, outcome.scores.hits) and len(losses(out)) == 60
+
+
+class Moment:
+    """The call of a function at which something happens; counts the others."""
+
+    def __init__(self, function: Callable[..., Any], at: int | None, happens: Callable[[], object]) -> None:
+        self.function, self.at, self.happens, self.calls = function, at, happens, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        found = self.function(*args, **options)
+        if self.calls == self.at:
+            self.happens()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "share", "step"),
+    [
+        (loop, "on_device", 8 / 24, 4),  # Of the second batch of step 4.
+        (Checkpoints, "save", 1 / 4, 3),
+        (evaluation, "on_device", 0.1, 5),  # Of three evaluations the first, and the last.
+        (evaluation, "on_device", 0.9, 12),
+    ],
+    ids=["accumulation", "checkpoint", "evaluation", "last evaluation"],
+)
+def test_sigterm_is_heeded_at_any_moment(
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    share: float,
+    step: int,
+) -> None:
+    recipe, out = recipe_for(base, data), tmp_path / "out"
+    function = getattr(place, name)
+
+    def watched(at: int | None) -> Moment:
+        moment = Moment(function, at, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        monkeypatch.setattr(place, name, lambda *args, **options: moment(*args, **options))
+        return moment
+
+    moment = watched(None)
+    train_heads(recipe, tmp_path / "whole")
+    moment = watched(max(1, round(share * moment.calls)))
+    outcome = train_heads(recipe, out)
+    assert (outcome.step, outcome.stopped, outcome.finished) == (step, True, False)
+    # Not a step more, nor a batch of an evaluation.
+    assert losses(out)[-1][0] == step and (place is not evaluation or moment.calls == moment.at)
+    assert step not in [at for at, *_ in scores(out)] and not (out / "model.safetensors").exists()
+    assert Checkpoints(out / "checkpoints").steps()[-1] == step
+    again = train_heads(recipe, out, resume=True)
+    assert again.finished and again.scores is not None
+    assert losses(out) == losses(tmp_path / "whole") and scores(out) == scores(tmp_path / "whole")
+    assert equal_heads(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("every", [5, None])
+def test_what_fails_at_the_end_loses_nothing(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None
+) -> None:
+    """Whether checkpoints were asked for or not: then none stays once the heads are written."""
+    recipe, out = recipe_for(base, data, steps=6, checkpoint_every=every, evaluate_every=None), tmp_path / "out"
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    for place, name in ((run, "evaluate_heads"), (lm.MedusaModel, "save_pretrained")):
+        with monkeypatch.context() as broken, pytest.raises(CheckpointError, match="the disk is full"):
+            broken.setattr(place, name, fails)
+            train_heads(recipe, out, resume=True)
+        assert Checkpoints(out / "checkpoints").steps()[-1] == 6
+    monkeypatch.setattr(loop, "on_device", fails)  # Not a step is taken again.
+    assert train_heads(recipe, out, resume=True).finished
+    assert (out / "checkpoints").exists() == (every is not None) and [at for at, *_ in scores(out)] == [6]
+
+
+def test_a_last_checkpoint_that_fails_does_not_keep_the_heads_from_being_written(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    recipe = recipe_for(base, data, steps=2, checkpoint_every=None)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").write_text("in the way")
+    assert train_heads(recipe, tmp_path / "out", console=Console(said.append)).finished
+    assert any("cannot be written" in line and "the heads are written all the same" in line for line in said)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("changes", [{}, STAGE_2], ids=["stage 1", "stage 2"])
+def test_a_run_on_a_gpu_goes_on_to_the_bit(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], attention: str
+) -> None:
+    recipe = recipe_for(base, data, **changes, dtype="bfloat16", report_every=1)
+    options: dict[str, Any] = {"device": "cuda", "attention": attention}
+    train_heads(recipe, tmp_path / "whole", **options)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(loop, "on_device", Moment(loop.on_device, 15, stop))
+        train_heads(recipe, tmp_path / "killed", **options)
+    assert losses(tmp_path / "killed")[-1][0] == 7
+    train_heads(recipe, tmp_path / "killed", **options, resume=True)
+    others = ["killed"]
+    if changes:  # Where the untouched model is kept changes nothing.
+        train_heads(recipe.changed({"reference": "host"}), tmp_path / "host", **options)
+        others.append("host")
+    for other in others:
+        assert losses(tmp_path / other) == losses(tmp_path / "whole")
+        assert scores(tmp_path / other) == scores(tmp_path / "whole")
+        assert equal_heads(tmp_path / other, tmp_path / "whole")
+
+
+def test_a_run_goes_on_only_with_what_it_began_with(base: Path, data: Path, tmp_path: Path) -> None:
+    recipe, out = recipe_for(base, data, steps=4, checkpoint_every=2, evaluate_every=None), tmp_path / "out"
+    train_heads(recipe, out)
+    for change in ({"learning_rate": 1e-3}, {"heads": 4}, {"seed": 4}, {"steps": 5}):
+        (name,) = change
+        with pytest.raises(ConfigError, match=f"cannot go on with another recipe: {name} was"):
+            train_heads(recipe.changed(change), out, resume=True)
+    free = recipe.changed({"evaluate_every": 1, "keep_checkpoints": 1, "date": None})
+    assert train_heads(free, out, resume=True).finished
+    # Without --resume it begins anew, and leaves nothing of the old one.
+    train_heads(recipe.changed({"steps": 1, "checkpoint_every": None}), out)
+    assert len(losses(out)) == 1 and not (out / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("size", [1, 1000, fingerprint.PIECE * fingerprint.PIECES, 5_000_001])
+def test_a_fingerprint_has_the_head_the_tail_and_pieces_between(size: int, tmp_path: Path) -> None:
+    content = bytearray(random.Random(0).randbytes(size))
+
+    def digest() -> str:
+        (tmp_path / "file").write_bytes(content)
+        return fingerprint.of_file(tmp_path / "file")["digest"]
+
+    before = digest()
+    for place in (0, size // 2, size - 1):
+        if size == 5_000_001 and place == size // 2:
+            place = (size - fingerprint.PIECE) * 31 // 63
+        content[place] ^= 1
+        assert digest() != before
+        content[place] ^= 1
+    assert digest() == before
+
+
+def test_data_and_base_are_known_by_their_content(base: Path, data: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(base, data, steps=4, checkpoint_every=2, evaluate_every=None)
+    train_heads(recipe, tmp_path / "whole")
+    out = tmp_path / "out"
+    shutil.copytree(tmp_path / "whole", out)
+    shutil.rmtree(out / "checkpoints" / "step-4")
+
+    # Elsewhere, and under other names, they are the same.
+    moved, chats = tmp_path / "moved", tmp_path / "chats.jsonl"
+    shutil.copytree(base, moved)
+    shutil.copy(data, chats)
+    elsewhere = recipe.changed({"base": str(moved), "data": str(chats)})
+    assert train_heads(elsewhere, out, resume=True).finished and equal_heads(out, tmp_path / "whole")
+    assert losses(out) == losses(tmp_path / "whole")
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    def other_norm(path: Path) -> None:
+        tensors = load_file(path)
+        tensors["model.norm.weight"][-1] += 1
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    def other_activation(path: Path) -> None:
+        path.write_text(path.read_text().replace('"silu"', '"gelu_pytorch_tanh"'))
+
+    def longer(path: Path) -> None:
+        path.write_bytes(path.read_bytes() + b"\n")
+
+    for path, change, error, words in (
+        (chats, flip, InputError, r"data: not what the run began with: chats\.jsonl \(it was data\.jsonl\) has other"),
+        (chats, longer, InputError, r"chats\.jsonl .*had [\d,]+ bytes, has [\d,]+"),
+        (moved / "config.json", other_activation, CheckpointError, r"base: not what .*: config\.json "),
+        (moved / "tokenizer.json", longer, CheckpointError, r"base: not what .*: tokenizer\.json had"),
+        (moved / "model.safetensors", other_norm, CheckpointError, r"base: .*: model\.safetensors has other content"),
+    ):
+        kept = path.read_bytes()
+        change(path)
+        with pytest.raises(error, match=words):
+            train_heads(elsewhere, tmp_path / "whole", resume=True)
+        path.write_bytes(kept)
+    with pytest.raises(InputError, match=r"data: .*data\.jsonl was not there"):
+        train_heads(elsewhere.changed({"data": (str(chats), str(data))}), out, resume=True)
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    with pytest.raises(CheckpointError, match=r"chat_template: .*template\.jinja was not there"):
+        train_heads(elsewhere.changed({"chat_template": str(tmp_path / "template.jinja")}), out, resume=True)
