@@ -140,7 +140,11 @@ def test_attention_agrees_with_the_reference(options: dict[str, Any]) -> None:
     for record in records.values():
         assert "failed" not in record, record
         assert record["error"] < 0.01
-    assert ("best_both" in records["ligermodels"]) == ("sdpa flash" in records)
+    ours, times = records["ligermodels"], [record["both_ms"] for record in records.values()]
+    assert ours["best_both"] == min(times) / ours["both_ms"] and ours["backend"] not in records
+
+    named = records | {ours["backend"]: {"forward_ms": 1e-9, "both_ms": 1e-9}}
+    assert attention.shares_of_best(named) == {"best_forward": 1, "best_both": 1}, "the same calls, by their own name"
 
     # And the reference with the definition, of one head: who sees whom, and how scores are capped.
     q, k, v, seed = case.inputs()

@@ -70,7 +70,7 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
         run_demo(folder, replace(TINY, tokens_per_step=99.0, is_trained=True))
     again = json.loads((folder / "demo.json").read_text())
     assert again["loss"] == results["loss"] and again["checks"]["it gives more than 99.0 tokens a step"] is False
-    assert len(again["checks"]) == 8 and again["joint"] == results["joint"]
+    assert len(again["checks"]) == 9 and again["joint"] == results["joint"]
 
 
 def test_baselines_by_hand() -> None:

@@ -94,9 +94,10 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
     Returns the results, as in demo.json.
     Raises CheckpointError when `output` holds something else, and LigerModelsError when a check fails: the tokens with
     Medusa are not those without, too few of them a step or not as many as other prompts let expect; the exported
-    checkpoint is not the loaded one; accuracies do not fall from head to head; a head is not a tenth better than the
-    best guess from the current token alone; or stage 2 does not better head 0 by more than as many further steps of
-    stage 1, or makes the model more than a hundredth worse.
+    checkpoint is not the loaded one; accuracies do not fall from head to head; head 0 is not right 3 times, or another
+    not 1.5 times, as often as the most frequent token, or one not a tenth more often than the best guess from the
+    current token alone; or stage 2 does not better head 0 by more than as many further steps of stage 1, or makes the
+    model more than a hundredth worse.
     """
     folder, settings = Path(output), settings or DemoSettings()
     claim(folder)
@@ -204,6 +205,9 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
             abs(raced.tokens_per_step / decoded.predicted - 1) <= 0.05
         ),
         "accuracy falls from head to head": all(a > b for a, b in pairwise(accuracy)),
+        "head 0 is right more than 3 times as often as the most frequent token, the others more than 1.5 times": (
+            accuracy[0] > 3 * frequent["top-1"] and min(accuracy) > 1.5 * frequent["top-1"]
+        ),
         "each head is right a tenth more often than the best guess from the current token alone": all(
             head > 1.1 * guess for head, guess in zip(accuracy, following["top-1"], strict=True)
         ),

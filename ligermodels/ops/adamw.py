@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch.optim.adamw import adamw as torchs_adamw
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import tl, triton, use_kernels
@@ -51,7 +52,14 @@ def adamw_step(
     key = None if rounding_seeds is None else _key(*rounding_seeds, step)
     torch.autograd.graph.increment_version([parameter, exp_avg, exp_avg_sq])
     if not use_kernels(*tensors):
-        _step_reference(*tensors, *numbers, key)
+        dtypes = {x.dtype for x in tensors}
+        if parameter.device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64}):  # nothing is rounded
+            torchs_adamw(
+                *([x] for x in tensors), [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
+                lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
+            )  # fmt: skip
+        else:
+            _step_reference(*tensors, *numbers, key)
     elif n := parameter.numel():
         with torch.cuda.device_of(parameter):
             _adamw_step_kernel[(-(-n // BLOCK),)](
