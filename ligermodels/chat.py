@@ -129,7 +129,7 @@ class ChatTemplate:
     @cached_property
     def _takes_system(self) -> bool:
         """Whether the words of a system turn get into the text; of the published templates some raise, some drop it."""
-        chat = {"role": "system", "content": PROBE}, {"role": "user", "content": "?"}
+        chat = [{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}]
         # One that refuses these words of a user too says nothing about the system.
         return self._writes(chat) or not self._writes([join_turns(*chat)])
 
@@ -141,8 +141,9 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         known = {"tools": None, "documents": None, **self.tokens, **variables}
+        turns = list(messages)  # Templates may add lists to it, which no tuple takes.
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
+            return self._template.render(messages=turns, add_generation_prompt=add_generation_prompt, **known)
         except Exception as error:  # A template is a program: it may raise anything.
             raise InputError(f"{self.name}: refuses the chat: {error or type(error).__name__}") from None
 

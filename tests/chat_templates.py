@@ -214,6 +214,12 @@ def tokenizer_of(name: str, folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 
 
+def add_bos(tokenizer: Tokenizer, token: str) -> None:
+    """Let texts start with the special `token`, as most models' do."""
+    found = tokenizer.backend.token_to_id(token)
+    tokenizer.backend.post_processor = processors.TemplateProcessing(f"{token} $A", special_tokens=[(token, found)])
+
+
 def bpe(alphabet: list[str], words: list[str], **options: object) -> models.BPE:
     """A BPE that makes each of `words`, letter by letter from the left."""
     vocab, merges = {token: i for i, token in enumerate(alphabet)}, []

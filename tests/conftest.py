@@ -5,9 +5,12 @@ defined. It is slow, so only tests marked `kernels` meet it: for all others, and
 request is withdrawn and the ops are held to the reference. With a CUDA device nothing is forced.
 """
 
+import multiprocessing
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 # Before torch is imported, and inherited by the processes that tests start. Under xdist each worker has one thread,
 # whatever it inherits from the process that starts the workers, which has come by here too: threads that spin for one
@@ -71,3 +74,43 @@ def seeds() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Of torch's: for matrices this small more are slower, much so on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of runs."""
+    from runs import make_base
+
+    folder = tmp_path_factory.mktemp("runs") / "model"
+    make_base(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their data."""
+    from runs import make_data
+
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    make_data(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def children() -> Any:
+    """Processes that have imported everything before they begin."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ligermodels.training.run", "ligermodels.cli", "runs"])
+    first = context.Process(target=int)  # With it the server starts.
+    first.start()
+    first.join()
+    return context

@@ -326,17 +326,20 @@ def test_a_chat_that_cannot_be_used_is_an_error(source: str, messages: list[dict
         ChatTemplate(source, {"bos_token": "<s>"}, name="mine").spans(messages, special=re.compile("<"))
 
 
-@pytest.mark.parametrize("system", ["raises", "dropped", "taken"])
+@pytest.mark.parametrize("system", ["raises", "dropped", "taken", "added"])
 def test_where_the_words_of_the_system_go(system: str) -> None:
     refusing = "{% if message.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-    start = LOOP + {"raises": refusing, "dropped": "{% if message.role != 'system' %}", "taken": ""}[system]
+    start = LOOP + {"raises": refusing, "dropped": "{% if message.role != 'system' %}"}.get(system, "")
+    if system == "added":
+        start = start.replace("messages", "messages + []")
     end = "{% endif %}" if system == "dropped" else ""
     template = ChatTemplate(start + "{{ message.role }}: {{ message.content }}\n" + end + "{% endfor %}")
-    rest = "assistant:  Hello, you? \n"
-    wanted = "system: be brief\nuser: Hi there!\n" if system == "taken" else "user: be brief\n\nHi there!\n"
-    assert template.render([SYSTEM, *CHAT[:2]]) == wanted + rest
+    rest, takes = "assistant:  Hello, you? \n", system in ("taken", "added")
+    wanted = "system: be brief\nuser: Hi there!\n" if takes else "user: be brief\n\nHi there!\n"
+    for kind in (list, tuple):
+        assert template.render(kind([SYSTEM, *CHAT[:2]])) == wanted + rest
     empty = {"role": "system", "content": ""}
-    assert system == "taken" or template.render([empty, *CHAT[:2]]) == "user: Hi there!\n" + rest
+    assert takes or template.render([empty, *CHAT[:2]]) == "user: Hi there!\n" + rest
 
 
 def test_noncharacters_are_refused() -> None:

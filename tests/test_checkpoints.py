@@ -113,7 +113,12 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "step-1" / "run.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"run\.json: is damaged"):
         checkpoints.about(1)
-    for text, words in (('{"format": 9}', "format 9"), ('{"format": 2}', "names no files"), ("", "cannot be read")):
+    for text, words in (
+        ('{"format": 9}', "format 9"),
+        ('{"format": 2}', "names no files"),
+        ("", "cannot be read"),
+        ("[]", "a list, not an object"),
+    ):
         (tmp_path / "step-1" / "manifest.json").write_text(text)
         with pytest.raises(CheckpointError, match=rf"manifest\.json: .*{words}"):
             checkpoints.about(1)

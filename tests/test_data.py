@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chat_templates import template_of, tokenizer_of
+from chat_templates import add_bos, template_of, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
 
 from ligermodels.chat import ChatTemplate, encode_chat
 from ligermodels.errors import CheckpointError, InputError
@@ -29,9 +28,7 @@ CHAT = [{"role": "user", "content": "Hi there!"}, {"role": "assistant", "content
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Qwen2.5's manner, with a BOS that texts start with."""
     found = tokenizer_of("qwen2.5", tmp_path_factory.mktemp("data"))
-    found.backend.post_processor = processors.TemplateProcessing(
-        "<|endoftext|> $A", special_tokens=[("<|endoftext|>", found.backend.token_to_id("<|endoftext|>"))]
-    )
+    add_bos(found, "<|endoftext|>")
     return found
 
 
@@ -186,7 +183,7 @@ def test_lines_with_nothing_to_learn_are_counted_apart(tmp_path: Path, tokenizer
         assert said[0].startswith(f"{tmp_path}/a.jsonl:1: nothing to learn: the assistant does not say a word")
     with pytest.raises(InputError, match="nothing to learn in any of the 4 documents"):
         next(Stream(documents, np.arange(4), length=5, rows=1))
-    assert documents.records([0, 2]) == [None, ""]
+    assert documents.records([0, 2]) == [None, None]
 
 
 def test_one_bos(tmp_path: Path) -> None:
@@ -196,9 +193,7 @@ def test_one_bos(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts), {"messages": CHAT})
     for adds in (False, True):
         if adds:
-            tokenizer.backend.post_processor = processors.TemplateProcessing(
-                "<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", begin)]
-            )
+            add_bos(tokenizer, "<|begin_of_text|>")
         found = Documents(Corpus([path]), tokenizer, lambda: template_of("llama-3.1"), on_bad_line=str).read(range(6))
         hi = tokenizer.backend.token_to_id("Hi")
         bos = [begin] if adds else []

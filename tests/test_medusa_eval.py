@@ -1,6 +1,5 @@
 """Scores of heads on the model's own text, what they predict of decoding other text, and the picture of it."""
 
-# ruff: noqa: F401, F811  (fixtures of another file)
 import json
 import math
 import re
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_runs import base, data, recipe_for
+from chat_templates import add_bos
+from runs import recipe_for
 from typer.testing import CliRunner, Result
 from zoo import CONFIGS, make_checkpoint
 
@@ -160,7 +160,7 @@ def test_nothing_to_continue(medusa: lm.MedusaModel) -> None:
 
 
 def test_prompts_are_what_a_model_is_asked(base: Path, tmp_path: Path) -> None:
-    """Beginnings of texts; chats up to where the assistant is to speak; and none where it is not."""
+    """Beginnings of texts; chats up to where the assistant is to speak; none where it is not; and each once."""
     ask, more = {"role": "user", "content": "Hi"}, {"role": "system", "content": "be brief"}
     answer = {"role": "assistant", "content": "one two three"}
     call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
@@ -172,11 +172,16 @@ def test_prompts_are_what_a_model_is_asked(base: Path, tmp_path: Path) -> None:
         {"messages": [ask, call]},
         {"messages": [ask]},
         {"text": "a"},
+        {"text": "words of another, which starts with the same"},
+        {"messages": [ask, {**answer, "content": "four"}]},
+        {"text": "<|endoftext|>"},
+        {"text": "a"},
     ]
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no json\n")
     documents = documents_of(base, [file], max_bad_lines=9, on_bad_line=lambda message: None)
     indices, tokenizer = documents.corpus.split(0, 0)[0], documents.tokenizer
+    add_bos(tokenizer, "<|endoftext|>")  # Which makes a token of an empty text.
 
     def asked(*messages: Any) -> list[int]:
         text = documents.template.render(messages, add_generation_prompt=True)
@@ -333,10 +338,25 @@ def test_eval_on_what_a_run_held_out(base: Path, data: Path, tmp_path: Path) -> 
     assert "YYYY-MM-DD" in run(*evaluate, "--held-out-of", out, "--date", "soon", code=1).stderr
 
     assert "--held-out-of" in run(*evaluate, code=2).stderr
-    assert "--held-out-of" in run(*evaluate, "--held-out-of", out, "--data", data, code=2).stderr
     assert "--prompts" in run("medusa", "eval", base, out, "--data", data, "--prompts", 1, code=2).stderr
-    with (tmp_path / "data.jsonl").open("a") as file:
-        file.write('\n{"text": "one more"}\n')
-    assert "data: not what the run began with" in run(*evaluate, "--held-out-of", out, code=1).stderr
-    train_heads(recipe.changed({"held_out": 0, "steps": 1}), out)
-    assert "held nothing out" in run(*evaluate, "--held-out-of", out, code=1).stderr
+    train_heads(recipe.changed({"held_out": 0, "steps": 1}), tmp_path / "all")
+    assert "held nothing out" in run(*evaluate, "--held-out-of", tmp_path / "all", code=1).stderr
+
+
+def test_what_a_run_held_out_is_told_by_its_content(base: Path, data: Path, tmp_path: Path) -> None:
+    """Though no checkpoint is left, and wherever the data are."""
+    file, moved, out = tmp_path / "data.jsonl", tmp_path / "moved.jsonl", tmp_path / "out"
+    file.write_bytes(data.read_bytes())
+    train_heads(recipe_for(base, file, steps=1, checkpoint_every=None), out)
+    assert not (out / "checkpoints").exists()
+    evaluate = ["medusa", "eval", base, out, "--prompts", 0, "--json", "--held-out-of", out]
+    found = json.loads(run(*evaluate).stdout)
+    file.rename(moved)
+    assert "data.jsonl: cannot be read" in run(*evaluate, code=1).stderr
+    assert json.loads(run(*evaluate, "--data", moved).stdout) == found
+    with moved.open("a") as lines:
+        lines.write('\n{"text": "one more"}\n')
+    assert "data: not what the run began with" in run(*evaluate, "--data", moved, code=1).stderr
+    for content, words in (("[]", "not an object"), ("{}", "is damaged"), (None, "no such file")):
+        (out / "content.json").unlink() if content is None else (out / "content.json").write_text(content)
+        assert re.search(rf"content\.json: .*{words}", run(*evaluate, "--data", data, code=1).stderr)

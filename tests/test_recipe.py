@@ -48,6 +48,8 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     assert isinstance(recipe.lambda0, float) and recipe.heads == Recipe().heads
     path.write_text(yaml.safe_dump(recipe.settings()))
     assert read_recipe(path) == recipe
+    path.write_text("date: 2025-01-31  # a date, to YAML\n")
+    assert read_recipe(path).date == "2025-01-31"
     path.write_text("")
     assert read_recipe(path) == Recipe()
 
@@ -93,6 +95,8 @@ WRONG = {
     "held_out: 0\nheld_out_tokens: 5": "held_out_tokens: is of what is held out",
     "steps: 5\nepochs: 2": "epochs: means nothing beside steps",
     "checkpoint_every: null\nkeep_checkpoints: 3": "keep_checkpoints: means nothing where checkpoint_every is null",
+    **{f"date: {text}": "date: must be YYYY-MM-DD" for text in ("2025-W03", "2025-1-31", "2025-02-30")},
+    "date: 2025-01-31 12:00:00": "date: must be YYYY-MM-DD, got '2025-01-31 12:00:00'",
     "- heads": "must hold 'key: value' lines",
     "heads: [": "not YAML",
 }
@@ -110,6 +114,7 @@ def test_what_loses_its_meaning_is_as_by_default_again() -> None:
     """A flag wins over the recipe, with all that follows from it; what is given beside it must still have a meaning."""
     recipe = Recipe().changed({"stage": 2, "drift": True, "reference": "host", "epochs": 2, "evaluate_every": 5})
     assert recipe.changed({"steps": 3}).epochs == 1 and recipe.changed({"seed": 1}).epochs == 2
+    assert [recipe.changed({"steps": 3}).changed({"epochs": n}).settings()["steps"] for n in (1, 2)] == [None, None]
     first = recipe.changed({"stage": 1})
     assert (first.drift, first.reference, first.evaluate_every) == (False, "device", 5)
     assert recipe.changed({"held_out": "0"}).evaluate_every is None

@@ -43,6 +43,14 @@ GOOD: dict[str, tuple[object, object]] = {
         messages({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
         [USER, {"role": "assistant", "content": "ab"}],
     ),
+    "parts without text": (
+        messages(ASSISTANT, {"role": "assistant", "content": [{"type": "text", "text": None}, {"type": "text"}]}),
+        [USER, ASSISTANT, {"role": "assistant", "content": ""}],
+    ),
+    "ShareGPT, no calls in a turn of calls": (
+        sharegpt(("human", "Hi there!"), ("function_call", "[]"), ("gpt", "Hello, you?")),
+        [USER, {"role": "assistant", "content": ""}, ASSISTANT],
+    ),
     "ShareGPT": (sharegpt(("human", "Hi there!"), ("gpt", "Hello, you?")), [USER, ASSISTANT]),
     "ShareGPT with calls": (
         sharegpt(("human", "Hi there!"), ("function_call", json.dumps(CALL["function"])), ("observation", "5"),
@@ -75,6 +83,7 @@ BAD: dict[str, tuple[object, str]] = {
     "no turn": ({"messages": ["hello"]}, "turn 1"),
     "no content": (messages({"role": "assistant"}), "turn 2"),
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 1"),
+    "a part that is no text": (messages({"role": "assistant", "content": [{"type": "text", "text": 5}]}), "turn 2"),
     "no speaker": ({"conversations": [{"value": "x"}]}, "turn 1"),
     "another speaker": (messages(ASSISTANT, {"role": "critic", "content": "x"}), "turn 3 .* 'critic', .* user, assist"),
     "another speaker first": (sharegpt(("narrator", "x"), ("human", "x"), ("gpt", "x")), "turn 1 .*'narrator'"),
@@ -95,6 +104,11 @@ def test_tools_go_to_the_template(tools: object) -> None:
     assert parse_line(json.dumps(messages(ASSISTANT, tools=tools)).encode())[1] == {"tools": [{"name": "f"}]}
 
 
+@pytest.mark.parametrize("tools", [[], None, "", "null", "[]"])
+def test_no_tools_in_any_words(tools: object) -> None:
+    assert parse_line(json.dumps(messages(ASSISTANT, tools=tools)).encode()) == ([USER, ASSISTANT], {})
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_lines_that_cannot_be_used(case: str) -> None:
     record, words = BAD[case]
@@ -103,7 +117,18 @@ def test_lines_that_cannot_be_used(case: str) -> None:
     assert not isinstance(caught.value, NothingToLearn)
 
 
-@pytest.mark.parametrize("record", [messages(), {"messages": []}, sharegpt(("gpt", "a")), {"conversations": []}])
-def test_chats_without_the_assistant_are_no_errors(record: object) -> None:
+@pytest.mark.parametrize(
+    "record",
+    [
+        messages(),
+        {"messages": []},
+        sharegpt(("gpt", "a")),
+        {"conversations": []},
+        messages({**ASSISTANT, "content": ""}, USER, {**ASSISTANT, "content": " \n", "tool_calls": []}),
+        messages({**ASSISTANT, "content": [{"type": "text", "text": None}]}),
+        sharegpt(("human", "Hi there!"), ("function_call", "[]")),
+    ],
+)
+def test_chats_without_a_word_of_the_assistant_are_no_errors(record: object) -> None:
     with pytest.raises(NothingToLearn, match="does not say a word"):
         parse_line(json.dumps(record).encode())

@@ -1,6 +1,5 @@
 """Runs that are killed, stopped, or fail anywhere: they go on, come out the same to the bit, and with nothing else."""
 
-# ruff: noqa: F401, F811  (fixtures of another file)
 import os
 import random
 import shutil
@@ -12,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from runs import STAGE_2, command, equal_heads, losses, recipe_for, scores
 from safetensors.torch import load_file, save_file
-from test_runs import STAGE_2, base, children, command, data, equal_heads, losses, one_thread, recipe_for, scores
+from typer.testing import CliRunner, Result
 
 import ligermodels as lm
-from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.training import Recipe, evaluation, fingerprint, loop, run
+from ligermodels.cli import app
+from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
+from ligermodels.training import Recipe, evaluation, fingerprint, loop, read_recipe, run
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.run import Console, train_heads
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def write_recipe(recipe: Recipe, path: Path) -> Path:
@@ -97,6 +100,10 @@ def test_sigterm_saves_and_ends(base: Path, data: Path, tmp_path: Path, children
     again = train_heads(recipe, out, resume=True)
     assert again.finished and again.scores is not None and outcome.scores is not None
     assert torch.equal(again.scores.hits, outcome.scores.hits) and len(losses(out)) == 60
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 class Moment:
@@ -198,11 +205,8 @@ def test_a_run_on_a_gpu_goes_on_to_the_bit(
     options: dict[str, Any] = {"device": "cuda", "attention": attention}
     train_heads(recipe, tmp_path / "whole", **options)
 
-    def stop() -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(loop, "on_device", Moment(loop.on_device, 15, stop))
+        broken.setattr(loop, "on_device", Moment(loop.on_device, 15, interrupt))
         train_heads(recipe, tmp_path / "killed", **options)
     assert losses(tmp_path / "killed")[-1][0] == 7
     train_heads(recipe, tmp_path / "killed", **options, resume=True)
@@ -228,6 +232,87 @@ def test_a_run_goes_on_only_with_what_it_began_with(base: Path, data: Path, tmp_
     # Without --resume it begins anew, and leaves nothing of the old one.
     train_heads(recipe.changed({"steps": 1, "checkpoint_every": None}), out)
     assert len(losses(out)) == 1 and not (out / "checkpoints").exists()
+
+
+def test_a_run_goes_on_without_the_heads_it_started_from(base: Path, data: Path, tmp_path: Path) -> None:
+    shared = recipe_for(base, data, steps=4, checkpoint_every=2, evaluate_every=None, lm_head="shared")
+    train_heads(shared, tmp_path / "first")
+    recipe, out = shared.changed({"start_from": str(tmp_path / "first")}), tmp_path / "out"
+    train_heads(recipe, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", out)
+    shutil.rmtree(tmp_path / "first")
+    for now in (recipe, recipe.changed({"start_from": None})):
+        shutil.rmtree(out / "checkpoints" / "step-4")
+        assert train_heads(now, out, resume=True).finished and equal_heads(out, tmp_path / "whole")
+        assert losses(out) == losses(tmp_path / "whole") and read_recipe(out / "recipe.yaml") == recipe
+
+
+def test_nothing_to_learn_is_found_after_a_stop_too(base: Path, tmp_path: Path) -> None:
+    """Be it before there are enough steps to tell."""
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 99)  # With its end two tokens: none that a head guesses.
+    recipe = recipe_for(base, tmp_path / "short.jsonl", steps=30, checkpoint_every=3, held_out=0, evaluate_every=None)
+    with pytest.MonkeyPatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(loop, "on_device", Moment(loop.on_device, 11, interrupt))
+        train_heads(recipe, tmp_path / "out")
+    assert Checkpoints(tmp_path / "out" / "checkpoints").steps() == [3]
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="there has not been a single target to learn"):
+            train_heads(recipe, tmp_path / "out", resume=True)
+
+
+def test_what_says_how_a_run_began_is_written_whole_and_once(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, out = recipe_for(base, data, steps=2, evaluate_every=None), tmp_path / "out"
+    train_heads(recipe, out)
+    files = [out / name for name in ("recipe.yaml", "content.json")]
+    before = [(path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+    train_heads(recipe, out, resume=True)
+    assert [(path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files] == before
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(Path, "replace", lambda *_: interrupt())
+        train_heads(recipe.changed({"keep_checkpoints": 1}), out, resume=True)
+    assert [path.read_bytes() for path in files] == [content for *_, content in before]
+    assert (out / ".recipe.yaml.partial").exists()
+    train_heads(recipe, out, resume=True)
+    assert not list(out.glob(".*"))
+
+
+def test_resuming_does_no_harm_to_what_is_no_run(base: Path, data: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(recipe_for(base, data, steps=2, evaluate_every=None), tmp_path / "recipe.yaml")
+
+    def resume(out: Path, *more: str) -> Result:
+        return CliRunner().invoke(app, ["medusa", "train", "--recipe", str(recipe), "--out", str(out), *more])
+
+    def content(folder: Path) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    out, model, own = tmp_path / "out", Path(shutil.copytree(base, tmp_path / "model")), tmp_path / "own"
+    (model / "metrics.jsonl").write_text("of something else\n")
+    own.mkdir()
+    shutil.copy(recipe, own)
+    assert (first := resume(out, "--resume")).exit_code == 0, first.output
+    finished = Path(shutil.copytree(out, tmp_path / "finished"))
+    shutil.rmtree(finished / "checkpoints")
+    for folder in (model, own, finished):
+        before = content(folder)
+        found = resume(folder, "--resume")
+        assert found.exit_code == 1 and "holds no checkpoint to go on from, but something else" in found.stderr
+        assert content(folder) == before
+    assert resume(out, "--resume").exit_code == 0
+    assert resume(finished, "--resume", "--overwrite").exit_code == 0 and equal_heads(out, finished)
+
+    # What a run has written before its first checkpoint, killed at any moment.
+    begun = tmp_path / "begun"
+    for names in ([".content.json.partial"], ["content.json", ".recipe.yaml.partial"], ["metrics.jsonl"]):
+        begun.mkdir(exist_ok=True)
+        for name in names:
+            (begun / name).write_text("")
+        if "metrics.jsonl" in names:
+            for name in ("content.json", "recipe.yaml"):
+                shutil.copy(out / name, begun)
+        assert resume(begun, "--resume").exit_code == 0 and equal_heads(out, begun)
+        shutil.rmtree(begun)
 
 
 @pytest.mark.parametrize("size", [1, 1000, fingerprint.PIECE * fingerprint.PIECES, 5_000_001])

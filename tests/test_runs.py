@@ -1,108 +1,26 @@
 """Whole runs on a tiny model: from chats to heads, and what goes wrong is named."""
 
 import json
-import multiprocessing
-import os
-import random
 import re
 import shutil
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from chat_templates import TEXT, save_template, tokenizer_of
+from runs import STAGE_2, equal_heads, losses, recipe_for, scores
 from safetensors.torch import load_file
-from zoo import LLAMA as BASE
-from zoo import make_checkpoint
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
-from ligermodels.training import Recipe, Stream, documents_of, read_recipe, run
+from ligermodels.training import Stream, documents_of, read_recipe, run
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.joint import frozen_copy
 from ligermodels.training.recipe import shipped_recipes
 from ligermodels.training.run import Console, Outcome, train_heads
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch's: for matrices this small more are slower, much so on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with Qwen2.5's manner of tokens and chats."""
-    folder = tmp_path_factory.mktemp("runs") / "model"
-    tokenizer = tokenizer_of("qwen2.5", folder)
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
-    make_checkpoint(folder, {**BASE, **small, "vocab_size": tokenizer.backend.get_vocab_size()})
-    save_template("qwen2.5", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chats and texts of few words, and a line that is none."""
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    draw, words = random.Random(0), TEXT.split(" ")
-
-    def say() -> str:
-        return " ".join(draw.choices(words[3:], k=draw.randint(1, 12)))
-
-    lines: list[dict[str, Any]] = []
-    for i in range(60):
-        chat = [{"from": who, "value": say()} for who in ("human", "gpt") * draw.randint(1, 3)]
-        lines.append({"conversations": chat} if i % 3 else {"text": say()})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:30]) + "{}\n" + json.dumps(lines[30]))
-    return path
-
-
-def recipe_for(base: Path, data: Path, **changes: Any) -> Recipe:
-    settings = {
-        "base": str(base),
-        "data": (str(data),),
-        "max_bad_lines": 1,
-        "held_out": 0.2,
-        "heads": 3,
-        "learning_rate": 5e-3,
-        "weight_decay": 0.01,
-        "steps": 12,
-        "length": 16,
-        "batch_tokens": 64,
-        "micro_batch_tokens": 32,
-        "evaluate_every": 5,
-        "checkpoint_every": 3,
-        "seed": 3,
-        "date": "2024-07-26",
-    }
-    return Recipe().changed(settings).changed(changes)
-
-
-STAGE_2 = {"stage": 2, "learning_rate": 1e-3, "distill": True}
-
-
-def losses(out: Path) -> list[tuple[int, float, float]]:
-    path = out / "metrics.jsonl"
-    text = path.read_text() if path.is_file() else ""
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
-
-
-def scores(out: Path) -> list[tuple[int, list[float]]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["top-1"], line["top-5"]) for line in lines if "top-1" in line]
-
-
-def equal_heads(one: Path, other: Path) -> bool:
-    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_run_from_chats_to_heads(base: Path, data: Path, tmp_path: Path) -> None:
@@ -179,26 +97,6 @@ def test_the_untouched_model_is_kept_only_when_it_is_asked_for(
     assert copies == ["device", "host", "device"]
     assert [outcome.drift is None for outcome in outcomes] == [True, False, False, False]
     assert outcomes[1].drift == outcomes[2].drift != outcomes[3].drift
-
-
-def command(*arguments: str, name: str = "train") -> None:
-    """What a child process does: the command line, from end to end."""
-    from ligermodels.cli import app
-
-    torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    app(["medusa", name, *arguments])
-
-
-@pytest.fixture(scope="module")
-def children() -> Any:
-    """Processes that have imported everything before they begin."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ligermodels.training.run", "ligermodels.cli", "test_runs"])
-    first = context.Process(target=int)  # With it the server starts.
-    first.start()
-    first.join()
-    return context
 
 
 def test_what_is_not_finite_ends_the_run_and_is_named(base: Path, data: Path, tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """Stage 2, the model trained with its heads: loss, divergence and their gradients against plain torch in float64, whole
 runs that go on to the bit, and a small model in which it pays."""
 
-# ruff: noqa: F401, F811  (fixtures of another file)
 import copy
 import json
 import random
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_runs import base, children, command, data, one_thread, recipe_for
+from chat_templates import add_bos
+from runs import command, recipe_for
 from typer.testing import CliRunner
 from zoo import CONFIGS
 
@@ -51,6 +52,8 @@ from ligermodels.training import (
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
 BOUNDS = [0, 11, 13, 33, 66]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small(kind: str, **changes: Any) -> lm.CausalLM:
@@ -427,6 +430,7 @@ def test_a_model_goes_on_in_its_own_words(base: Path, tmp_path: Path, monkeypatc
     said: list[str] = []
     documents = documents_of(base, [file], max_bad_lines=1, on_bad_line=said.append)
     tokenizer, template = documents.tokenizer, documents.template
+    add_bos(tokenizer, "<|endoftext|>")  # Which makes a token of an empty text.
 
     def alone(prompt: list[int], ends: list[int]) -> list[int]:
         new = model.generate([prompt], 12, eos_token_ids=ends, pad_token_id=0)[0, len(prompt) :].tolist()
@@ -442,7 +446,8 @@ def test_a_model_goes_on_in_its_own_words(base: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(model, "generation_defaults", lambda: {"eos_token_ids": ends})
     words = OwnWords(model, documents, temperature=0, max_new_tokens=12, prompt_tokens=9)
     found = words.records(range(7))
-    assert said == [f"{file}:7: not JSON (Expecting value: line 1 column 1 (char 0)); line passed over"]
+    assert said[0].startswith(f"{file}:4: nothing to learn: the text is empty")
+    assert said[1:] == [f"{file}:7: not JSON (Expecting value: line 1 column 1 (char 0)); line passed over"]
     prompt = tokenizer.encode(CHATS[0]["text"])[:9]
     assert found[0] == {"text": tokenizer.decode(prompt + alone(prompt, ends))}
     for index, asked in ((1, ["Hi", "How"]), (2, ["You"]), (4, ["fine"])):
@@ -530,6 +535,43 @@ def test_own_words_go_on_where_they_were_killed(base: Path, data: Path, tmp_path
     out["killed"].unlink()
     progress.write_text('{"done": 3}')
     assert "damaged; remove it" in run("killed").stderr
+
+
+def test_own_words_go_on_with_the_model_that_began_them(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by what is in the files, wherever they are."""
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "a.jinja"
+    shutil.copytree(base, here)
+    file.write_text("{{ messages[-1].content }}")
+
+    def run(name: str, model: Path, template: Path, *more: str) -> Any:
+        files = [model, "--data", data, "--out", tmp_path / f"{name}.jsonl", "--chat-template", template]
+        options = ["--max-bad-lines", 1, "--max-new-tokens", 5, "--prompt-tokens", 4, "--batch-size", 4]
+        return CliRunner().invoke(app, ["medusa", "generate-data", *map(str, [*files, *options]), *more])
+
+    records, calls = OwnWords.records, list[Any]()
+
+    def stopped(self: OwnWords, indices: Any) -> Any:
+        calls.append(indices)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return records(self, indices)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OwnWords, "records", stopped)
+        assert "--resume goes on" in run("stopped", here, file).stderr
+    here.rename(there)
+    moved = shutil.copy(file, there)
+    shutil.copytree(base, here)
+    weights = bytearray((here / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (here / "model.safetensors").write_bytes(weights)
+    assert "base: not what the run began with: model.safetensors has" in run("stopped", here, file, "--resume").stderr
+    file.write_text("{{ messages[0].content }}")
+    assert "chat_template: not what the run began with: a.jinja" in run("stopped", there, file, "--resume").stderr
+    assert run("stopped", there, moved, "--resume").exit_code == 0 == run("whole", base, moved).exit_code
+    assert (tmp_path / "stopped.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 # -- what it is for ----------------------------------------------------------------------------------------------------

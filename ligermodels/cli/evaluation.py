@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,9 @@ def evaluate(
     data: Annotated[list[Path] | None, DATA] = None,
     held_out_of: Annotated[
         Path | None,
-        typer.Option(help="In place of --data: the folder of a `train` run, for what it held out, read as it did."),
+        typer.Option(
+            help="The folder of a `train` run, for what it held out; --data, if given, is where its data lie now."
+        ),
     ] = None,
     prompts: Annotated[
         int,
@@ -66,8 +69,8 @@ def evaluate(
     """
     from ligermodels.cli.plot import plot_scores, require_plotting
 
-    if (not data) == (held_out_of is None):
-        raise typer.BadParameter("give one of the two", param_hint="--data or --held-out-of")
+    if not data and held_out_of is None:
+        raise typer.BadParameter("give one of the two, or both", param_hint="--data or --held-out-of")
     if prompts == 1:
         raise typer.BadParameter("give 2 or more, or 0 only to score", param_hint="--prompts")
     if plot is not None:
@@ -115,8 +118,8 @@ def evaluate(
         show_scores(own, RANKS)
         outcome = tried.race
         speeds += [
-            ("tokens a step, predicted from these", f"{tried.predicted:.2f}"),
-            (f"tokens a step, measured on {outcome.prompts} others", f"{outcome.tokens_per_step:.2f}"),
+            ("tokens a step, predicted from these", _number(tried.predicted)),
+            (f"tokens a step, measured on {outcome.prompts} others", _number(outcome.tokens_per_step)),
             ("tokens/s, plain", f"{outcome.tokens / outcome.plain_seconds:.1f}"),
             ("tokens/s, Medusa", f"{outcome.tokens / outcome.medusa_seconds:.1f}"),
             ("speed-up", f"{outcome.speed_up:.2f}"),
@@ -135,21 +138,29 @@ def show_scores(scores: HeadScores, ranks: Sequence[int] = (1, 5)) -> None:
     show_table(columns, rows, numbers=range(2, len(columns)))
 
 
+def _number(value: float) -> str:
+    """Two places; a dash for nan, which there is when no step was taken."""
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
 def _documents(
     folder: Path, data: Sequence[Path], run: Path | None, given: Mapping[str, Any]
 ) -> tuple[Documents, Indices, int]:
     """The documents in `data`, or in that of a `run`; which of them to score; and the length of their rows.
 
-    `given` are settings that are not the run's. Raises InputError when the run held nothing out, or its data have
-    changed, so that it cannot be told what it has not learned from.
+    Beside a run, `data` are where its own lie now. `given` are settings that are not the run's. Raises InputError when
+    the run held nothing out, or the data are not what it had, so that it cannot be told what it has not learned from.
     """
     from ligermodels.training import Recipe, documents_of, read_recipe
-    from ligermodels.training.checkpoints import Checkpoints
-    from ligermodels.training.fingerprint import of_file
-    from ligermodels.training.resume import require_same_content
+    from ligermodels.training.folder import RECIPE, read_content
+    from ligermodels.training.resume import data_content, require_same_content
 
-    recipe = Recipe(data=tuple(map(str, data))) if run is None else read_recipe(run / "recipe.yaml")
-    recipe = recipe.changed({name: value for name, value in given.items() if value is not None}, "the command line")
+    recipe = Recipe() if run is None else read_recipe(run / RECIPE)
+    changes = {name: value for name, value in given.items() if value is not None}
+    recipe = recipe.changed(changes | ({"data": tuple(data)} if data else {}), "the command line")
+    if run is not None:
+        before = read_content(run)
+        require_same_content({**before, "data": data_content(recipe)}, before)
     documents = documents_of(
         folder,
         recipe.data,
@@ -160,13 +171,9 @@ def _documents(
     )
     if run is None:
         return documents, documents.corpus.split(0, seed=0)[0], recipe.length
-    checkpoints = Checkpoints(run / "checkpoints")
-    for step in checkpoints.steps()[-1:]:
-        before = checkpoints.about(step)["content"]
-        require_same_content({**before, "data": [of_file(Path(file)) for file in recipe.data]}, before)
     held = documents.corpus.split(recipe.held_out, recipe.seed)[1]
     if not len(held):
-        raise InputError(f"{run}: held nothing out (held_out is {recipe.held_out:g}); give --data")
+        raise InputError(f"{run}: held nothing out (held_out is {recipe.held_out:g}); give other data")
     return documents, held, recipe.length
 
 

@@ -101,13 +101,15 @@ def generate_data(
         raise InputError(f"{out}: its folder is not there")
     place = device_named(device)
 
-    from ligermodels.training import OwnWords, documents_of, write_own_data
+    from ligermodels.training import OwnWords, Recipe, documents_of, write_own_data
     from ligermodels.training.own_data import is_begun
+    from ligermodels.training.resume import content_of
 
     if is_begun(out) and not (resume or overwrite):
         raise InputError(f"{out}: is begun; --resume goes on with it, --overwrite removes what is done and begins anew")
     folder = folder_of(base)
     documents = documents_of(folder, data, chat_template=chat_template, max_bad_lines=max_bad_lines, on_bad_line=say)
+    content = content_of(Recipe(data=tuple(map(str, data)), chat_template=chat_template), folder)
     words = OwnWords(
         load(folder, dtype, place, attention),
         documents,
@@ -116,11 +118,18 @@ def generate_data(
         prompt_tokens=prompt_tokens,
         seed=seed,
     )
-    count, about = len(documents.corpus), {"base": base, "chat_template": chat_template, "dtype": dtype}
+    count = len(documents.corpus)
     try:
         with progress("generating") as update:
             written = write_own_data(
-                words, count, out, batch_size=batch_size, resume=resume, about=about, progress=update
+                words,
+                count,
+                out,
+                batch_size=batch_size,
+                resume=resume,
+                content=content,
+                about={"dtype": dtype},
+                progress=update,
             )
     except BaseException:
         if is_begun(out):

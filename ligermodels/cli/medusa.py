@@ -52,11 +52,15 @@ def train(
         raise typer.BadParameter("give it, or a recipe that names it", param_hint="--data")
     if out is None:
         raise typer.BadParameter("give a folder for the heads", param_hint="--out")
-    if not resume:
-        require_free(out, overwrite, is_begun=any(out.glob("checkpoints/step-*")))
     place = device_named(device)
 
+    from ligermodels.training.folder import has_checkpoints, require_resumable
     from ligermodels.training.run import Console, train_heads
+
+    if not resume:
+        require_free(out, overwrite, is_begun=has_checkpoints(out))
+    elif not overwrite:
+        require_resumable(out)
 
     outcome = train_heads(chosen, out, device=place, attention=attention, resume=resume, console=Console(say, progress))
     if not outcome.finished:

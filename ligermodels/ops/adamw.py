@@ -54,8 +54,9 @@ def adamw_step(
     if not use_kernels(*tensors):
         dtypes = {x.dtype for x in tensors}
         if parameter.device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64}):  # nothing is rounded
+            p, g, m, v = ([x] for x in tensors)
             torchs_adamw(
-                *([x] for x in tensors), [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
+                p, g, m, v, [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
                 lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
             )  # fmt: skip
         else:

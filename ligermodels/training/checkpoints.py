@@ -225,9 +225,11 @@ def _checksum(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise _unusable(path, f"cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise _unusable(path, f"holds a {type(found).__name__}, not an object")
     return found
 
 

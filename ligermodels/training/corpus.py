@@ -231,13 +231,11 @@ class Documents:
             content, is_line, starts, ends = self.corpus.read(index)
             found.append(None)
             with self._passing_over(index):
-                record = parse_line(content) if is_line else content.decode()
-                if not isinstance(record, str):
-                    found[place] = self._encode(*record)
-                elif record:
+                record = _record(content, is_line)
+                if isinstance(record, str):
                     texts.append((place, record, starts, ends))
                 else:
-                    raise NothingToLearn("the text is empty")
+                    found[place] = self._encode(*record)
         for whole in (True, False):  # Only the start of a text gets the special tokens of a start.
             chosen = [each for each in texts if each[2] == whole]
             encoded = self.tokenizer.encode_all([text for _, text, *_ in chosen], add_special_tokens=whole)
@@ -248,14 +246,14 @@ class Documents:
         return found
 
     def records(self, indices: Iterable[int]) -> list[str | Chat | None]:
-        """These documents before they are tokens: a text, a chat, or None for a line that is unusable or a chat without
-        the assistant. Raises InputError for one unusable line more than allowed."""
+        """These documents before they are tokens: a text, a chat, or None for those that are unusable or `empty`.
+        Raises InputError for one unusable line more than allowed."""
         found: list[str | Chat | None] = []
         for index in map(int, indices):
             content, is_line, *_ = self.corpus.read(index)
             found.append(None)
             with self._passing_over(index):
-                found[-1] = parse_line(content) if is_line else content.decode()
+                found[-1] = _record(content, is_line)
         return found
 
     def count(self, indices: Sequence[int] | Indices, progress: Callable[[int, int], object] | None = None) -> int:
@@ -301,3 +299,11 @@ class Documents:
             more = f"; {len(self.bad)} unusable lines, {self._max_bad_lines} allowed: {first}"
             raise InputError(f"{name}: {reason}{more if self._max_bad_lines else ''}")
         self._on_bad_line(f"{name}: {reason}; line passed over")
+
+
+def _record(content: bytes, is_line: bool) -> str | Chat:
+    """The text, or the chat, of a line or a piece. Raises ValueError as `parse_line`, NothingToLearn for no text."""
+    record = parse_line(content) if is_line else content.decode()
+    if not record:
+        raise NothingToLearn("the text is empty")
+    return record

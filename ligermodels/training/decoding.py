@@ -156,8 +156,9 @@ def trial(
 ) -> Trial:
     """Grow a tree of `nodes` candidates on every other prompt, foresee tokens a step there, and race it on the rest.
 
-    No prompt is on both sides, so that what is measured can differ from what was predicted: by the luck of the draw, a
-    few percent with 64 prompts a side and more with less, and by whatever is wrong with either.
+    Give no prompt twice (`opening_prompts` finds each once). With none on both sides what is measured can differ from
+    what was predicted: by the luck of the draw, a few percent with 64 prompts a side and more with less, and by
+    whatever is wrong with either.
     Raises InputError for fewer than two prompts.
     """
     if len(prompts) < 2:

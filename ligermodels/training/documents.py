@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ligermodels.chat import ChatTemplate
 from ligermodels.convert.config_json import read_json
-from ligermodels.errors import ConfigError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.corpus import Corpus, Documents
+from ligermodels.training.recipe import parse_date
 
 
 def documents_of(
@@ -33,10 +33,7 @@ def documents_of(
 
     Raises ConfigError for what is no date, and as `Corpus` and `Tokenizer`.
     """
-    try:
-        now = datetime.fromisoformat(date) if date else datetime.now()
-    except ValueError:
-        raise ConfigError(f"date: must be YYYY-MM-DD, got {date!r}") from None
+    now = parse_date(date) if date is not None else datetime.now()
 
     def template() -> ChatTemplate:
         found = ChatTemplate.from_folder(folder, chat_template)

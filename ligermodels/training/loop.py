@@ -55,7 +55,8 @@ class StepMetrics:
     """The state after `step` of `steps`: `loss` is the mean over the steps since the last report, `grad_norm` (before
     clipping) and `learning_rate` those of the last step; `each` are the steps one by one. `accuracy` is how often each
     Medusa head was right since the last report; `memory` the most bytes that the GPU has held or, on the CPU, the
-    process; None where that is not known."""
+    process; None where that is not known. `targets` counts what there was to learn since
+    the first step."""
 
     step: int
     steps: int
@@ -66,6 +67,7 @@ class StepMetrics:
     each: tuple[Step, ...] = ()
     accuracy: tuple[float, ...] = ()
     memory: int | None = None
+    targets: int = 0
 
 
 Hook = tuple[int, Callable[[int], object]]
@@ -90,6 +92,7 @@ def train(
     report_every: int = 10,
     hooks: Sequence[Hook] = (),
     start: int = 0,
+    targets: int = 0,
     stop: Callable[[], bool] | None = None,
     loss_options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> int:
@@ -107,6 +110,7 @@ def train(
             waited for.
         hooks: called after their number of steps, and after the last of `steps`, when all so far is known to be finite.
         start: steps that an earlier run took; the first of this one is numbered start + 1.
+        targets: what there was to learn in these, as its last report says.
         stop: asked after each step, and again after its hooks; when it says so, that step was the last.
         loss_options: further arguments of the model's forward in a step, by its number.
 
@@ -122,7 +126,6 @@ def train(
     source = iter(batches)
     model.train()
     pending: list[_Pending] = []
-    targets = 0
     began = time.perf_counter()
     for step in range(start + 1, steps + 1):
         parts = list(islice(source, accumulate))
@@ -156,9 +159,9 @@ def train(
         is_last = step == steps or (stop is not None and stop())
         due = [call for every, call in hooks if is_due(step, every, steps)]
         if is_last or due or step % report_every == 0:
-            if not targets and not start and step >= min(steps, PATIENCE):  # A run that goes on had some before.
+            if not targets and step >= min(steps, PATIENCE):
                 raise _no_target(pending)
-            metrics = _report(pending, steps, device, began)
+            metrics = _report(pending, steps, targets, device, began)
             if on_step is not None:
                 on_step(metrics)
             for call in due:
@@ -187,7 +190,7 @@ class _Pending:
     """(2, K): how often each head was right, and its targets."""
 
 
-def _report(pending: Sequence[_Pending], steps: int, device: torch.device, began: float) -> StepMetrics:
+def _report(pending: Sequence[_Pending], steps: int, targets: int, device: torch.device, began: float) -> StepMetrics:
     """Wait for the pending steps, and sum them up. Raises TrainingError when one of their values is not finite."""
     each = []
     for one, values in zip(pending, torch.stack([one.values for one in pending]).tolist(), strict=True):
@@ -198,7 +201,7 @@ def _report(pending: Sequence[_Pending], steps: int, device: torch.device, began
         each.append(Step(one.step, math.fsum(losses), norm, one.learning_rate, one.tokens, base, tuple(heads)))
     seconds = time.perf_counter() - began
     hits = [one.hits for one in pending if one.hits is not None]
-    right, targets = torch.stack(hits).sum(0).tolist() if hits else ([], [])
+    right, asked = torch.stack(hits).sum(0).tolist() if hits else ([], [])
     return StepMetrics(
         each[-1].step,
         steps,
@@ -207,8 +210,9 @@ def _report(pending: Sequence[_Pending], steps: int, device: torch.device, began
         each[-1].learning_rate,
         sum(one.tokens for one in each) / seconds,
         tuple(each),
-        tuple(a / max(1, b) for a, b in zip(right, targets, strict=True)),
+        tuple(a / max(1, b) for a, b in zip(right, asked, strict=True)),
         _peak_memory(device),
+        targets,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.training.evaluation import Drift, HeadScores
+from ligermodels.training.folder import METRICS, TENSORBOARD, write_whole
 from ligermodels.training.loop import StepMetrics
 
 
@@ -21,19 +22,17 @@ class Metrics:
 
     def __init__(self, folder: str | os.PathLike[str], *, after: int = 0) -> None:
         """Begin after step `after`: lines of later steps, and what was cut off in the middle, are of a lost run."""
-        path = Path(folder) / "metrics.jsonl"
+        path = Path(folder) / METRICS
         entries = [(line, _entry(line)) for line in _lines(path)] if after else []
         kept = [line for line, entry in entries if entry["step"] <= after]
         self.scored = any(entry["step"] == after and "top-1" in entry for _, entry in entries)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(b"".join(kept))
-        partial.replace(path)
+        write_whole(path, b"".join(kept))
         self._file = path.open("a", encoding="utf-8")
         self._board: Any = None
         if find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=after + 1)
+            self._board = SummaryWriter(str(path.parent / TENSORBOARD), purge_step=after + 1)
 
     def write(self, step: int, values: dict[str, float | list[float]]) -> None:
         """Note `values` at `step`: numbers, or lists of a number for each head."""

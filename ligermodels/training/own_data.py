@@ -18,6 +18,7 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.generate import as_eos_ids, until_eos
 from ligermodels.model import CausalLM
 from ligermodels.training.corpus import Documents, Indices, permutation
+from ligermodels.training.resume import BY_CONTENT, Content, require_same_content
 
 
 @dataclass
@@ -52,19 +53,21 @@ def opening_prompts(
     """What a model is asked to continue in `count` of these documents, or in as many as there are, as token ids: the
     first `prompt_tokens` tokens of a text, or of a piece of a long one, and a chat up to the assistant's first turn.
 
-    Documents are drawn by `seed`; those in which there is nothing to continue are left out. Raises InputError for more
-    unusable lines than allowed, CheckpointError for chats without a template.
+    Documents are drawn by `seed`; those in which there is nothing to continue are left out, and so are those that start
+    as another: no prompt comes twice, and each has a token that is not special. Raises InputError for more unusable
+    lines than allowed, CheckpointError for chats without a template.
     """
-    found: list[list[int]] = []
+    tokenizer, found = documents.tokenizer, list[list[int]]()
+    special = set(map(tokenizer.backend.token_to_id, tokenizer.special_tokens()))
     for index in map(int, indices[permutation(len(indices), seed, "prompts")]):
         if len(found) == count:
             break
         record = documents.records([index])[0]
         if isinstance(record, str):
-            prompt = documents.tokenizer.encode(record)[:prompt_tokens]
+            prompt = tokenizer.encode(record)[:prompt_tokens]
         else:
             prompt = (record and _Chat([], *record).prompt(documents, index)) or []
-        if prompt:
+        if prompt not in found and not special.issuperset(prompt):
             found.append(prompt)
     return found
 
@@ -111,6 +114,7 @@ class OwnWords:
         self._max_new_tokens, self._prompt_tokens = max_new_tokens, prompt_tokens
         defaults = model.generation_defaults()
         self._ends = as_eos_ids(defaults.get("eos_token_ids"))
+        self.settings["eos_token_ids"] = sorted(self._ends)
         self._options: dict[str, Any] = {} if self._ends else {"pad_token_id": 0}
         self._generator = torch.Generator(model.device)
         if temperature:
@@ -162,6 +166,7 @@ def write_own_data(
     *,
     batch_size: int = 16,
     resume: bool = False,
+    content: Content | None = None,
     about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> int:
@@ -173,12 +178,15 @@ def write_own_data(
     Args:
         batch_size: documents side by side, which decides the draws too.
         resume: go on from where an earlier call stopped, if there is one.
-        about: what must be the same to go on, beside what is known here; for JSON.
+        content: of the base, the data and the chat template (`resume.content_of`): to go on it must be the same,
+            wherever it is.
+        about: what else must be the same to go on, beside what is known here; for JSON.
 
     Raises InputError when there are no records: no line is one that the model could continue; and when the earlier
-    call was for something else.
+    call was for something else. Raises as `resume.require_same_content` for other content.
     """
-    work = _Work(Path(out), {**words.settings, "documents": count, "batch_size": batch_size, **(about or {})})
+    settings = {**words.settings, "documents": count, "batch_size": batch_size, **(about or {})}
+    work = _Work(Path(out), settings, content or {what: [] for what in BY_CONTENT})
     with work.opened(resume) as file:
         words.documents.bad |= set(work.unusable)
         for start in range(work.done, count, batch_size):
@@ -210,8 +218,9 @@ def _beside(out: Path, ending: str) -> Path:
 class _Work:
     """How far the file `out` is: .out.partial holds the records, .out.progress says how much of it is whole."""
 
-    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        self._out, self._partial, self._progress = out, _beside(out, "partial"), _beside(out, "progress")
+    def __init__(self, out: Path, settings: dict[str, Any], content: Content) -> None:
+        self._content, self._out = content, out
+        self._partial, self._progress = _beside(out, "partial"), _beside(out, "progress")
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self.done, self.written, self.unusable = 0, 0, list[int]()
 
@@ -230,13 +239,14 @@ class _Work:
         """What was done before; the bytes of its records."""
         try:
             found = json.loads(self._progress.read_text(encoding="utf-8"))
-            before, size = found["settings"], int(found["bytes"])
+            before, content, size = found["settings"], found["content"], int(found["bytes"])
             self.done, self.written, self.unusable = found["done"], found["written"], found["unusable"]
             is_whole = self._partial.stat().st_size >= size
         except (OSError, ValueError, LookupError, TypeError):
             is_whole = False
         if not is_whole:
             raise InputError(f"{self._progress}: is damaged; remove it to begin anew")
+        require_same_content(self._content, content)
         if changed := [name for name in self._settings if self._settings[name] != before.get(name)]:
             told = "; ".join(f"{name} was {before.get(name)!r}, is {self._settings[name]!r}" for name in changed)
             raise InputError(f"{self._out}: cannot go on with other settings: {told}; use the old ones, or begin anew")
@@ -246,9 +256,10 @@ class _Work:
         """All up to here is done: first the records are forced to the disk, then the word of it."""
         file.flush()
         os.fsync(file.fileno())
+        what = {"settings": self._settings, "content": self._content}
         state = {"done": self.done, "written": self.written, "bytes": file.tell(), "unusable": self.unusable}
         temporary = _beside(self._out, "progress.new")
-        temporary.write_text(json.dumps({"settings": self._settings, **state}), encoding="utf-8")
+        temporary.write_text(json.dumps({**what, **state}), encoding="utf-8")
         temporary.replace(self._progress)
 
     def finish(self) -> None:

@@ -8,9 +8,10 @@ import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -34,17 +35,19 @@ def _setting(
 
 @dataclass(frozen=True)
 class Condition:
-    """When a setting has a meaning: whether it `holds`, by the settings, and what to say when it does not."""
+    """When a setting has a meaning: whether it `holds`, by the settings, and what to say when it does not. `rival`: a
+    setting that is for the same, of which the one that is given later counts."""
 
     holds: Callable[[Mapping[str, Any]], bool]
     words: str
+    rival: str | None = None
 
 
 STAGE_2 = Condition(lambda it: it["stage"] == 2, "is for stage 2; in stage 1 the model is frozen")
 REFERENCE = Condition(lambda it: it["distill"] or it["drift"], "is for distill and drift, and neither is asked for")
 ADAMW = Condition(lambda it: it["optimizer"] == "adamw", "is AdamW's, and the optimizer is another")
 HELD_OUT = Condition(lambda it: it["held_out"] > 0, "is of what is held out, and held_out is 0")
-BY_EPOCHS = Condition(lambda it: it["steps"] is None, "means nothing beside steps")
+BY_EPOCHS = Condition(lambda it: it["steps"] is None, "means nothing beside steps", rival="steps")
 CHECKPOINTS = Condition(lambda it: it["checkpoint_every"] is not None, "means nothing where checkpoint_every is null")
 
 CONDITIONS: tuple[tuple[str, Condition], ...] = (
@@ -142,6 +145,8 @@ class Recipe:
             object.__setattr__(self, each.name, value)
             if isinstance(value, int | float) and (wanted := _outside(value, each.metadata)):
                 raise ConfigError(f"{each.name}: must be {wanted}, got {value}")
+        if self.date is not None:
+            parse_date(self.date)
         if self.length < self.heads + 2:
             raise ConfigError(
                 f"length: rows of {self.length} tokens have no target for the last of {self.heads} heads; it must be "
@@ -173,7 +178,8 @@ class Recipe:
         return self.lambda0 * way[self.lambda0_schedule]
 
     def changed(self, settings: Mapping[str, Any], source: str = "recipe") -> Recipe:
-        """This with other settings. What has no meaning beside them, and is not among them, is as by default again.
+        """This with other settings. What has no meaning beside them, and is not among them, is as by default again; so
+        are steps beside new epochs.
 
         Raises ConfigError, which names `source`, for a key that there is not.
         """
@@ -184,6 +190,9 @@ class Recipe:
                 raise ConfigError(f"{source}: there is no setting {key!r}; the nearest is {nearest!r}")
         try:
             new = {**vars(self), **{name: checked(name, value) for name, value in settings.items()}}
+            for name, condition in CONDITIONS:
+                if name in settings and condition.rival is not None and condition.rival not in settings:
+                    new[condition.rival] = DEFAULTS[condition.rival]
             for name, _ in _meaningless(new):
                 if name not in settings:
                     new[name] = DEFAULTS[name]
@@ -262,6 +271,17 @@ def checked(name: str, value: Any) -> Any:
     raise ConfigError(f"{name}: must be {' or '.join(map(_words, kinds(HINTS[name])))}, got {value!r}")
 
 
+def parse_date(text: str) -> datetime:
+    """The start of a day, from YYYY-MM-DD; ConfigError for anything else."""
+    try:
+        found = datetime.strptime(text, "%Y-%m-%d")
+        if found.date().isoformat() == text:
+            return found
+    except ValueError:
+        pass
+    raise ConfigError(f"date: must be YYYY-MM-DD, got {text!r}")
+
+
 def kinds(hint: Any) -> tuple[Any, ...]:
     """The types that a field of type `hint` may have."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -300,7 +320,12 @@ DEFAULTS = {each.name: each.default for each in fields(Recipe)}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, not the last of the two."""
+    """YAML in which a date is text, and a key that stands twice is an error, not the last of the two."""
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
+        start: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+        for start, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[Any]()

@@ -38,7 +38,7 @@ CALLS = ("function_call", "tool_call")
 
 
 class NothingToLearn(ValueError):
-    """A line is as it should be, but the assistant says nothing in it."""
+    """A line is as it should be, but its text is empty, or the assistant says nothing in it."""
 
 
 def has_json_lines(path: Path) -> bool:
@@ -64,7 +64,8 @@ def parse_line(line: bytes) -> str | Chat:
     Keys whose value is null count as absent. Turns of the user in a row become one, with a blank line between. A chat
     under `conversations` starts with its first turn of the system or the user, as FastChat has it of ShareGPT's.
 
-    Raises ValueError for a line that is none; NothingToLearn, which is one, for a chat without the assistant.
+    Raises ValueError for a line that is none; NothingToLearn, which is one, for a chat in which the assistant neither
+    says a word nor calls a tool.
     """
     try:
         found = json.loads(line)
@@ -86,9 +87,10 @@ def parse_line(line: bytes) -> str | Chat:
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     if "messages" not in record:
         messages = list(dropwhile(lambda message: message["role"] not in ("system", "user"), messages))
-    if not any(message["role"] == "assistant" for message in messages):
+    own = (message for message in messages if message["role"] == "assistant")
+    if not any(message["content"].strip() or message.get("tool_calls") for message in own):
         raise NothingToLearn("the assistant does not say a word in the chat")
-    tools = _decoded(record.get("tools", []))
+    tools = _decoded(record.get("tools", [])) or []
     if not isinstance(tools, list):
         raise ValueError('"tools" must be a list')
     return _one_by_one(messages), {"tools": tools} if tools else {}
@@ -101,7 +103,8 @@ def _message(turn: Any, number: int) -> Message:
     legacy = rest.pop("function_call", None)
     calls = _decoded(rest.pop("tool_calls", [])) or ([legacy] if legacy else [])
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
+        texts = [_known(part).get("text", "") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
     if content is None and calls:
         content = ""
     if not isinstance(speaker, str) or not isinstance(content, str):

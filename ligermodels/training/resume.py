@@ -31,9 +31,9 @@ Content = dict[str, list[Fingerprint]]
 
 
 def same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> Recipe:
-    """`recipe` with the date of `before`; ConfigError when it differs in what decides the training."""
-    if recipe.date is None:
-        recipe = replace(recipe, date=before["date"])
+    """`recipe` with the date of `before`, and the heads that it started from, wherever they are now: they are in the
+    checkpoint. ConfigError when it differs in what decides the training."""
+    recipe = replace(recipe, date=recipe.date or before["date"], start_from=before["start_from"])
     now = recipe.settings()
     kept = now.keys() - FREE - BY_CONTENT
     if changed := [name for name in now if name in kept and now[name] != before.get(name)]:
@@ -47,9 +47,14 @@ def content_of(recipe: Recipe, folder: Path) -> Content:
     template = [recipe.chat_template] if recipe.chat_template else []
     return {
         "base": fingerprint.of_checkpoint(folder),
-        "data": _fingerprints(recipe.data, InputError),
+        "data": data_content(recipe),
         "chat_template": _fingerprints(template, CheckpointError),
     }
+
+
+def data_content(recipe: Recipe) -> list[Fingerprint]:
+    """Of the recipe's data. Raises InputError for files that cannot be read."""
+    return _fingerprints(recipe.data, InputError)
 
 
 def require_same_content(now: Content, before: Content) -> None:

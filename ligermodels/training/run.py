@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import yaml
 
 from ligermodels.archs.medusa import MedusaModel
 from ligermodels.convert import hub
@@ -27,6 +25,7 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.data import Batch
 from ligermodels.training.documents import documents_of
 from ligermodels.training.evaluation import Drift, HeadScores, evaluate_drift, evaluate_heads
+from ligermodels.training.folder import CHECKPOINTS, prepare
 from ligermodels.training.interruption import Interrupted, sigterm, until
 from ligermodels.training.joint import Joint, frozen_copy
 from ligermodels.training.loop import Hook, StepMetrics, Trainable, is_due, train
@@ -78,7 +77,8 @@ def train_heads(
     resume: bool = False,
     console: Console | None = None,
 ) -> Outcome:
-    """Train Medusa heads as `recipe` says, and write them to `out`, with recipe.yaml, metrics.jsonl and checkpoints/.
+    """Train Medusa heads as `recipe` says, and write them to `out`, with recipe.yaml, metrics.jsonl, checkpoints/, and
+    fingerprints of what the run has read, content.json.
 
     In stage 2 the model is trained too, and `out` gets it as well: a Hugging Face checkpoint, with the heads in it.
 
@@ -114,11 +114,12 @@ class _Run:
         if recipe.base is None or not recipe.data:
             raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe names none; give it")
         self.out, self.console = out, console
-        self.checkpoints = Checkpoints(out / "checkpoints", recipe.keep_checkpoints)
-        self.start, self.about = 0, dict[str, Any]()
+        self.checkpoints = Checkpoints(out / CHECKPOINTS, recipe.keep_checkpoints)
+        self.start, self.targets, self.about = 0, 0, dict[str, Any]()
         if resume and (found := self.checkpoints.steps()):
             self.start = found[-1]
             self.about = self.checkpoints.about(self.start)
+            self.targets = self.about.get("targets", 0)
             recipe = same_recipe(recipe, self.about["recipe"])
         elif recipe.date is None:
             recipe = replace(recipe, date=datetime.now().date().isoformat())
@@ -160,12 +161,12 @@ class _Run:
         return steps
 
     def load(self, device: str, attention: str) -> None:
-        """The model, new heads or those to start from, and the optimiser; all as the checkpoint has it."""
+        """The model, new heads or those to start from, and the optimiser; all as the checkpoint has it, if any."""
         recipe = self.recipe
         dtype = getattr(torch, recipe.dtype) if recipe.dtype else None
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
             model = from_pretrained(self.folder, dtype=dtype, device=device, attention=attention, progress=update)
-        if recipe.start_from is None:
+        if recipe.start_from is None or self.about:
             self.medusa = MedusaModel.from_base(model, recipe.heads, recipe.layers, recipe.lm_head, recipe.decay)
         else:
             own = recipe.lm_head == "own"
@@ -208,7 +209,7 @@ class _Run:
     def train(self) -> Outcome:
         """Up to the end, or to SIGTERM."""
         recipe = self.recipe
-        self._prepare_folder()
+        prepare(self.out, recipe, self.content, anew=not self.about)
         metrics = Metrics(self.out, after=self.start)
         evaluate_every = recipe.evaluate_every or self.steps
         scored: dict[int, Outcome] = {}
@@ -216,6 +217,7 @@ class _Run:
             with self.console.progress("training") as update, sigterm() as stop:
 
                 def report(state: StepMetrics) -> None:
+                    self.targets = state.targets
                     update(state.step, state.steps, _note(state))
                     metrics.write_steps(state)
 
@@ -244,6 +246,7 @@ class _Run:
                         report_every=recipe.report_every or max(1, min(10, self.steps // 50)),
                         hooks=hooks,
                         start=self.start,
+                        targets=self.targets,
                         stop=stop,
                         loss_options=self._loss_options,
                     )
@@ -285,16 +288,6 @@ class _Run:
         recipe = self.recipe
         return {} if recipe.stage == 1 else {"heads_scale": recipe.lambda0_at(step, self.steps)}
 
-    def _prepare_folder(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        if not self.about:
-            for name in ("checkpoints", "tensorboard"):
-                shutil.rmtree(self.out / name, ignore_errors=True)
-        for left in self.out.glob(".*.partial"):  # By a process that was killed while it wrote the heads.
-            shutil.rmtree(left, ignore_errors=True)
-        text = yaml.safe_dump(self.recipe.settings(), sort_keys=False, allow_unicode=True)
-        (self.out / "recipe.yaml").write_text(text, encoding="utf-8")
-
     def _save(self, step: int) -> None:
         self.checkpoints.save(
             step,
@@ -302,6 +295,7 @@ class _Run:
             self.optimizer,
             {
                 "steps": self.steps,
+                "targets": self.targets,
                 "recipe": self.recipe.settings(),
                 "content": self.content,
                 "schedule": self.schedule.state_dict(),
