@@ -13,6 +13,7 @@ from typing import Any
 from ligermodels.console import Update, progress, say, show_table
 from ligermodels.errors import CheckpointError
 from ligermodels.training import StepMetrics
+from ligermodels.training.folder import write_whole
 
 STAGES = 8
 RESULTS = "demo.json"
@@ -47,9 +48,7 @@ def claim(folder: Path) -> None:
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
     """Write demo.json, whole or not at all."""
-    partial = folder / f".{RESULTS}.partial"
-    partial.write_text(json.dumps(results, indent=2) + "\n")
-    partial.replace(folder / RESULTS)
+    write_whole(folder / RESULTS, f"{json.dumps(results, indent=2)}\n".encode())
 
 
 @contextmanager

@@ -281,7 +281,7 @@ def _multi_head_linear_cross_entropy(
     parameters, trained = [*weights, *biases, *block_weights, *block_biases], needs[1:]
     of_blocks = len(weights) + len(biases)  # from here on parameters has their K * L weights, then their biases
     sums: dict[int, GradientSum] = {}
-    gradients = [p.new_empty(0) for p in parameters]
+    gradients: dict[int, torch.Tensor] = {}
 
     def add(i: int, g: torch.Tensor, x: torch.Tensor | None, *, first: bool, last: bool) -> None:
         """A chunk of the gradient of parameter i, if that needs one."""
@@ -350,11 +350,10 @@ def _multi_head_linear_cross_entropy(
                 if need_hidden:
                     dx[token] += dy
         logits = workspace = hidden.new_empty(0)  # frees the chunk before the next group's is made
-    for i, p in enumerate(parameters):
-        if trained[i] and gradients[i].shape != p.shape:
-            gradients[i] = torch.zeros_like(p)  # its head has no rows
-    dx = dx.view(hidden.shape if need_hidden else (0,)).to(hidden.dtype)
-    return losses.view(targets.shape), ranks.view(targets.shape if return_rank else (0,)), [dx, *gradients]
+    found = [dx.view(hidden.shape if need_hidden else (0,)).to(hidden.dtype)]
+    for i, (p, need) in enumerate(zip(parameters, trained, strict=True)):  # zeros for a head without rows
+        found.append(gradients[i] if i in gradients else p.new_zeros(p.shape if need else (0,)))
+    return losses.view(targets.shape), ranks.view(targets.shape if return_rank else (0,)), found
 
 
 def _transform(

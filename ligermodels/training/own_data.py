@@ -18,6 +18,7 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.generate import as_eos_ids, until_eos
 from ligermodels.model import CausalLM
 from ligermodels.training.corpus import Documents, Indices, permutation
+from ligermodels.training.folder import write_whole
 from ligermodels.training.resume import BY_CONTENT, Content, require_same_content
 
 
@@ -258,9 +259,7 @@ class _Work:
         os.fsync(file.fileno())
         what = {"settings": self._settings, "content": self._content}
         state = {"done": self.done, "written": self.written, "bytes": file.tell(), "unusable": self.unusable}
-        temporary = _beside(self._out, "progress.new")
-        temporary.write_text(json.dumps({**what, **state}), encoding="utf-8")
-        temporary.replace(self._progress)
+        write_whole(self._progress, json.dumps({**what, **state}).encode())
 
     def finish(self) -> None:
         """The records become `out`."""
@@ -269,5 +268,5 @@ class _Work:
 
     def remove(self) -> None:
         """What is beside `out`."""
-        for ending in ("progress", "progress.new", "partial"):
+        for ending in ("progress", "partial"):
             _beside(self._out, ending).unlink(missing_ok=True)
