@@ -8,6 +8,7 @@ from torch.optim.adamw import adamw as torchs_adamw
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import tl, triton, use_kernels
+from ligermodels.ops.launcher import kernel
 
 BLOCK = 2048
 
@@ -118,7 +119,7 @@ def _rounded(x, draws):
     return tl.where(x == x, rounded, x)
 
 
-@triton.jit
+@kernel
 def _adamw_step_kernel(
     parameter,
     gradient,

@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import use_kernels
-from ligermodels.ops.library import as_rows, empty_like, opaque_op
+from ligermodels.ops.library import as_rows, empty_like, once_differentiable, opaque_op
 from ligermodels.ops.token_losses import (
     LossOptions,
     Reduction,

@@ -11,6 +11,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton, use_kernels
+from ligermodels.ops.launcher import kernel
 from ligermodels.ops.library import opaque_op
 from ligermodels.ops.token_losses_kernels import effective
 
@@ -189,7 +190,7 @@ def _attend(
     return highest, total, acc
 
 
-@triton.jit
+@kernel
 def _decode_attention_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_slot, k_head, v, v_batch, v_slot, v_head,
     lengths, tree, tree_batch, tree_node, out, log_sums, T, S, kv_heads, tiles, window, scale, softcap,
@@ -280,7 +281,7 @@ def _decode_attention_kernel(
     tl.store(out + place[:, None] * DIM + d, acc.to(out.dtype.element_ty), mask=exists[:, None] & (d < channels))
 
 
-@triton.jit
+@kernel
 def _combine_attention_kernel(
     parts, log_sums, out, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -79,6 +79,15 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on the device, less what the compiler takes for itself."""
+    if device.type != "cuda":
+        return 2**16
+    # Without its own word for it: what every device has.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 3 * 2**14)) - 2**13
+
+
 def power_of_2_above(n: int) -> int:
     """The smallest power of two that is not below n, at least 1."""
     return 1 << max(n - 1, 0).bit_length()

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import use_kernels
-from ligermodels.ops.library import opaque_op
+from ligermodels.ops.library import once_differentiable, opaque_op
 
 ALIGNMENT = 16  # bytes: torch's grouped GEMM wants it of every row of its operands
 

@@ -7,9 +7,8 @@ both are looked up by name, and were tried with flash-attn-4 4.0.0b36.
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ligermodels.ops.library import opaque_op
+from ligermodels.ops.library import once_differentiable, opaque_op
 
 
 def flash_attention_4(

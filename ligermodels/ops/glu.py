@@ -10,12 +10,12 @@ Each activation is g * p(g), where p is the part of the gate that passes; with s
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
-from ligermodels.ops.library import as_rows, empty_like, opaque_op
+from ligermodels.ops.launcher import kernel
+from ligermodels.ops.library import as_rows, empty_like, once_differentiable, opaque_op
 
 MAX_BLOCK = 2048
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -140,7 +140,7 @@ def _part(g, ACTIVATION: tl.constexpr):
     return p, slope
 
 
-@triton.jit
+@kernel
 def _glu_forward_kernel(
     gate, gate_stride, up, up_stride, out, N, blocks, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -153,7 +153,7 @@ def _glu_forward_kernel(
     tl.store(out + row * N + col, (g * p * u).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _glu_backward_kernel(
     dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, out, N, blocks,
     ACTIVATION: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr, NEED_OUT: tl.constexpr,

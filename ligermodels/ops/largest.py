@@ -4,7 +4,8 @@ both wait longer than they read where rows are few and long, as the logits of a 
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.launcher import kernel
 from ligermodels.ops.library import as_rows, opaque_op
 
 CHUNK = 4096  # elements of a row that a program takes
@@ -38,7 +39,7 @@ def largest_reference(x: torch.Tensor, k: int) -> torch.Tensor:
     return (order * 2**32 - torch.arange(x.shape[-1], device=x.device)).topk(k).indices
 
 
-@triton.jit
+@kernel
 def _largest_kernel(
     x, out, V, k, chunks, x_row, GIVEN: tl.constexpr, FINAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -1,10 +1,12 @@
 """Registration of the ops with torch.library, so that torch.compile sees each as one opaque node."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.function
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _library = torch.library.Library("ligermodels", "FRAGMENT")
@@ -58,6 +60,17 @@ def opaque_op(
     return register
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.function.once_differentiable`, free of cost where nobody asks for gradients of gradients."""
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: Any) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return call
+
+
 def empty_like(x: torch.Tensor) -> torch.Tensor:
     """An empty contiguous tensor of x's shape, dtype and device."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -65,5 +78,8 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x (..., N) as (rows, N) whose last dimension is contiguous: a view where the strides allow it, else a copy."""
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    if x.dim() == 2:
+        rows = x
+    else:
+        rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -9,13 +9,12 @@ and in float16, whose range the logits' gradients fit only with the loss scale t
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.ops.cross_entropy import cross_entropy_reference
 from ligermodels.ops.dispatch import use_kernels
 from ligermodels.ops.gradient_sum import GradientSum
-from ligermodels.ops.library import as_rows, opaque_op
+from ligermodels.ops.library import as_rows, once_differentiable, opaque_op
 from ligermodels.ops.token_losses import LossOptions, Reduction, check_loss, check_targets, row_coefficients
 from ligermodels.ops.token_losses_kernels import launch_rows, scale_
 

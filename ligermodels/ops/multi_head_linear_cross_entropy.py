@@ -14,12 +14,11 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
 from ligermodels.errors import InputError
 from ligermodels.ops.gradient_sum import GradientSum
-from ligermodels.ops.library import as_rows, opaque_op
+from ligermodels.ops.library import as_rows, once_differentiable, opaque_op
 from ligermodels.ops.linear_cross_entropy import COLUMN_MULTIPLE, SKIP_BELOW, chunk_rows, loss_in_place
 from ligermodels.ops.token_losses import LossOptions, check_loss, check_targets, row_coefficients, row_losses_reference
 from ligermodels.ops.token_losses_kernels import scale_

@@ -1,16 +1,18 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton, use_kernels
-from ligermodels.ops.library import as_rows, empty_like, opaque_op
+from ligermodels.ops.dispatch import power_of_2_above, processors, shared_memory, tl, triton, use_kernels
+from ligermodels.ops.launcher import kernel
+from ligermodels.ops.library import as_rows, empty_like, once_differentiable, opaque_op
 
 MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones
-BLOCK_ELEMENTS = 2048  # narrow rows are taken several at once, up to about this many elements
+BLOCK_ELEMENTS = 2048  # forward, narrow rows are taken several at once, up to about this many elements
+TILE_BYTES = 2**14  # backward, the same in bytes
 
 
 def rms_norm(
@@ -135,7 +137,7 @@ def _store_rows(destination, values, row, end, N, ROWS: tl.constexpr, BLOCK: tl.
     tl.store(destination + rows[:, None] * N + col[None, :], values.to(destination.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _rms_norm_forward_kernel(
     x, x_stride, residual, residual_stride, weight, y, total, rstd, M, N, eps, offset, rows_per_program,
     ADD: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -169,14 +171,15 @@ def _rms_norm_forward_kernel(
         _store_rows(y, v, row, end, N, ROWS, BLOCK)
 
 
-@triton.jit
+@kernel
 def _rms_norm_backward_kernel(
     dy, dy_stride, dx_more, dx_more_stride, x, x_stride, weight, rstd, dx, partial, M, N, offset, rows_per_program,
     ADD: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes rows_per_program consecutive rows as in the forward pass, and sums its own part of the
-    weight's gradient: no atomics, so equal bits in every run. With ADD, x has a gradient from elsewhere, dx_more."""
+    """Each program takes rows_per_program consecutive rows, ROWS at a time with STAGES of them on their way, and sums
+    its own part of the weight's gradient: no atomics, so equal bits in every run. With ADD, x has a gradient from
+    elsewhere, dx_more."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
@@ -184,17 +187,13 @@ def _rms_norm_backward_kernel(
         w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
     if NEED_WEIGHT:
         dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    values = _load_rows(x, x_stride, first, end, N, ROWS, BLOCK)
-    gradient = _load_rows(dy, dy_stride, first, end, N, ROWS, BLOCK)
-    for row in range(first, end, ROWS):
+    for row in tl.range(first, end, ROWS, num_stages=STAGES):
         rows = row + tl.arange(0, ROWS)
         r = tl.load(rstd + rows, mask=rows < end, other=0.0)
+        xhat = _load_rows(x, x_stride, row, end, N, ROWS, BLOCK).to(tl.float32) * r[:, None]
+        g = _load_rows(dy, dy_stride, row, end, N, ROWS, BLOCK).to(tl.float32)
         if ADD and NEED_X:
             more = _load_rows(dx_more, dx_more_stride, row, end, N, ROWS, BLOCK)
-        xhat = values.to(tl.float32) * r[:, None]
-        g = gradient.to(tl.float32)
-        values = _load_rows(x, x_stride, row + ROWS, end, N, ROWS, BLOCK)
-        gradient = _load_rows(dy, dy_stride, row + ROWS, end, N, ROWS, BLOCK)
         if NEED_WEIGHT:
             dw += g * xhat
         if NEED_X:
@@ -210,7 +209,7 @@ def _rms_norm_backward_kernel(
         tl.store(partial + tl.program_id(0) * N + col, total, mask=col < N)
 
 
-@triton.jit
+@kernel
 def _sum_rows_kernel(x, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -227,26 +226,35 @@ def sum_rows(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched: rows at a time, padded width, warps, and how many programs share the rows."""
+    """How a kernel is launched: rows at a time, padded width, warps, how many programs share the rows, and how many
+    tiles of rows each of these has on their way through shared memory."""
 
     rows: int
     width: int
     warps: int
     rows_per_program: int
     programs: int
+    stages: int = 1
 
 
-def _launch(M: int, N: int, device: torch.device, backward: bool) -> Launch:
-    """As measured on an H200: forward a row a program; backward few programs, which keep their sums, of more rows."""
+@functools.lru_cache(256)
+def _forward_launch(M: int, N: int) -> Launch:
+    """As measured on an H200: a tile of rows a program."""
     width = power_of_2_above(N)
     rows = max(1, BLOCK_ELEMENTS // width)
-    if not backward:
-        return Launch(rows, width, min(max(rows * width // 512, 4), max(width // 1024, 8)), rows, -(-M // rows))
-    rows = max(rows, 2 if width <= 4096 else 1)
-    warps = min(max(rows * width // 512, 4), 32)
-    resident = processors(device) * (8 if warps == 4 else max(16 // warps, 1))
-    rows_per_program = max(-(-M // (resident * rows)), 1) * rows
-    return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program))
+    return Launch(rows, width, min(max(rows * width // 512, 4), max(width // 1024, 8)), rows, -(-M // rows))
+
+
+@functools.lru_cache(256)
+def _backward_launch(M: int, N: int, item: int, sources: int, device: torch.device) -> Launch:
+    """As measured on an H200: a program a multiprocessor, for few parts of the weight's gradient, and three tiles of
+    16 KiB of each of its `sources`, of `item` bytes a value, on their way, as far as shared memory has room."""
+    width = power_of_2_above(N)
+    rows = max(TILE_BYTES // (width * item), 1)
+    stages = min(max(shared_memory(device) // (sources * rows * width * item), 1), 3)
+    rows_per_program = max(-(-M // (processors(device) * rows)), 1) * rows
+    warps = min(max(rows * width // 1024, 4), 32)
+    return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program), stages)
 
 
 def _forward_fake(
@@ -275,7 +283,7 @@ def _rms_norm_forward(
     rows, weight = as_rows(x), None if weight is None else weight.contiguous()
     others = None if residual is None else as_rows(residual)
     M, N = rows.shape
-    launch = _launch(M, N, x.device, backward=False)
+    launch = _forward_launch(M, N)
     _rms_norm_forward_kernel[(launch.programs,)](
         rows, rows.stride(0), others, 0 if others is None else others.stride(0), weight, y, total, rstd,
         M, N, eps, offset, launch.rows_per_program,
@@ -314,7 +322,7 @@ def _rms_norm_backward(
     g, rows, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
     more = None if dx_more is None else as_rows(dx_more)
     M, N = rows.shape
-    launch = _launch(M, N, x.device, backward=True)
+    launch = _backward_launch(M, N, x.element_size(), 2 if more is None else 3, x.device)
     dx, dw = _backward_fake(dy, dx_more, x, weight, rstd, offset, need_x, need_weight)
     partial = dw
     if need_weight and launch.programs != 1:
@@ -322,7 +330,8 @@ def _rms_norm_backward(
     _rms_norm_backward_kernel[(launch.programs,)](
         g, g.stride(0), more, 0 if more is None else more.stride(0), rows, rows.stride(0), weight, rstd, dx, partial,
         M, N, offset, launch.rows_per_program, ADD=more is not None, HAS_WEIGHT=weight is not None,
-        NEED_X=need_x, NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
+        NEED_X=need_x, NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
+        num_warps=launch.warps,
     )  # fmt: skip
     if partial is not dw:
         sum_rows(partial, dw)

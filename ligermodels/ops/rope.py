@@ -4,11 +4,10 @@ and with it the split of a packed projection and the norms of queries and keys."
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import processors, use_kernels
-from ligermodels.ops.library import empty_like, opaque_op
+from ligermodels.ops.library import empty_like, once_differentiable, opaque_op
 from ligermodels.ops.rms_norm import check_norm, rms_norm_reference, sum_rows
 from ligermodels.ops.rope_kernels import PROGRAMS, Norms, Part, heads_of, launch, packed_heads, parts_of
 

@@ -5,7 +5,8 @@ from typing import Any, Literal
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.launcher import kernel
 from ligermodels.ops.library import opaque_op
 from ligermodels.ops.rope import check_packed, rope_qkv_reference
 from ligermodels.ops.rope_kernels import load_angles, load_heads, load_weight, store_heads, turn_heads
@@ -88,7 +89,7 @@ def rope_qkv_cached_reference(
     return q
 
 
-@triton.jit
+@kernel
 def _rope_cached_kernel(
     qkv, qkv_batch, qkv_token, cos, cos_batch, cos_token, sin, sin_batch, sin_token, q_norm, k_norm, eps, offset,
     q, k_cache, k_batch, k_slot, k_head, v_cache, v_batch, v_slot, v_head, slots, T, S,

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ligermodels.ops.dispatch import power_of_2_above, tl, triton
+from ligermodels.ops.dispatch import power_of_2_above, shared_memory, tl, triton
+from ligermodels.ops.launcher import kernel
 
-CHANNEL_PAIRS = 512  # that a warp takes
+CHANNEL_PAIRS = 256  # that a warp takes; twice as many where it normalises them
 PROGRAMS = 2  # a multiprocessor, where each sums its part of a weight's gradient
-STAGES = 3  # tokens that such a program has asked for at once, by way of shared memory
+TOKENS = 2  # that a program normalises and rotates
+STAGES = 3  # tokens that a program has asked for at once, by way of shared memory
 
 
 @triton.jit
@@ -119,7 +121,7 @@ def turn_heads(
     return dw1, dw2
 
 
-@triton.jit
+@kernel
 def _rope_kernel(
     q, q_row, q_group, q_head, q_out, q_out_row, q_out_group, q_out_head,
     k, k_row, k_group, k_head, k_out, k_out_row, k_out_group, k_out_head,
@@ -267,14 +269,19 @@ def launch(
         given = [q_given, k_given, *strides]
     weights = [None if w is None else w.contiguous() for w in (norms.q, norms.k)]
     block = power_of_2_above((dim + 1) // 2)
-    # Alone a token has nobody to be asked for ahead of, and shared memory would only be a detour.
-    programs, stages, least_warps = (rows, 1, 2) if norms.partial is None else (norms.partial.shape[1], STAGES, 4)
+    weight = norms.k if norms.q is None else norms.q
+    programs, stages, pairs = rows, 1, CHANNEL_PAIRS
+    if weight is not None and (norms.partial is not None or not inverse):
+        # A norm holds up the stores; the next tokens' loads need not wait for them, as far as shared memory has room.
+        programs, pairs = -(-rows // TOKENS) if norms.partial is None else norms.partial.shape[1], 2 * CHANNEL_PAIRS
+        of_a_token = sum(heads[f"BLOCK_{name}"] for name in "QKV") * 2 * block * 4 * (2 if inverse else 1)
+        stages = min(max(shared_memory(weight.device) // of_a_token, 1), STAGES)
     _rope_kernel[(programs,)](
         *places, *tables, T, *weights, norms.eps, norms.offset, *given, norms.partial,
         rows, -(-rows // max(programs, 1)), **heads, Q_NORM=norms.q is not None, K_NORM=norms.k is not None,
         CAST_BEFORE=norms.cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
         NEED_Q_NORM=norms.need_q, NEED_K_NORM=norms.need_k, HALF=half, DIM=dim, BLOCK=block, STAGES=stages,
-        num_warps=min(max(most * block // CHANNEL_PAIRS, least_warps), 16),
+        num_warps=min(max(most * block // pairs, 2 if norms.partial is None else 4), 16),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.launcher import kernel
 from ligermodels.ops.token_losses import LossOptions
 
 TILES = 4
@@ -79,7 +80,7 @@ def _gradient(
     return g
 
 
-@triton.jit
+@kernel
 def _cross_entropy_row_kernel(
     logits, stride, target, losses, maxima, log_sums, ranks, coefficients,
     V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
@@ -154,7 +155,7 @@ def _cross_entropy_row_kernel(
                 tl.store(start + first + col, zero, mask=first + col < V)
 
 
-@triton.jit
+@kernel
 def _cross_entropy_gradient_kernel(
     logits, stride, gradient, target, maxima, log_sums, coefficients,
     V, blocks, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
@@ -242,7 +243,7 @@ def launch_gradient(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
     """x *= factor; where the factor turns out to be 1, as it mostly is, without touching x."""
     f = tl.load(factor).to(tl.float32)

@@ -1,0 +1,53 @@
+"""Launches of kernels: each kind of arguments finds the kernel that was compiled for it."""
+
+import pytest
+import torch
+
+from ligermodels.ops.dispatch import tl
+from ligermodels.ops.launcher import MAX_KNOWN, kernel
+
+
+@kernel
+def _multiply_add_kernel(x, more, out, n, stride, factor, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i * stride, mask=i < n, other=0.0).to(tl.float32) * factor
+    if ADD:
+        value += tl.load(more + i, mask=i < n, other=0.0)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < n)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+def test_every_kind_finds_its_kernel() -> None:
+    calls = [
+        (dtype, first, n, stride, factor, add)
+        for dtype in (torch.float32, torch.bfloat16)
+        for first in (0, 1)  # 1: not aligned
+        for n, stride in ((1, 1), (1, 2), (2, 1), (16, 1), (16, 16), (17, 3), (33, 1))
+        for factor in (1.0, 2.5)
+        for add in (False, True)
+    ]
+    data = torch.randn(600, device="cuda")
+    more = torch.randn(64, device="cuda")
+    for _ in range(2):  # the second time all are known
+        for dtype, first, n, stride, factor, add in calls:
+            x, out = data.to(dtype)[first:], torch.full((n + 1,), 7.0, device="cuda", dtype=dtype)
+            addend = more if add else None
+            _multiply_add_kernel[(-(-n // 16),)](x, addend, out, n, stride, factor, ADD=add, BLOCK=16, num_warps=1)
+            wanted = x[: n * stride : stride].float() * factor
+            wanted = wanted + more[:n] if add else wanted
+            torch.testing.assert_close(out[:n], wanted.to(dtype))
+            assert out[n] == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+def test_long_integers_and_many_sizes() -> None:
+    x, out = torch.randn(64, device="cuda"), torch.empty(64, device="cuda")
+    for n in (64, 2**31 + 64, 64, 2**33):  # masks, past what 32 bits hold
+        out.zero_()
+        _multiply_add_kernel[(4,)](x, None, out, n, 1, 1.0, ADD=False, BLOCK=16, num_warps=1)
+        assert torch.equal(out, x)
+    for programs in range(1, MAX_KNOWN + 10):  # more than are kept
+        _multiply_add_kernel[(programs,)](x, None, out, 64, 1, 1.0, ADD=False, BLOCK=16, num_warps=1)
+    assert torch.equal(out, x)
