@@ -632,7 +632,7 @@ def test_cache_rows_of_different_lengths() -> None:
                 assert now[kind][row, length : length + 4].equal(fresh[kind][row])
     # Accepted paths go to the front, over one another.
     paths = torch.tensor([[0, 2, 3], [0, 1, 1]])
-    cache.compact(lengths, paths)
+    cache.compact(lengths[:, None] + paths)
     for fresh, now in zip(new, cache.layers, strict=True):
         for kind in range(2):
             for row, length in enumerate([3, 7]):

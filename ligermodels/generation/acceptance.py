@@ -1,4 +1,4 @@
-"""Which of a tree's candidates to accept: those the model would have chosen, or those it finds likely enough."""
+"""Accepting candidates that the model finds likely enough, though it would not have chosen them itself."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-
-
-def exact(choices: Tensor, tokens: Tensor, parent: Tensor) -> Tensor:
-    """Bool (B, N): the nodes whose token is the model's own choice after their parent.
-
-    choices, tokens: long (B, N), the model's choice after each node, and the node's token. parent: long (N,).
-    """
-    return tokens == choices[:, parent]
 
 
 @dataclass(frozen=True)
@@ -49,19 +41,3 @@ class Typical:
         row = torch.arange(len(tokens), device=tokens.device)[:, None]
         log_token = log_p[row, parent, tokens]
         return log_token.exp() > threshold[:, parent], log_token
-
-
-def furthest(right: Tensor, score: Tensor | None, mask: Tensor, depth: Tensor) -> Tensor:
-    """Long (B,): the deepest node that is right with all its ancestors; of several, that of the highest path score.
-
-    right: bool (B, N); the root, node 0, is always in. score: (B, N), added up along a path; None where no two nodes of
-    a depth can be right. mask, depth: those of the tree.
-    """
-    right = right | (depth == 0)
-    inside = (right[:, None] | ~mask).all(dim=-1)
-    reached = torch.where(inside, depth, -1)
-    if score is None:
-        return reached.argmax(dim=1)
-    deepest = reached == reached.amax(dim=1, keepdim=True)
-    path = torch.where(mask & (depth > 0), score[:, None], 0).sum(dim=-1)
-    return path.masked_fill(~deepest, -math.inf).argmax(dim=1)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ligermodels import ops
 from ligermodels.errors import InputError
 
 
@@ -104,16 +105,13 @@ class KVCache:
         finally:
             self.lengths = None
 
-    def compact(self, lengths: Tensor, nodes: Tensor) -> None:
-        """Move slot lengths[b] + nodes[b, i] of each row to slot lengths[b] + i: lengths long (B,), nodes long (B, P).
+    def compact(self, slots: Tensor) -> None:
+        """Move slot slots[b, i] of each row to slot slots[b, 0] + i: slots long (B, P).
 
-        After a tree step, `nodes` is the accepted path; what it does not hold is overwritten by what comes next.
+        After a tree step they are those of the accepted path; what it does not hold is overwritten by what comes next.
         """
-        row = torch.arange(len(lengths), device=self.device)[:, None]
-        source = lengths[:, None] + nodes
-        target = lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
         for stored in self._alike.values():
-            stored[:, :, row, target] = stored[:, :, row, source]  # indexing copies first: the slots may overlap
+            ops.move_slots(stored.flatten(-2), slots)
 
     def _end(self, count: int) -> int:
         end = self.length + count

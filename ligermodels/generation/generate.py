@@ -2,63 +2,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.generation.cache import KVCache
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.sampling import check_sampling, greedy, sample
-from ligermodels.layers.rope import RotaryEmbedding
+from ligermodels.generation.step import Decoder, Evaluable, Step, new_tokens
 
 TokenIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]]
-
-
-class DecoderSize(Protocol):
-    """The part of a model's config that generation reads."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-class Evaluable(Protocol):
-    """What `evaluating` needs; every nn.Module is one."""
-
-    def eval(self) -> Any: ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-
-class Decoder(Evaluable, Protocol):
-    """What generation needs of a model; CausalLM is one."""
-
-    @property
-    def config(self) -> DecoderSize: ...
-
-    @property
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """Hidden states (..., H) -> logits (..., V)."""
-
-    def hidden_states(
-        self,
-        input_ids: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        cache: KVCache | None = None,
-        tree_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Token ids (B, T) -> hidden states (B, T, H) after the final norm.
-
-        The new tokens take the next T slots of the cache, which is advanced by T; within `cache.rows` those after each
-        row's last. Attention is causal by slot, but for a tree_mask, bool (T, T): then a new token sees all slots
-        before the new ones, and of these those that its row of the mask names. Positions are slots unless given.
-        """
-
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache on the model's device."""
 
 
 class Prompts(NamedTuple):
@@ -123,85 +79,33 @@ def generate(
             return greedy(logits)
         return sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
 
-    (batch, length), switches = prompts.ids.shape, rope_limits(model).switches
+    batch, length = prompts.ids.shape
     before = prompts.mask.sum(dim=1).tolist()
     with evaluating(model):
         cache = model.new_cache(batch, length + max_new_tokens - 1)
         ids, real = prompts.ids.to(cache.device), prompts.mask.to(cache.device)
-        rows, lengths = aligned(ids, real)
-        text = F.pad(rows, (0, max_new_tokens))  # each token at its position
-        logits = model.head(prefill(model, rows, lengths, cache))
-        token = torch.empty_like(lengths)
-
-        def advance() -> Tensor:
-            with cache.rows(lengths):
-                hidden = model.hidden_states(token[:, None], position_ids=lengths[:, None], cache=cache)[:, -1]
-            lengths.add_(1)
-            return model.head(hidden)
-
-        step = Graphed(advance, cache.device, cuda_graph)
+        step = Step(model, cache, max_new_tokens, eos_ids, choose)
+        rows = step.start(ids, real)
+        # A graph would draw the same random numbers again and again: it ends before the choice.
+        run = Graphed(partial(step.run, rows), cache.device, cuda_graph and do_sample)
+        take = Graphed(lambda: step.gain(rows, *run()), cache.device, cuda_graph and not do_sample)
         # A step too many must not be seen, by a callback nor by the source of randomness.
         finished = Finished(cache.device, on_token is None and not do_sample)
-        eos = torch.tensor(eos_ids, dtype=torch.long, device=cache.device)
-        done = torch.zeros(batch, dtype=torch.bool, device=cache.device)
-        columns = [ids]
-        for new in range(1, max_new_tokens + 1):
-            token.copy_(choose(logits))
-            shown = token.clone() if pad_id is None else token.masked_fill(done, pad_id)
-            columns.append(shown[:, None])
-            stop = on_token is not None and on_token(shown)
-            done |= is_eos(token, eos)
-            if eos_ids and (ago := finished(done.all())) is not None:
-                columns = columns[: len(columns) - ago]
+        for count in range(1, max_new_tokens + 1):
+            stop = on_token is not None and on_token(_last(rows, count, pad_id))
+            if (eos_ids and finished(rows.done.all()) is not None) or count == max_new_tokens or stop:
                 break
-            if new == max_new_tokens or stop:
-                break
-            text.scatter_(1, lengths[:, None], token[:, None])
-            if any(count + new - 1 in switches for count in before):
-                lengths.add_(1)
-                logits = model.head(prefill(model, text[:, : length + new], lengths, cache))
+            if any(prompt + count - 1 in step.limits.switches for prompt in before):
+                step.renew(rows, length + count - 1)
             else:
-                logits = step()
-    return torch.cat(columns, dim=1)
+                take()
+    return torch.cat([ids, new_tokens(rows, rows.count.tolist(), pad_id)], dim=1)
 
 
-def is_eos(tokens: Tensor, eos: Tensor) -> Tensor:
-    """Bool, of the shape of `tokens`: which of them are among `eos` (n,). `torch.isin` may sort, and then waits for the
-    device."""
-    return (tokens[..., None] == eos).any(dim=-1)
-
-
-def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts (B, T) padded on the left, whose tokens are `real`, moved to the left end, and their lengths (B,): a
-    token's slot is then its position, and what follows, being causal, never sees the padding."""
-    lengths = real.sum(dim=1)
-    slots = torch.arange(ids.shape[1], device=ids.device)
-    # padding may hold any id, even one that the embedding does not have
-    return ids.masked_fill(~real, 0).gather(1, (slots + ids.shape[1] - lengths[:, None]) % ids.shape[1]), lengths
-
-
-def prefill(model: Decoder, ids: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
-    """Run tokens (B, T), of which each row has the first `lengths` (B,), into a cleared cache: the last one's states
-    (B, H)."""
-    cache.clear()
-    positions = torch.minimum(torch.arange(ids.shape[1], device=ids.device), lengths[:, None] - 1)
-    states = model.hidden_states(ids, position_ids=positions, cache=cache)
-    return states[torch.arange(len(ids), device=ids.device), lengths - 1]
-
-
-class RopeLimits(NamedTuple):
-    """Lengths past which a model's rotary frequencies change, for good or with each token: see `layers.rope.Limits`."""
-
-    switches: frozenset[int]
-    moving: int | None
-
-
-def rope_limits(model: Evaluable) -> RopeLimits:
-    """Those of all rotary embeddings in `model`. At a switch the keys in a cache have to be computed anew."""
-    scalings = [module.config.scaling for module in model.modules() if isinstance(module, RotaryEmbedding)]
-    limits = [scaling.limits for scaling in scalings if scaling is not None]
-    switches = frozenset(each.switch for each in limits if each.switch is not None)
-    return RopeLimits(switches, min((each.moving for each in limits if each.moving is not None), default=None))
+def _last(rows: ops.Rows, count: int, pad_id: int | None) -> Tensor:
+    """Tokens (B,): the count-th new one of each row, pad_id where it has fewer."""
+    tokens = rows.text.gather(1, (rows.start + count - 1)[:, None])[:, 0]
+    return tokens.masked_fill(rows.count < count, pad_id or 0)
 
 
 def prepare_prompts(

@@ -38,7 +38,7 @@ class Finished:
 class Graphed(Generic[Result]):
     """Calls a function of tensors at fixed addresses; from the second call on, by replaying a CUDA graph of it.
 
-    The function reads and changes tensors in place, waits for nothing, and returns a tensor, whose memory the next call
+    The function reads and changes tensors in place, waits for nothing, and returns tensors, whose memory the next call
     uses again, or nothing. The first call runs it as it is, which compiles its kernels. Not on a CUDA device, or not
     `enabled`, every call does.
     """

@@ -7,27 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.generation.acceptance import Typical, exact, furthest
+from ligermodels.generation.acceptance import Typical
 from ligermodels.generation.cache import KVCache
-from ligermodels.generation.generate import (
-    Decoder,
-    TokenIds,
-    aligned,
-    as_eos_ids,
-    check_max_new_tokens,
-    evaluating,
-    is_eos,
-    prefill,
-    prepare_prompts,
-    rope_limits,
-)
+from ligermodels.generation.generate import TokenIds, as_eos_ids, check_max_new_tokens, evaluating, prepare_prompts
 from ligermodels.generation.graph import Finished, Graphed
-from ligermodels.generation.sampling import greedy
+from ligermodels.generation.step import Decoder, Step, new_tokens
 from ligermodels.generation.tree import Tree
 
 Propose = Callable[[Tensor], Tensor]
@@ -122,45 +110,20 @@ def medusa_generate(
             passes += 1
         passes -= ago
     counts = rows.count.tolist()
-    place = torch.arange(max(counts), device=cache.device)
-    new = rows.text.gather(1, rows.start[:, None] + place)
-    # Rows differ in length only when one met EOS, and then pad_id is known.
-    new = new.masked_fill(place >= rows.count[:, None], pad_id or 0)
-    return SpeculativeOutput(torch.cat([ids, new], dim=1), int(rows.steps.sum()), sum(counts), passes)
+    sequences = torch.cat([ids, new_tokens(rows, counts, pad_id)], dim=1)
+    return SpeculativeOutput(sequences, int(rows.steps.sum()), sum(counts), passes)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Where each row of a batch stands between two steps. A step changes the tensors in place: addresses stay fixed.
-
-    text: long (B, the longest prompt + max_new_tokens + the tree's depth + 1), each token at its position.
-    start, count: long (B,), the prompt's length, and how many tokens after it are new.
-    lengths: long (B,), tokens in the cache, in slots [0, length), each in the slot of its position.
-    root: long (B,), the last new token, which is certain but not in the cache yet.
-    hidden: (B, H), the state that chose it.
-    done, steps: bool and long (B,), whether it has ended, and the steps it took until then.
-    """
-
-    text: Tensor
-    start: Tensor
-    count: Tensor
-    lengths: Tensor
-    root: Tensor
-    hidden: Tensor
-    done: Tensor
-    steps: Tensor
-
-
-class TreeStep:
-    """A step of tree decoding for all rows of a batch: a function of tensors of fixed shapes, without a wait for the
-    device, so that a CUDA graph can hold it. Rows that are done stay as they are.
+class TreeStep(Step):
+    """A step of tree decoding.
 
     Where rotary frequencies change with the length of a row (`layers.rope.Limits`), no path goes past the change; for
     the token after it, `is_stale` rows need `renew` in place of a step, unless frequencies change with each token: then
     a step gives the row one, as plain decoding does.
 
     Args:
-        cache: of B rows, with room for the longest prompt, max_new_tokens and the tree.
+        model, propose: run on the device of the cache, which is empty, and long enough for the prompts, max_new_tokens
+            new tokens and the tree.
         typical: how to accept; None for greedy.
         The others are those of `medusa_generate`.
     """
@@ -175,69 +138,43 @@ class TreeStep:
         eos_ids: Sequence[int],
         typical: Typical | None = None,
     ) -> None:
-        self.model, self.propose, self.cache, self.tree, self.typical = model, propose, cache, tree, typical
-        self.max_new_tokens = max_new_tokens
-        self.eos = torch.tensor(list(eos_ids), dtype=torch.long, device=cache.device)
-        self.mask, self.depth, self.parent, self.route = (
-            tensor.to(cache.device) for tensor in (tree.mask, tree.depth, tree.parent, tree.route)
-        )
-        self.head, self.rank = tree.head[1:].to(cache.device), tree.rank[1:].to(cache.device)
-        self.place = torch.arange(tree.max_depth + 1, device=cache.device)
-        self.limits = rope_limits(model)
+        super().__init__(model, cache, max_new_tokens, eos_ids, places=tree.max_depth + 1)
+        self.propose, self.tree, self.typical = propose, tree, typical
+        self.paths = ops.Paths(*(tensor.to(cache.device) for tensor in (tree.parent, tree.depth, tree.route)))
+        self.rank, self.mask = tree.rank.to(cache.device), tree.mask.to(cache.device)
+        switches, moving = self.limits
+        stops = [*switches, *(() if moving is None else (moving,))]
+        self.stops = torch.tensor(stops, dtype=torch.long, device=cache.device)
 
-    def start(self, ids: Tensor, real: Tensor) -> Rows:
-        """Run the prompts: ids long (B, T), whose tokens, not the padding on their left, are `real`, bool (B, T)."""
-        ids, start = aligned(ids, real)
-        hidden = prefill(self.model, ids, start, self.cache)
-        root = greedy(self.model.head(hidden))
-        text = F.pad(ids, (0, self.max_new_tokens + len(self.place))).scatter(1, start[:, None], root[:, None])
-        done = is_eos(root, self.eos) | (self.max_new_tokens == 1)
-        one = torch.ones_like(root)
-        return Rows(text, start, one, start.clone(), root, hidden, done, torch.zeros_like(root))
-
-    def is_stale(self, rows: Rows) -> Tensor:
+    def is_stale(self, rows: ops.Rows) -> Tensor:
         """Bool (B,): rows whose keys in the cache have to be computed anew before their root can be run."""
         stale = torch.zeros_like(rows.done)
         for switch in self.limits.switches:
             stale |= rows.lengths == switch
         return stale & ~rows.done
 
-    def renew(self, rows: Rows, longest: int) -> None:
-        """Run all rows from their start, of which none has more than `longest` in the cache: each gains one token."""
-        hidden = prefill(self.model, rows.text[:, : longest + 1], rows.lengths + 1, self.cache)
-        choice = greedy(self.model.head(hidden))
-        self._advance(rows, choice[:, None].expand(-1, len(self.place)), torch.zeros_like(choice), choice, hidden)
-
-    def __call__(self, rows: Rows) -> None:
+    def __call__(self, rows: ops.Rows) -> None:
         """Take a step."""
-        tokens = torch.cat([rows.root[:, None], self._candidates(rows.hidden)], dim=1)  # (B, N)
-        limit = self._limit(rows.lengths)[:, None]
-        positions = rows.lengths[:, None] + self.depth
+        tokens, positions = ops.tree_inputs(
+            self._best(rows.hidden),
+            rows.root,
+            rows.lengths,
+            self.paths.depth,
+            self.rank,
+            self.stops,
+            self.limits.moving,
+        )
         with self.cache.rows(rows.lengths):
             states = self.model.hidden_states(  # (B, N, H)
-                tokens, position_ids=torch.minimum(positions, limit), cache=self.cache, tree_mask=self.mask
+                tokens, position_ids=positions, cache=self.cache, tree_mask=self.mask
             )
         logits = self.model.head(states)
-        choices = greedy(logits)
-        if self.typical is None:
-            right, score = exact(choices, tokens, self.parent), None
-        else:
-            right, score = self.typical.judge(logits, tokens, self.parent)
-        last = furthest(right & (positions <= limit), score, self.mask, self.depth)  # (B,)
-        path = self.route[last]  # (B, P), P being the tree's depth plus 1
-        self.cache.compact(rows.lengths, path)
-        each = torch.arange(len(last), device=last.device)
-        self._advance(rows, tokens.gather(1, path), self.depth[last], choices[each, last], states[each, last])
+        judged = None if self.typical is None else self.typical.judge(logits, tokens, self.paths.parent)
+        given = tokens, positions, self.choose(logits), states
+        self.cache.compact(ops.accept_path(rows, self.paths, *given, self.eos, self.max_new_tokens, judged))
 
-    def _limit(self, lengths: Tensor) -> Tensor:
-        """Long (B,): the last position that a path may reach."""
-        limit, (switches, moving) = lengths + self.tree.max_depth, self.limits
-        for length in (*switches, *(() if moving is None else (moving,))):
-            limit = torch.where(lengths < length, limit.clamp(max=length - 1), limit)
-        return limit if moving is None else torch.where(lengths < moving, limit, lengths)
-
-    def _candidates(self, hidden: Tensor) -> Tensor:
-        """Tokens (B, N - 1) of the nodes below the root: the heads' best."""
+    def _best(self, hidden: Tensor) -> Tensor:
+        """Long (B, the tree's depth, its width): the heads' best tokens."""
         logits, tree = self.propose(hidden), self.tree
         if logits.ndim != 3 or len(logits) != len(hidden):
             raise InputError(
@@ -247,21 +184,4 @@ class TreeStep:
         if heads < tree.max_depth or vocabulary < tree.width:
             needs = f"the tree needs {tree.max_depth} heads and {tree.width} candidates of each"
             raise InputError(f"{needs}, propose gives {heads} heads over a vocabulary of {vocabulary}")
-        best = ops.largest(logits[:, : tree.max_depth], tree.width)
-        return best[:, self.head, self.rank]
-
-    def _advance(self, rows: Rows, path: Tensor, depth: Tensor, choice: Tensor, hidden: Tensor) -> None:
-        """Move each row on by its root, `depth` (B,) tokens of `path` (B, P) after it, and the model's `choice` (B,),
-        which `hidden` (B, H) led to."""
-        new = path.roll(-1, dims=1).scatter(1, depth[:, None], choice[:, None])  # what follows does not count
-        end = torch.where(is_eos(new, self.eos), self.place, len(self.place)).amin(dim=1)
-        taken = torch.minimum(torch.minimum(depth, end) + 1, self.max_new_tokens - rows.count)
-        taken = taken.masked_fill(rows.done, 0)
-        rows.steps.add_(~rows.done)
-        # What is written past the tokens taken is overwritten by the next step, or never read.
-        rows.text.scatter_(1, (rows.start + rows.count)[:, None] + self.place, new)
-        rows.count.add_(taken)
-        rows.done.logical_or_((end < taken) | (rows.count == self.max_new_tokens))
-        rows.lengths.add_((depth + 1).masked_fill(rows.done, 0))
-        rows.root.copy_(torch.where(rows.done, rows.root, choice))
-        rows.hidden.copy_(torch.where(rows.done[:, None], rows.hidden, hidden))
+        return ops.largest(logits[:, : tree.max_depth], tree.width)

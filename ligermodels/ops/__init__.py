@@ -1,5 +1,6 @@
 """Tensors in, tensors out: each op a torch reference, Triton kernels, and one public function that picks."""
 
+from ligermodels.ops.accept_path import Paths, Rows, accept_path, accept_path_reference
 from ligermodels.ops.adamw import adamw_step
 from ligermodels.ops.attention import attention
 from ligermodels.ops.cross_entropy import cross_entropy, cross_entropy_reference
@@ -9,6 +10,7 @@ from ligermodels.ops.experts import Routes, gather_rows, grouped_mm, grouped_mm_
 from ligermodels.ops.glu import geglu, geglu_reference, glu_linear, swiglu, swiglu_reference
 from ligermodels.ops.largest import largest, largest_reference
 from ligermodels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.ops.move_slots import move_slots, move_slots_reference
 from ligermodels.ops.multi_head_linear_cross_entropy import (
     multi_head_linear_cross_entropy,
     multi_head_linear_cross_entropy_reference,
@@ -16,9 +18,14 @@ from ligermodels.ops.multi_head_linear_cross_entropy import (
 from ligermodels.ops.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
 from ligermodels.ops.rope_cache import rope_qkv_cached, rope_qkv_cached_reference
+from ligermodels.ops.tree_inputs import tree_inputs, tree_inputs_reference
 
 __all__ = [
+    "Paths",
     "Routes",
+    "Rows",
+    "accept_path",
+    "accept_path_reference",
     "adamw_step",
     "add_rms_norm",
     "add_rms_norm_reference",
@@ -38,6 +45,8 @@ __all__ = [
     "largest_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "move_slots",
+    "move_slots_reference",
     "multi_head_linear_cross_entropy",
     "multi_head_linear_cross_entropy_reference",
     "rms_norm",
@@ -51,5 +60,7 @@ __all__ = [
     "sort_by_expert",
     "swiglu",
     "swiglu_reference",
+    "tree_inputs",
+    "tree_inputs_reference",
     "use_kernels",
 ]
