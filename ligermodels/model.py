@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -28,7 +28,7 @@ from ligermodels.layers import (
     NormConfig,
     RMSNorm,
     RotaryEmbedding,
-    TargetCount,
+    TargetRows,
     load_balancing_loss,
     shift_labels,
 )
@@ -167,6 +167,7 @@ class CausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
         tree_mask: Tensor | None = None,
         router_logits: list[Tensor] | None = None,
+        target_rows: TargetRows | None = None,
     ) -> Tensor:
         """Hidden states (B, T, H) after the final norm. Inputs are taken as valid: `forward` and `generate` check them.
 
@@ -177,6 +178,7 @@ class CausalLM(nn.Module):
             cache: keys and values of earlier tokens; those of the new ones are appended.
             tree_mask: bool (T, T) or (B, T, T), which new tokens a new one sees beside the cache, within `cache.rows`.
             router_logits: gets the logits (B * T, E) of each mixture's router.
+            target_rows: where it leaves tokens out, the states are those of its rows alone, (1, n, H).
         """
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
@@ -191,15 +193,17 @@ class CausalLM(nn.Module):
             if cache is not None:
                 position_ids = position_ids + (cache.length if cache.lengths is None else cache.lengths[:, None])
         tables = {rope.config: rope(position_ids, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
-        logits = [] if router_logits is None else router_logits
-        context = Context(tables, cu_seqlens, cache, tree_mask, logits)
+        context = Context(tables, cu_seqlens, cache, tree_mask, [] if router_logits is None else router_logits)
         whole = self._recomputes("blocks")
         with recomputing() if self._recomputes("activations") else nullcontext():
-            for block in self.blocks:
+            for i, block in enumerate(self.blocks, 1):
+                if target_rows is not None and i == len(self.blocks):
+                    rows = target_rows.rows  # How many there are is waited for now, with all other blocks queued.
+                    context = context if rows is None else replace(context, rows=rows)
                 x = checkpoint(block, x, context, use_reentrant=False) if whole else block(x, context)
         if cache is not None:
             cache.advance(length)
-        return self.norm(x).view(batch, length, -1)
+        return self.norm(x).view(batch, length, -1) if context.rows is None else self.norm(x)
 
     def document_bounds(
         self, shape: tuple[int, int], position_ids: Tensor | None, cu_seqlens: Tensor | None
@@ -216,7 +220,11 @@ class CausalLM(nn.Module):
         return None if position_ids is None else bounds_of(position_ids)
 
     def check_inputs(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, labels: Tensor | None
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        labels: Tensor | None,
+        token_weights: Tensor | None = None,
     ) -> tuple[int, int]:
         """(B, T) of the inputs; InputError when they are not usable."""
         if (input_ids is None) == (inputs_embeds is None):
@@ -228,8 +236,9 @@ class CausalLM(nn.Module):
             shape = (inputs_embeds.shape[0], inputs_embeds.shape[1])
         else:
             raise InputError(f"inputs_embeds: must be (batch, tokens, {self.config.hidden_size})")
-        if labels is not None and tuple(labels.shape) != shape:
-            raise InputError(f"labels: must have the inputs' shape {shape}, got {tuple(labels.shape)}")
+        for name, given in (("labels", labels), ("token_weights", token_weights)):
+            if given is not None and tuple(given.shape) != shape:
+                raise InputError(f"{name}: must have the inputs' shape {shape}, got {tuple(given.shape)}")
         return shape
 
     def forward(
@@ -262,10 +271,10 @@ class CausalLM(nn.Module):
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit.
         """
-        shape = self.check_inputs(input_ids, inputs_embeds, labels)
+        shape = self.check_inputs(input_ids, inputs_embeds, labels, token_weights)
         bounds = self.document_bounds(shape, position_ids, cu_seqlens)
         targets = None if labels is None else self.shift_labels(labels, 1, bounds)
-        count = None if targets is None else TargetCount(targets)
+        rows = None if targets is None else TargetRows(targets[None], every_token=bool(return_logits))
         router_logits: list[Tensor] = []
         hidden = self.hidden_states(
             input_ids,
@@ -273,14 +282,17 @@ class CausalLM(nn.Module):
             cu_seqlens=bounds,
             inputs_embeds=inputs_embeds,
             router_logits=router_logits,
+            target_rows=rows,
         )
         output = CausalLMOutput()
-        if targets is not None and count is not None:
+        if targets is not None and rows is not None:
             if token_weights is not None:
-                loss_options["token_weights"] = shift_labels(token_weights, 1)
+                loss_options["token_weights"] = rows.take(shift_labels(token_weights, 1))
             if num_items_in_batch is not None:
                 loss_options["reduction"] = "sum"
-            output.loss = self.head(hidden, targets, num_targets=count.get(), **loss_options)
+            num_targets = None if rows.counts is None else rows.counts[0]
+            loss = self.head(hidden, rows.take(targets), num_targets=num_targets, **loss_options)
+            output.loss = rows.put_back(loss, 0.0) if loss_options.get("reduction") == "none" else loss
             if num_items_in_batch is not None:
                 output.loss = output.loss / num_items_in_batch
             output.aux_loss = self.load_balancing_loss(router_logits)

@@ -14,7 +14,6 @@ from zoo import BASE, CONFIGS, LLAMA, PHI_LONGROPE, make_checkpoint, relative_er
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation import chain, default_tree, medusa_generate
-from ligermodels.layers import TargetCount
 
 
 @pytest.fixture(scope="module", params=["llama-3.1", "llama-3.2"], ids=["untied", "tied"])
@@ -143,21 +142,6 @@ def test_weights_of_tokens_are_those_of_the_labels(base: lm.CausalLM, base_loss:
     assert relative_error(found.head_losses, wanted.head_losses) < 1e-5
     if base_loss:
         assert relative_error(found.base_loss, wanted.base_loss) < 1e-5
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_counts_of_targets(device: str) -> None:
-    """Several at a time or one, and on a GPU without a wait for all that is queued there."""
-    targets = torch.randint(9, (3, 5, 7), device=device).masked_fill(torch.rand(3, 5, 7, device=device) < 0.3, -100)
-    wanted = (targets >= 0).flatten(1).sum(1).tolist()
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = [each.get() for each in [TargetCount(targets), *map(TargetCount, targets)]]
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    assert found == [wanted, *wanted]
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])

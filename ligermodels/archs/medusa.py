@@ -20,7 +20,7 @@ from ligermodels.convert.medusa_hub import heads_folder
 from ligermodels.convert.medusa_profiles import HeadsShape, profile_named
 from ligermodels.errors import InputError
 from ligermodels.generation import SpeculativeOutput, Tree, default_tree, medusa_generate
-from ligermodels.layers import IGNORE_INDEX, LMHead, TargetCount, shift_labels
+from ligermodels.layers import IGNORE_INDEX, LMHead, TargetRows, shift_labels
 from ligermodels.layers.medusa_head import MedusaHead, propose
 from ligermodels.model import CausalLM
 
@@ -127,7 +127,7 @@ class MedusaModel(nn.Module):
         """
         if reference is not None and not base_loss:
             raise InputError("reference: is for the base model's loss; give base_loss=True too")
-        shape = self.base.check_inputs(input_ids, inputs_embeds, labels)
+        shape = self.base.check_inputs(input_ids, inputs_embeds, labels, loss_options.get("token_weights"))
         bounds = self.base.document_bounds(shape, position_ids, cu_seqlens)
         inputs: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": bounds, "inputs_embeds": inputs_embeds}
         if labels is None:
@@ -137,13 +137,13 @@ class MedusaModel(nn.Module):
         reduction = self._reduction(loss_options, num_items_in_batch)
         ahead = self._ahead(base_loss)
         targets = self._targets(labels, bounds, ahead)
-        counted = TargetCount(targets)
+        rows = inputs["target_rows"] = TargetRows(targets)
         router_logits: list[Tensor] = []
         hidden = self.base.hidden_states(input_ids, **inputs, router_logits=router_logits)
-        weights = loss_options.pop("token_weights", None)
+        targets, weights = rows.take(targets), loss_options.pop("token_weights", None)
         if weights is not None:
-            weights = torch.stack([shift_labels(weights, distance) for distance in ahead])
-        known, of_heads = counted.get(), slice(int(base_loss), None)
+            weights = rows.take(torch.stack([shift_labels(weights, distance) for distance in ahead]))
+        known, of_heads = rows.counts, slice(int(base_loss), None)
         loss, head_losses, ranks = self._head_losses(
             hidden,
             targets[of_heads],
@@ -173,7 +173,7 @@ class MedusaModel(nn.Module):
         return MedusaOutput(
             loss=loss,
             head_losses=head_losses,
-            ranks=ranks,
+            ranks=rows.put_back(ranks, -1),
             accuracy={k: right / counts.clamp(min=1) for k, right in correct.items()},
             counts=counts,
             base_loss=None if first is None else first.detach(),

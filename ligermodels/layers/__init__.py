@@ -3,7 +3,7 @@
 from ligermodels.layers.attention import Attention, AttentionConfig, Context, QKNormConfig
 from ligermodels.layers.block import Block, BlockConfig
 from ligermodels.layers.embedding import Embedding
-from ligermodels.layers.head import IGNORE_INDEX, HeadConfig, LMHead, TargetCount, shift_labels
+from ligermodels.layers.head import HeadConfig, LMHead
 from ligermodels.layers.mlp import GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
 from ligermodels.layers.norm import NormConfig, RMSNorm
@@ -20,6 +20,7 @@ from ligermodels.layers.rope import (
     longrope_attention_factor,
     yarn_attention_factor,
 )
+from ligermodels.layers.targets import IGNORE_INDEX, TargetRows, shift_labels
 
 __all__ = [
     "IGNORE_INDEX",
@@ -45,7 +46,7 @@ __all__ = [
     "RopeConfig",
     "RopeScaling",
     "RotaryEmbedding",
-    "TargetCount",
+    "TargetRows",
     "YarnScaling",
     "inverse_frequencies",
     "load_balancing_loss",

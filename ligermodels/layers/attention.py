@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.layers.norm import NormConfig, RMSNorm
 from ligermodels.layers.rope import RopeConfig
+from ligermodels.layers.targets import take_rows
 
 
 class Cache(Protocol):
@@ -66,7 +67,8 @@ class Context:
     `tables` holds cos and sin, (B or 1, T, dim / 2), for each rope in use; `cu_seqlens` is int32 (n + 1,): see
     `ops.attention`. With a `cache`, keys and values are appended to it; where its rows have lengths of their own, the
     new tokens may be a tree: `tree_mask`, see `ops.decode_attention`. `router_logits` gets those of each mixture of
-    experts.
+    experts. A block gives the states of all tokens, or only those of `rows`, long (n,), indices of the flattened B * T:
+    of the others the last block needs no more than keys and values.
     """
 
     tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class Context:
     cache: Cache | None = None
     tree_mask: Tensor | None = None
     router_logits: list[Tensor] = field(default_factory=list)
+    rows: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -91,14 +94,21 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim * (config.num_kv_heads if whole else 1), config.qk_norm.norm)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x (B, T, H) -> (B, T, H)."""
-        config, cache = self.config, context.cache
+        """x (B, T, H) -> (B, T, H), or (1, n, H) of the context's `rows`."""
+        cache = context.cache
         if cache is not None and cache.lengths is not None:
-            return self.o(self._decode(x, context, cache, cache.lengths).flatten(2))
+            out = self._decode(x, context, cache, cache.lengths)
+        else:
+            out = self._attend(x, context)
+        return self.o(take_rows(out.flatten(2), context.rows))
+
+    def _attend(self, x: Tensor, context: Context) -> Tensor:
+        """What tokens x (B, T, H) attend to in one another, and in a cache, (B, T, Hq, D)."""
+        config = self.config
         q, k, v = self._project(self.qkv(x), context)
-        if cache is not None:
-            k, v = cache.update(self.layer, k, v)
-        out = ops.attention(
+        if context.cache is not None:
+            k, v = context.cache.update(self.layer, k, v)
+        return ops.attention(
             q,
             k,
             v,
@@ -108,7 +118,6 @@ class Attention(nn.Module):
             cu_seqlens=context.cu_seqlens,
             backend=config.backend,
         )
-        return self.o(out.flatten(2))
 
     def _decode(self, x: Tensor, context: Context, cache: Cache, lengths: Tensor) -> Tensor:
         """What a few new tokens x (B, T, H) attend to in the cache, (B, T, Hq, D); they are appended to it first."""

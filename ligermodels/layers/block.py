@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from ligermodels.layers.attention import Attention, AttentionConfig, Context
 from ligermodels.layers.mlp import MLPConfig
-from ligermodels.layers.moe import MoEConfig
+from ligermodels.layers.moe import MoE, MoEConfig
 from ligermodels.layers.norm import NormConfig, ResidualIdentity, ResidualRMSNorm, RMSNorm
+from ligermodels.layers.targets import take_rows
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,13 @@ class Block(nn.Module):
         self.mlp_post_norm = after()
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x (B, T, H) -> (B, T, H)."""
+        """x (B, T, H) -> (B, T, H), or (1, n, H) of the context's `rows`."""
+        rows = context.rows
+        if rows is not None and isinstance(self.mlp, MoE):  # The losses of its router are over all tokens.
+            return take_rows(self.forward(x, replace(context, rows=None)), rows)
         y, x = self.attention_norm(x)
         branch = self._scaled(self.attention_post_norm(self.attention(y, context)))
-        y, x = self.mlp_norm(x, branch)
+        y, x = self.mlp_norm(take_rows(x, rows), branch)
         return x + self._scaled(self.mlp_post_norm(self.mlp(y, context)))
 
     def _scaled(self, branch: Tensor) -> Tensor:
