@@ -2,13 +2,14 @@
 
 What it counts: the GEMMs of all projections, forward and for both gradients, through cuBLAS; attention by the fastest
 backend; the fewest bytes of norms, rotations, gated activations and the loss, and 14 bytes a parameter for AdamW in
-bf16, at the rate of a large device copy. The embedding, biases and launches are left out.
+bf16, at the rate of a large device copy. Past attention in the last block only tokens with a target count. The
+embedding, biases and launches are left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 import ligermodels as lm
 from benchmarks import attention, measure
 from benchmarks.case import random
+from ligermodels.layers import Block
 
 ADAMW_BYTES = 14
 """A parameter: it and two states read and written, its gradient read, all in bf16."""
@@ -43,12 +45,13 @@ def attention_ms(case: attention.Case, which: str = "both_ms") -> float:
 def least_bytes(model: lm.CausalLM, tokens: int, targets: int) -> int:
     """Of norms, each with an addition where there is one, rotations, gated activations and the loss."""
     config = model.config
-    total = 16 * tokens * config.hidden_size + 4 * targets * config.vocab_size
-    for block in config.blocks:
+    total = 16 * targets * config.hidden_size + 4 * targets * config.vocab_size
+    for left, block in enumerate(reversed(config.blocks)):
+        late = tokens if left else targets
         heads = (block.attention.num_heads + block.attention.num_kv_heads) * block.attention.head_dim
         total += (8 if block.attention.qk_norm is None else 10) * tokens * heads
-        total += 2 * (16 * block.pre_norm + 10 * block.post_norm) * tokens * config.hidden_size
-        total += 16 * tokens * getattr(block.mlp, "size", 0)
+        total += (16 * block.pre_norm * (tokens + late) + 10 * block.post_norm * 2 * late) * config.hidden_size
+        total += 16 * late * getattr(block.mlp, "size", 0)
     return total
 
 
@@ -57,7 +60,7 @@ def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> di
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     tokens = batch * length
     targets = int(tokens * (1 - ignored))
-    gemms = sum(count * gemm_ms(tokens, size, width) for (size, width), count in _projections(model).items())
+    gemms = sum(count * gemm_ms(*shape) for shape, count in _projections(model, tokens, targets).items())
     gemms += gemm_ms(targets, *model.head.weight.shape)
     cases = _attentions(model, batch, length)
     rate = measure.copy_rate() / 1e3
@@ -77,7 +80,7 @@ def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     (vocab, hidden), tokens = model.head.weight.shape, batch * length
     targets = int(tokens * (1 - ignored))
-    gemms = sum(count * gemm_ms(tokens, size, width, "") for (size, width), count in _projections(model).items())
+    gemms = sum(count * gemm_ms(*shape, "") for shape, count in _projections(model, tokens, tokens).items())
     gemms += num_heads * (gemm_ms(targets, vocab, hidden) + gemm_ms(targets, hidden, hidden, "weight"))
     attentions = _attentions(model, batch, length).items()
     moved = 4 * num_heads * targets * vocab
@@ -95,8 +98,12 @@ def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int
     return {"floor_ms": sum(parts.values())} | {f"floor_{name}_ms": part for name, part in parts.items()}
 
 
-def _projections(model: lm.CausalLM) -> Counter[tuple[int, int]]:
-    return Counter((m.out_features, m.in_features) for m in model.modules() if isinstance(m, nn.Linear))
+def _projections(model: lm.CausalLM, tokens: int, targets: int) -> Counter[tuple[int, int, int]]:
+    """Rows, size and width of the layers' projections. `targets` are the rows past attention in the last block."""
+    last = cast(Block, model.blocks[-1])
+    late = {last.attention.o, *last.mlp.modules()}
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return Counter((targets if m in late else tokens, m.out_features, m.in_features) for m in linears)
 
 
 def _attentions(model: lm.CausalLM, batch: int, length: int) -> Counter[attention.Case]:

@@ -47,6 +47,12 @@ the cases are and what the columns count is said by `python -m benchmarks.NAME -
 explains what was found.
 """
 
+TARGETS = """## Targets
+
+`limit` is what the same run shows to be the most, or least, that could be reached: of ops that memory limits a device
+copy of as many bytes, of the linear losses their GEMMs and one read and one write of the logits at the copy rate.
+"""
+
 
 def cell(value: Any) -> str:
     """A value as text."""
@@ -88,8 +94,11 @@ def _results(name: str, records: list[Record]) -> str:
 
 def page(found: Mapping[str, list[Record]], drawn: list[str]) -> str:
     """The whole page; `drawn` names the pictures that lie beside it."""
-    rows = [[t.what, f"{t.sign} {t.bound:g}", cell(t.measured), "yes" if t.met else "**no**"] for t in targets(found)]
-    parts = [HEAD, "## Targets\n", table(("what", "target", "measured", "met"), rows)]
+    rows = [
+        [t.what, f"{t.sign} {t.bound:g}", cell(t.measured), "yes" if t.met else "**no**", cell(t.limit)]
+        for t in targets(found)
+    ]
+    parts = [HEAD, TARGETS, table(("what", "target", "measured", "met", "limit"), rows)]
     for name, records in found.items():
         if records:
             parts += [f"## {TITLES[name]}\n", f"{_origin(records)}.\n"]
