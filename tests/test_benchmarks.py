@@ -104,6 +104,27 @@ def test_the_limit_of_a_loss_is_its_gemms(ignored: float, frozen: str | None, co
     ]
 
 
+class _InPlace(torch.autograd.Function):
+    """2 x, whose passes write over what they are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        x.detach().zero_()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy.mul_(2).clone()
+
+
+def test_a_peer_that_writes_over_its_inputs_harms_nobody() -> None:
+    rough: dict[str, Any] = {"rough": _InPlace.apply, "torch": lambda x: x * 2, "ligermodels": lambda x: x + x}
+    case = Case("double", lambda: (torch.randn(4, 8),), (64, 128), rough, small=True)
+    for record in ops_benchmark.measured(case, None, 1e10):
+        assert record["error"] < 0.01, record
+
+
 def test_a_wrong_op_gets_no_time() -> None:
     (case,) = TINY["rms_norm"]()
     case.providers["ligermodels"] = lambda x, w: 1.1 * case.providers["torch"](x, w)
