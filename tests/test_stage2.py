@@ -540,10 +540,10 @@ def test_own_words_go_on_where_they_were_killed(base: Path, data: Path, tmp_path
 def test_own_words_go_on_with_the_model_that_began_them(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told by what is in the files, wherever they are."""
+    """Told by what is in the files, wherever they are; and on the day that it was."""
     here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "a.jinja"
     shutil.copytree(base, here)
-    file.write_text("{{ messages[-1].content }}")
+    file.write_text("{{ strftime_now('%Y-%m-%d') }} {{ messages[-1].content }}")
 
     def run(name: str, model: Path, template: Path, *more: str) -> Any:
         files = [model, "--data", data, "--out", tmp_path / f"{name}.jsonl", "--chat-template", template]
@@ -560,7 +560,7 @@ def test_own_words_go_on_with_the_model_that_began_them(
 
     with monkeypatch.context() as patched:
         patched.setattr(OwnWords, "records", stopped)
-        assert "--resume goes on" in run("stopped", here, file).stderr
+        assert "--resume goes on" in run("stopped", here, file, "--date", "2001-02-03").stderr
     here.rename(there)
     moved = shutil.copy(file, there)
     shutil.copytree(base, here)
@@ -570,7 +570,10 @@ def test_own_words_go_on_with_the_model_that_began_them(
     assert "base: not what the run began with: model.safetensors has" in run("stopped", here, file, "--resume").stderr
     file.write_text("{{ messages[0].content }}")
     assert "chat_template: not what the run began with: a.jinja" in run("stopped", there, file, "--resume").stderr
-    assert run("stopped", there, moved, "--resume").exit_code == 0 == run("whole", base, moved).exit_code
+    told = "date was '2001-02-03', is '2001-02-04'"  # That of the start holds, whichever day it is.
+    assert told in run("stopped", there, moved, "--resume", "--date", "2001-02-04").stderr
+    assert run("stopped", there, moved, "--resume").exit_code == 0
+    assert run("whole", base, moved, "--date", "2001-02-03").exit_code == 0
     assert (tmp_path / "stopped.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 

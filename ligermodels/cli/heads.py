@@ -3,6 +3,7 @@ train on."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +78,9 @@ def generate_data(
     max_bad_lines: Annotated[int, typer.Option(min=0, help="Unusable lines that are passed over.")] = 0,
     seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
     chat_template: ChatTemplate = None,
+    date: Annotated[
+        str | None, typer.Option(help="YYYY-MM-DD, for templates that write it.  [default: that of the start]")
+    ] = None,
     dtype: DtypeOption = None,
     device: Device = None,
     attention: Attention = "auto",
@@ -102,13 +106,16 @@ def generate_data(
     place = device_named(device)
 
     from ligermodels.training import OwnWords, Recipe, documents_of, write_own_data
-    from ligermodels.training.own_data import is_begun
+    from ligermodels.training.own_data import begun_with, is_begun
     from ligermodels.training.resume import content_of
 
     if is_begun(out) and not (resume or overwrite):
         raise InputError(f"{out}: is begun; --resume goes on with it, --overwrite removes what is done and begins anew")
     folder = folder_of(base)
-    documents = documents_of(folder, data, chat_template=chat_template, max_bad_lines=max_bad_lines, on_bad_line=say)
+    date = date or (begun_with(out, "date") if resume else None) or datetime.now().date().isoformat()
+    documents = documents_of(
+        folder, data, chat_template=chat_template, date=date, max_bad_lines=max_bad_lines, on_bad_line=say
+    )
     content = content_of(Recipe(data=tuple(map(str, data)), chat_template=chat_template), folder)
     words = OwnWords(
         load(folder, dtype, place, attention),
@@ -128,7 +135,7 @@ def generate_data(
                 batch_size=batch_size,
                 resume=resume,
                 content=content,
-                about={"dtype": dtype},
+                about={"dtype": dtype, "date": date},
                 progress=update,
             )
     except BaseException:

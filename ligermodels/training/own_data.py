@@ -212,6 +212,14 @@ def is_begun(out: Path) -> bool:
     return _beside(out, "progress").is_file()
 
 
+def begun_with(out: Path, setting: str) -> Any:
+    """That setting (of `about` too) of the call that `write_own_data` could go on from; None where there is none."""
+    try:
+        return json.loads(_beside(out, "progress").read_text(encoding="utf-8"))["settings"].get(setting)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # Nothing, or damaged, which is told later.
+        return None
+
+
 def _beside(out: Path, ending: str) -> Path:
     return out.with_name(f".{out.name}.{ending}")
 
