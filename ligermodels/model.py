@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
@@ -32,8 +32,10 @@ from ligermodels.layers import (
     load_balancing_loss,
     shift_labels,
 )
-from ligermodels.layers.packing import bounds_of, check_bounds, check_token_ids, packed_positions, require
+from ligermodels.layers.head import check_loss_options
+from ligermodels.layers.packing import bounds_of, check_beside, check_bounds, check_token_ids, packed_positions, require
 from ligermodels.layers.recompute import recomputing
+from ligermodels.layers.targets import take_rows
 
 Recompute = Literal["nothing", "activations", "blocks"]
 
@@ -197,13 +199,15 @@ class CausalLM(nn.Module):
         whole = self._recomputes("blocks")
         with recomputing() if self._recomputes("activations") else nullcontext():
             for i, block in enumerate(self.blocks, 1):
-                if target_rows is not None and i == len(self.blocks):
-                    rows = target_rows.rows  # How many there are is waited for now, with all other blocks queued.
-                    context = context if rows is None else replace(context, rows=rows)
+                if target_rows is not None and i == len(self.blocks) and getattr(block, "takes_rows", False):
+                    # How many there are is waited for now, with all other blocks queued.
+                    context = replace(context, rows=target_rows.rows)
                 x = checkpoint(block, x, context, use_reentrant=False) if whole else block(x, context)
         if cache is not None:
             cache.advance(length)
-        return self.norm(x).view(batch, length, -1) if context.rows is None else self.norm(x)
+        rows = None if target_rows is None else target_rows.rows
+        x = take_rows(x, rows) if context.rows is None else x
+        return self.norm(x).view(batch, length, -1) if rows is None else self.norm(x)
 
     def document_bounds(
         self, shape: tuple[int, int], position_ids: Tensor | None, cu_seqlens: Tensor | None
@@ -224,22 +228,19 @@ class CausalLM(nn.Module):
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         labels: Tensor | None,
-        token_weights: Tensor | None = None,
+        loss_options: Mapping[str, Any],
     ) -> tuple[int, int]:
-        """(B, T) of the inputs; InputError when they are not usable."""
-        if (input_ids is None) == (inputs_embeds is None):
+        """(B, T) of the inputs; InputError when they, or what comes with them, are not usable."""
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is None or (inputs_embeds is not None and input_ids is not None):
             raise InputError("give either input_ids or inputs_embeds, and not both")
-        if input_ids is not None:
-            check_token_ids(input_ids, self.config.vocab_size)
-            shape = (input_ids.shape[0], input_ids.shape[1])
-        elif inputs_embeds is not None and inputs_embeds.shape[2:] == (self.config.hidden_size,):
-            shape = (inputs_embeds.shape[0], inputs_embeds.shape[1])
-        else:
+        if inputs_embeds is None:
+            check_token_ids(inputs, self.config.vocab_size)
+        elif inputs.shape[2:] != (self.config.hidden_size,):
             raise InputError(f"inputs_embeds: must be (batch, tokens, {self.config.hidden_size})")
-        for name, given in (("labels", labels), ("token_weights", token_weights)):
-            if given is not None and tuple(given.shape) != shape:
-                raise InputError(f"{name}: must have the inputs' shape {shape}, got {tuple(given.shape)}")
-        return shape
+        check_beside(inputs, labels=labels, token_weights=loss_options.get("token_weights"))
+        check_loss_options(loss_options)
+        return inputs.shape[0], inputs.shape[1]
 
     def forward(
         self,
@@ -269,9 +270,9 @@ class CausalLM(nn.Module):
             loss_options: label_smoothing, z_loss, reduction, memory_budget: see `ops.linear_cross_entropy`.
 
         Raises:
-            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit.
+            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
         """
-        shape = self.check_inputs(input_ids, inputs_embeds, labels, token_weights)
+        shape = self.check_inputs(input_ids, inputs_embeds, labels, {"token_weights": token_weights, **loss_options})
         bounds = self.document_bounds(shape, position_ids, cu_seqlens)
         targets = None if labels is None else self.shift_labels(labels, 1, bounds)
         rows = None if targets is None else TargetRows(targets[None], every_token=bool(return_logits))

@@ -1,5 +1,6 @@
 """Tokens without a target are left out of the end of a training pass: the same loss and gradients, from fewer rows."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.layers import TargetRows, targets
+from ligermodels.layers import Context, TargetRows, targets
 from ligermodels.layers.targets import SKIP_BELOW, take_rows
 from ligermodels.training.joint import frozen_copy
 
@@ -165,11 +166,54 @@ def test_a_mixture_sees_every_token() -> None:
     assert torch.equal(found.aux_loss, model(ids, labels=ids, return_logits=True).aux_loss)
 
 
-def test_weights_that_do_not_fit_are_named() -> None:
+class Own(nn.Module):
+    """In the place of a layer, made by someone who knows nothing of rows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return x / 2 + self.inner(x, context)
+
+
+@pytest.mark.parametrize("place", ["attention", "mlp", "block", "none"])
+@pytest.mark.parametrize("name", ["llama-3.1", "olmo2", "mixtral"])
+def test_layers_that_know_nothing_of_rows(name: str, place: str) -> None:
+    """They get and give all tokens; the final norm and the head, the rows. So do those of a model without blocks."""
+    model = make(name)
+    if place == "none":
+        model = lm.CausalLM(replace(model.config, blocks=())).double()
+    elif place == "block":
+        model.blocks[-1] = Own(model.blocks[-1])
+    else:
+        setattr(model.blocks[-1], place, Own(getattr(model.blocks[-1], place)))
+    seen = rows_seen(norm=model.norm)
+    ids, labels = draw(2, 19)
+    embeds, parameters = model.embed(ids).detach(), [p for p in model.parameters() if p is not model.embed.weight]
+    wanted = loss_of_logits(model, embeds, labels)
+    expected = torch.autograd.grad(wanted, parameters)
+    found = model(labels=labels, inputs_embeds=embeds).loss
+    assert seen["norm"] == int((labels[:, 1:] >= 0).sum())
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.autograd.grad(found, parameters), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_weights": torch.rand(2, 18)}, r"token_weights: must have the inputs' shape \(2, 19\), got \(2, 18\)"),
+        ({"token_weights": torch.rand(2, 19, device="meta")}, "token_weights: must be on cpu, .* got meta"),
+        ({"labels": torch.ones(2, 19, dtype=torch.long, device="meta")}, "labels: must be on cpu, .* got meta"),
+        ({"return_rank": True}, "return_rank: no such argument.*label_smoothing"),
+        ({"attention_mask": torch.ones(2, 19), "labels": None}, "attention_mask: no such argument"),
+    ],
+)
+def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:
     model, (ids, labels) = make("llama-3.1"), draw(2, 19)
     for each in (model, lm.MedusaModel.from_base(model, 2)):
-        with pytest.raises(InputError, match=r"token_weights: must have the inputs' shape \(2, 19\), got \(2, 18\)"):
-            each(ids, labels=labels, token_weights=torch.rand(2, 18))
+        with pytest.raises(InputError, match=message):
+            each(ids, **{"labels": labels, **options})
 
 
 # -- Medusa ------------------------------------------------------------------------------------------------------------

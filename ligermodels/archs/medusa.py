@@ -127,7 +127,7 @@ class MedusaModel(nn.Module):
         """
         if reference is not None and not base_loss:
             raise InputError("reference: is for the base model's loss; give base_loss=True too")
-        shape = self.base.check_inputs(input_ids, inputs_embeds, labels, loss_options.get("token_weights"))
+        shape = self.base.check_inputs(input_ids, inputs_embeds, labels, loss_options)
         bounds = self.base.document_bounds(shape, position_ids, cu_seqlens)
         inputs: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": bounds, "inputs_embeds": inputs_embeds}
         if labels is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -67,8 +67,8 @@ class Context:
     `tables` holds cos and sin, (B or 1, T, dim / 2), for each rope in use; `cu_seqlens` is int32 (n + 1,): see
     `ops.attention`. With a `cache`, keys and values are appended to it; where its rows have lengths of their own, the
     new tokens may be a tree: `tree_mask`, see `ops.decode_attention`. `router_logits` gets those of each mixture of
-    experts. A block gives the states of all tokens, or only those of `rows`, long (n,), indices of the flattened B * T:
-    of the others the last block needs no more than keys and values.
+    experts. `rows`, long (n,), indices of the flattened B * T: the tokens whose states alone the last block is to give,
+    for of the others no more than keys and values are needed. They are only for a block whose layers say `takes_rows`.
     """
 
     tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -81,6 +81,9 @@ class Context:
 
 class Attention(nn.Module):
     """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value."""
+
+    takes_rows: ClassVar[bool] = True
+    """It gives `Context.rows` alone where there are any."""
 
     def __init__(self, hidden_size: int, config: AttentionConfig, layer: int) -> None:
         super().__init__()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ligermodels.layers.attention import Attention, AttentionConfig, Context
 from ligermodels.layers.mlp import MLPConfig
-from ligermodels.layers.moe import MoE, MoEConfig
+from ligermodels.layers.moe import MoEConfig
 from ligermodels.layers.norm import NormConfig, ResidualIdentity, ResidualRMSNorm, RMSNorm
 from ligermodels.layers.targets import take_rows
 
@@ -49,14 +49,20 @@ class Block(nn.Module):
         self.mlp = config.mlp.build(hidden_size)
         self.mlp_post_norm = after()
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it may be asked for `Context.rows` alone: its attention and feed-forward layer say so of themselves.
+
+        A mixture does not, for the losses of its router are over all tokens; nor does a module put in the place of one
+        that knows nothing of rows, and gets and gives all tokens then.
+        """
+        return all(getattr(layer, "takes_rows", False) for layer in (self.attention, self.mlp))
+
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, H) -> (B, T, H), or (1, n, H) of the context's `rows`."""
-        rows = context.rows
-        if rows is not None and isinstance(self.mlp, MoE):  # The losses of its router are over all tokens.
-            return take_rows(self.forward(x, replace(context, rows=None)), rows)
         y, x = self.attention_norm(x)
         branch = self._scaled(self.attention_post_norm(self.attention(y, context)))
-        y, x = self.mlp_norm(take_rows(x, rows), branch)
+        y, x = self.mlp_norm(take_rows(x, context.rows), branch)
         return x + self._scaled(self.mlp_post_norm(self.mlp(y, context)))
 
     def _scaled(self, branch: Tensor) -> Tensor:

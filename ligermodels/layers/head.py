@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,17 @@ class HeadConfig:
     bias: bool = False
     softcap: float | None = None
     logit_scale: float = 1.0
+
+
+LOSS_OPTIONS = ("token_weights", "label_smoothing", "z_loss", "reduction", "memory_budget")
+"""What a caller of a model may choose of its loss: see `ops.linear_cross_entropy`."""
+
+
+def check_loss_options(options: Iterable[str]) -> None:
+    """InputError for a name that is not among LOSS_OPTIONS."""
+    for name in options:
+        if name not in LOSS_OPTIONS:
+            raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
 
 
 class LMHead(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -36,6 +36,9 @@ class MLPConfig:
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), with gate and up as one projection (Shazeer, 2020)."""
+
+    takes_rows: ClassVar[bool] = True
+    """It may be given `Context.rows` alone: to each token the others have no bearing."""
 
     def __init__(self, hidden_size: int, config: MLPConfig) -> None:
         super().__init__()

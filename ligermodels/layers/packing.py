@@ -35,6 +35,16 @@ def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> No
     require(inside, message)
 
 
+def check_beside(inputs: Tensor, **others: Tensor | None) -> None:
+    """InputError unless each other that is there has one element a token of the inputs (B, T, ...), on their device."""
+    shape = tuple(inputs.shape[:2])
+    for name, other in others.items():
+        if other is not None and tuple(other.shape) != shape:
+            raise InputError(f"{name}: must have the inputs' shape {shape}, got {tuple(other.shape)}")
+        if other is not None and other.device != inputs.device:
+            raise InputError(f"{name}: must be on {inputs.device}, as the inputs are, got {other.device}")
+
+
 def check_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> None:
     """InputError unless `cu_seqlens` is int32 (n + 1,), rising from 0 to the length of a single row."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:

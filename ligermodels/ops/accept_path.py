@@ -98,34 +98,36 @@ def _check(
     eos: torch.Tensor,
     judged: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    B, N, P = rows.root.numel(), tree.depth.numel(), tree.route.shape[-1]
-    W, H, integer = rows.text.shape[-1], rows.hidden.shape[-1], torch.long
-    of_rows: dict[str, tuple[torch.Tensor, torch.dtype, tuple[int, ...]]] = {
-        f"rows.{name}": (getattr(rows, name), integer, (B,)) for name in ("start", "count", "lengths", "root", "steps")
-    }
-    of_rows["rows.text"] = rows.text, integer, (B, W)
-    of_rows["rows.hidden"] = rows.hidden, rows.hidden.dtype, (B, H)
-    of_rows["rows.done"] = rows.done, torch.bool, (B,)
-    others = {
-        "tree.parent": (tree.parent, integer, (N,)),
-        "tree.depth": (tree.depth, integer, (N,)),
-        "tree.route": (tree.route, integer, (N, P)),
-        "tokens": (tokens, integer, (B, N)),
-        "positions": (positions, integer, (B, N)),
-        "choices": (choices, integer, (B, N)),
-        "states": (states, states.dtype, (B, N, H)),
-        "eos": (eos, integer, (eos.numel(),)),
-    }
+    B, N, P, integer, device = rows.root.numel(), tree.depth.numel(), tree.route.shape[-1], torch.long, rows.root.device
+    changed = [
+        ("rows.text", rows.text, integer, (B, rows.text.shape[-1])),
+        ("rows.start", rows.start, integer, (B,)),
+        ("rows.count", rows.count, integer, (B,)),
+        ("rows.lengths", rows.lengths, integer, (B,)),
+        ("rows.root", rows.root, integer, (B,)),
+        ("rows.hidden", rows.hidden, rows.hidden.dtype, (B, rows.hidden.shape[-1])),
+        ("rows.done", rows.done, torch.bool, (B,)),
+        ("rows.steps", rows.steps, integer, (B,)),
+    ]
+    others = [
+        ("tree.parent", tree.parent, integer, (N,)),
+        ("tree.depth", tree.depth, integer, (N,)),
+        ("tree.route", tree.route, integer, (N, P)),
+        ("tokens", tokens, integer, (B, N)),
+        ("positions", positions, integer, (B, N)),
+        ("choices", choices, integer, (B, N)),
+        ("states", states, states.dtype, (B, N, rows.hidden.shape[-1])),
+        ("eos", eos, integer, (eos.numel(),)),
+    ]
     if judged is not None:
-        others["judged[0]"] = judged[0], torch.bool, (B, N)
-        others["judged[1]"] = judged[1], torch.float32, (B, N)
-    for name, (x, dtype, shape) in (of_rows | others).items():
-        if x.shape != shape or x.dtype != dtype or x.device != rows.root.device:
+        others += [("judged[0]", judged[0], torch.bool, (B, N)), ("judged[1]", judged[1], torch.float32, (B, N))]
+    for name, x, dtype, shape in changed + others:
+        if x.shape != shape or x.dtype != dtype or x.device != device:
             raise InputError(
-                f"accept_path: {name} must be {dtype} of shape {shape} on {rows.root.device}, "
+                f"accept_path: {name} must be {dtype} of shape {shape} on {device}, "
                 f"got {x.dtype} {tuple(x.shape)} on {x.device}"
             )
-    for name, (x, _, _) in of_rows.items():
+    for name, x, *_ in changed:
         if not x.is_contiguous():
             raise InputError(f"accept_path: {name} must be contiguous, it is changed in place: call .contiguous()")
 
@@ -142,8 +144,7 @@ def accept_path_reference(
     judged: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The specification of `accept_path`, in plain torch; the same arguments."""
-    right, score = (tokens == choices[:, tree.parent], None) if judged is None else judged
-    last = _furthest(right & (positions == rows.lengths[:, None] + tree.depth), score, tree)
+    last = _furthest(rows.lengths, tree, tokens, positions, choices, judged)
     each, place = (torch.arange(size, device=last.device) for size in (len(last), tree.route.shape[1]))
     path, level = tree.route[last], tree.depth[last]
     choice, hidden, slots = choices[each, last], states[each, last], rows.lengths[:, None] + path
@@ -163,10 +164,21 @@ def accept_path_reference(
     return slots
 
 
-def _furthest(right: torch.Tensor, score: torch.Tensor | None, tree: Paths) -> torch.Tensor:
+def _furthest(
+    lengths: torch.Tensor,
+    tree: Paths,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+    judged: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
     """Long (B,): the deepest node that is right with all its ancestors; of several, that of the highest path score."""
+    if len(tree.depth) == 1:
+        return torch.zeros_like(lengths)
+    right, score = (tokens == choices[:, tree.parent], None) if judged is None else judged
+    right = right & (positions == lengths[:, None] + tree.depth)
     inside = (right | (tree.depth == 0))[:, tree.route].all(dim=-1)
-    reached = torch.where(inside, tree.depth, -1)
+    reached = inside * (tree.depth + 1)
     if score is None:
         return reached.argmax(dim=1)
     total = torch.zeros_like(score)

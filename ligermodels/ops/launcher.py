@@ -2,7 +2,8 @@
 
 At every launch Triton works out anew for which kind of arguments the kernel has to be compiled, which takes longer than
 a small kernel runs. Here a compiled kernel is found by a key that is cheaper to make and tells apart at least what
-Triton does: dtypes of tensors, whether an integer is 1, a multiple of 16 or beyond 32 or 63 bits, and constants.
+Triton does on NVIDIA GPUs: dtypes of tensors, whether an integer is 1, a multiple of 16 or beyond 32 or 64 bits, and
+constants. Triton's knobs, but for its launch hooks, count when a kernel is launched for the first time.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from ligermodels.ops.dispatch import HAS_TRITON, INTERPRETED, triton
 
 ALIGNED = 16  # bytes; kernels are compiled for tensors that begin at a multiple of this
+BY_TYPE = (float, bool, type(None))  # of which the value makes no difference
 MAX_KNOWN = 4096  # launches of a kernel that differ in grid or kind, before all are forgotten: sizes may never repeat
 
 
@@ -39,9 +41,10 @@ class Kernel:
                 kinds.append(argument.dtype)
                 addresses |= argument.data_ptr()
             elif type(argument) is int:
-                kinds.append(1 if argument == 1 else (argument.bit_length() + 32 & ~31) + (argument % 16 == 0))
+                bits = (argument ^ argument >> 63).bit_length()  # but the sign's
+                kinds.append(1 if argument == 1 else (bits + 32 & ~31) + (argument % 16 == 0))
             else:
-                kinds.append(type(argument))
+                kinds.append(type(argument) if isinstance(argument, BY_TYPE) else (type(argument), argument))
         if addresses % ALIGNED:
             self._jitted[grid](*arguments, **constants)
             return
@@ -52,7 +55,9 @@ class Kernel:
             launch(*arguments, *rest)
             return
         compiled = self._jitted[grid](*arguments, **constants)
-        if len(self._known) == MAX_KNOWN:
+        if not isinstance(compiled, triton.compiler.CompiledKernel):
+            return  # a hook refused to compile it, or it is being compiled elsewhere
+        if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         names = self._jitted.arg_names[len(arguments) :]
         launch = compiled[grid + (1,) * (3 - len(grid))]

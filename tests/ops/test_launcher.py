@@ -1,10 +1,13 @@
 """Launches of kernels: each kind of arguments finds the kernel that was compiled for it."""
 
+from enum import IntEnum
+from typing import Any
+
 import pytest
 import torch
 
-from ligermodels.ops.dispatch import tl
-from ligermodels.ops.launcher import MAX_KNOWN, kernel
+from ligermodels.ops.dispatch import tl, triton
+from ligermodels.ops.launcher import MAX_KNOWN, Kernel, kernel
 
 
 @kernel
@@ -51,3 +54,55 @@ def test_long_integers_and_many_sizes() -> None:
     for programs in range(1, MAX_KNOWN + 10):  # more than are kept
         _multiply_add_kernel[(programs,)](x, None, out, 64, 1, 1.0, ADD=False, BLOCK=16, num_warps=1)
     assert torch.equal(out, x)
+
+
+class Target(IntEnum):
+    ONE, SIXTEEN, IGNORED = 1, 16, -100
+
+
+BOUNDS = (0, 1, 15, 16, 100, 2**31, 2**32, 2**62, 2**63)
+INTEGERS = [n for bound in BOUNDS for n in (bound - 1, bound, bound + 16, -bound, -bound - 1) if n >= -(2**63)]
+
+
+@pytest.mark.kernels  # they alone may load all of Triton
+def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an argument is launched with was compiled for its kind, as Triton itself tells kinds apart."""
+    native = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+
+    def kind_of(argument: Any) -> Any:
+        return native(triton.backends.compiler.BaseBackend, argument, False, True, True)
+
+    class Compiled:
+        def __init__(self, kind: Any) -> None:
+            self.kind = kind
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return self.launch
+
+        def launch(self, argument: Any) -> None:
+            assert kind_of(argument) == self.kind, argument
+
+    class Jitted:
+        arg_names = ("argument",)
+        result: Any = Compiled
+        compiled = 0
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self.run
+
+        def run(self, argument: Any) -> Any:
+            self.compiled += 1
+            return self.result(kind_of(argument))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
+    arguments = [*INTEGERS, *Target, True, False, None, 1.0, 0.0, 2.5, float("nan")]
+    for order in (arguments, arguments[::-1]):
+        jitted = Jitted()
+        known = Kernel(jitted)
+        for argument in order * 2:
+            known[(4,)](argument)
+        assert jitted.compiled < 20
+    jitted.result = lambda kind: None  # a hook of Triton's that compiles nothing
+    for _ in range(2):
+        known[(5,)](7)
