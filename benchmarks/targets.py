@@ -85,11 +85,13 @@ def _ops(results: Results) -> Iterator[Row]:
             for pass_, name, bound in zip(
                 ("forward", "both"), ("forward", "both passes"), MEMORY_BOUND[op], strict=True
             ):
-                # From Python both passes of the smaller ones take as long as their launches: see the small sizes.
-                share = results.value(case, f"{pass_}_graph_of_copy", f"{pass_}_of_copy")
+                # Called from Python, both passes of the smaller ones take as long as their launches.
+                graphed = results.value(case, f"{pass_}_graph_of_copy")
+                share = results.value(case, f"{pass_}_of_copy") if graphed is None else graphed
+                how = "" if graphed is None else ", in a CUDA graph"
                 whole, at_size = (results.value(case, f"{pass_}_of_copy{end}") for end in ("", "_at_size"))
                 copy = whole / at_size if whole and at_size else None
-                yield f"{case}, {name}, of the copy rate, without launches", "≥", bound, share, copy
+                yield f"{case}, {name}, of the copy rate{how}", "≥", bound, share, copy
         if provider == "ligermodels" and op == "small":
             yield f"{case}, from Python, over torch's time", "≤", 2, results.ratio(case, "eager_us", "torch")
             yield f"{case}, in a CUDA graph, over torch's time", "≤", 1, results.ratio(case, "graph_us", "torch")

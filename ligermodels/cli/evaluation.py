@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligermodels.cli.heads import DATA, Base, ChatTemplate, Heads
+from ligermodels.cli.heads import DATA, Base, ChatTemplate, Date, Heads
 from ligermodels.cli.options import AsJson, Attention, Device, DtypeOption, device_named, folder_of, load, load_heads
 from ligermodels.console import Update, print_json, progress, say, show_table
 from ligermodels.errors import InputError
@@ -52,9 +52,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="Unusable lines that are passed over.  [default: 0]")
     ] = None,
     chat_template: ChatTemplate = None,
-    date: Annotated[
-        str | None, typer.Option(help="YYYY-MM-DD, for templates that write it.  [default: today's]")
-    ] = None,
+    date: Date = None,
     dtype: DtypeOption = None,
     device: Device = None,
     attention: Attention = "auto",

@@ -35,6 +35,9 @@ DATA = typer.Option(
     "--data", help="Text, or .jsonl with a text or a chat in each line, as for `train`. May be repeated."
 )
 ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
+Date = Annotated[
+    str | None, typer.Option(help="YYYY-MM-DD, for templates that write it.  [default: that of the start]")
+]
 
 
 def export(
@@ -78,9 +81,7 @@ def generate_data(
     max_bad_lines: Annotated[int, typer.Option(min=0, help="Unusable lines that are passed over.")] = 0,
     seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
     chat_template: ChatTemplate = None,
-    date: Annotated[
-        str | None, typer.Option(help="YYYY-MM-DD, for templates that write it.  [default: that of the start]")
-    ] = None,
+    date: Date = None,
     dtype: DtypeOption = None,
     device: Device = None,
     attention: Attention = "auto",

@@ -248,8 +248,16 @@ def _accept_path_kernel(
             tl.store(hidden + row * H + channel, state, mask=channel < H)
 
 
-def _fake(tokens: torch.Tensor, *args: Any) -> torch.Tensor:
-    route = args[5]
+def _fake(
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+    states: torch.Tensor,
+    parent: torch.Tensor,
+    depth: torch.Tensor,
+    route: torch.Tensor,
+    *others: Any,
+) -> torch.Tensor:
     return tokens.new_empty(tokens.shape[0], route.shape[1])
 
 
