@@ -79,11 +79,11 @@ def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
     return graph.replay
 
 
-def eager_microseconds(call: Callable[[], Any], count: int = 200) -> float:
-    """Wall time of a call among `count` in a row, waiting for the device only at the end; the best of three rounds.
-    Of small calls it is the time to launch them."""
+def eager_microseconds(call: Callable[[], Any], count: int = 100, rounds: int = 20) -> float:
+    """Wall time of a call among `count` in a row, waiting for the device only at the end; the best of some rounds, for
+    hosts are shared. Of small calls it is the time to launch them."""
     found = []
-    for _ in range(3):
+    for _ in range(rounds):
         synchronize()
         start = time.perf_counter()
         for _ in range(count):

@@ -51,6 +51,21 @@ def add_rms_norm(tokens: int, hidden: int) -> Case:
     )
 
 
+def layer_norm(tokens: int, hidden: int) -> Case:
+    """Layer norm with weight and bias."""
+    liger = optional("liger_kernel.ops", "LigerLayerNormFunction")
+    return Case(
+        f"layer_norm {tokens}x{hidden}",
+        lambda: (random(tokens, hidden), random(hidden), random(hidden)),
+        (4 * tokens * hidden, 10 * tokens * hidden),
+        providers(
+            lambda x, w, b: ops.layer_norm(x, w, b, 1e-5),
+            lambda x, w, b: F.layer_norm(x, (hidden,), w, b, 1e-5),
+            liger=liger and (lambda x, w, b: liger.apply(x, w, b, 1e-5)),
+        ),
+    )
+
+
 def glu(name: str, tokens: int, size: int) -> Case:
     """swiglu or geglu of the two halves of one projection."""
     liger = optional("liger_kernel.ops", {"swiglu": "LigerSiLUMulFunction", "geglu": "LigerGELUMulFunction"}[name])
@@ -135,6 +150,7 @@ def small(tokens: int, hidden: int) -> list[Case]:
 CASES: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": lambda: [rms_norm(16384, hidden) for hidden in (2048, 4096, 8192)],
     "add_rms_norm": lambda: [add_rms_norm(16384, hidden) for hidden in (2048, 4096, 8192)],
+    "layer_norm": lambda: [layer_norm(16384, hidden) for hidden in (2048, 4096, 8192)],
     "swiglu": lambda: [glu("swiglu", 16384, 14336)],
     "geglu": lambda: [glu("geglu", 16384, 14336)],
     "rope": lambda: [rope(16384, 32, 8, 128)],

@@ -26,6 +26,7 @@ class Target(NamedTuple):
 MEMORY_BOUND = {
     "rms_norm": (0.92, 0.88),
     "add_rms_norm": (0.92, 0.88),
+    "layer_norm": (0.92, 0.88),
     "swiglu": (0.97, 0.97),
     "geglu": (0.97, 0.97),
     "rope": (0.93, 0.93),

@@ -28,6 +28,7 @@ from benchmarks.models import CONFIGS  # noqa: E402
 TINY: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": lambda: [ops.rms_norm(7, 48)],
     "add_rms_norm": lambda: [ops.add_rms_norm(7, 48)],
+    "layer_norm": lambda: [ops.layer_norm(7, 48)],
     "swiglu": lambda: [ops.glu("swiglu", 5, 24)],
     "geglu": lambda: [ops.glu("geglu", 5, 24)],
     "rope": lambda: [ops.rope(6, 4, 2, 16)],

@@ -9,6 +9,7 @@ from ligermodels.ops.dispatch import force, use_kernels
 from ligermodels.ops.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.glu import geglu, geglu_reference, glu_linear, swiglu, swiglu_reference
 from ligermodels.ops.largest import largest, largest_reference
+from ligermodels.ops.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.move_slots import move_slots, move_slots_reference
 from ligermodels.ops.multi_head_linear_cross_entropy import (
@@ -43,6 +44,8 @@ __all__ = [
     "grouped_mm_reference",
     "largest",
     "largest_reference",
+    "layer_norm",
+    "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "move_slots",

@@ -9,7 +9,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import opaque_op
 
 TILE = 16384  # nodes times places that a program holds; the reference serves larger trees
@@ -194,6 +194,7 @@ def _accept_path_kernel(
     JUDGED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a row. It reads all that it changes before any of its threads writes."""
+    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     n, place = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
     length, old = tl.load(lengths + row), tl.load(count + row)

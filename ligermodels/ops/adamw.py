@@ -8,7 +8,7 @@ from torch.optim.adamw import adamw as torchs_adamw
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import tl, triton, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 
 BLOCK = 2048
 
@@ -136,6 +136,7 @@ def _adamw_step_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous_kernel()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     p = tl.load(parameter + i, mask=inside, other=0.0).to(tl.float32)

@@ -15,6 +15,7 @@ from ligermodels.ops.token_losses import (
     row_coefficients,
     row_losses_reference,
 )
+from ligermodels.ops.token_losses_in_place import launch_in_place
 from ligermodels.ops.token_losses_kernels import launch_gradient, launch_rows, scale_
 
 
@@ -120,7 +121,7 @@ def _cross_entropy_forward(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     check_targets(target, logits.shape[-1], ignore_index)
     outputs = _forward_fake(logits, target, *options)
-    launch_rows(as_rows(logits), target.contiguous(), *outputs, None, options)
+    launch_rows(as_rows(logits), target.contiguous(), *outputs, options)
     return outputs
 
 
@@ -188,12 +189,12 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, coefficient: torch.Tensor, options: LossOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_targets(target, logits.shape[-1], options.ignore_index)
-        losses, maxima, log_sums, rank = _forward_fake(logits, target, *options)
+        losses, _, _, rank = _forward_fake(logits, target, *options)
         ctx.gradient = logits.detach()
         torch.autograd.graph.increment_version(logits)
         with torch.cuda.device_of(logits):
             rows = as_rows(ctx.gradient)
-            launch_rows(rows, target.contiguous(), losses, maxima, log_sums, rank, coefficient.contiguous(), options)
+            launch_in_place(rows, target.contiguous(), losses, rank, coefficient.contiguous(), options)
         ctx.mark_non_differentiable(rank)
         return (losses * coefficient).sum(), rank
 

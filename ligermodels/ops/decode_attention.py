@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import opaque_op
 from ligermodels.ops.token_losses_kernels import effective
 
@@ -201,6 +201,7 @@ def _decode_attention_kernel(
     """A program takes a kv head's query heads for some tokens, as rows t * GROUP + g, and a share of the slots: an even
     one of the tiles of slots that are filled and in the window. It writes their attention over these, and the base-2
     logarithm of the sum that it was divided by; without SPLIT the share is everything and this the result."""
+    after_previous_kernel()
     tile = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
     batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
@@ -287,6 +288,7 @@ def _combine_attention_kernel(
 ):
     """Each program adds up some channels of one query's attention over all shares of the slots, in proportion to the
     shares' sums. A share where the query saw nothing may not even have been written."""
+    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

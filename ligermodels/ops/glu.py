@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import as_rows, empty_like, once_differentiable, opaque_op
 
 MAX_BLOCK = 2048
@@ -144,6 +144,7 @@ def _part(g, ACTIVATION: tl.constexpr):
 def _glu_forward_kernel(
     gate, gate_stride, up, up_stride, out, N, blocks, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
+    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64) // blocks
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = col < N
@@ -159,6 +160,7 @@ def _glu_backward_kernel(
     ACTIVATION: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr, NEED_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64) // blocks
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = col < N

@@ -5,7 +5,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import as_rows, opaque_op
 
 CHUNK = 4096  # elements of a row that a program takes
@@ -47,6 +47,7 @@ def _largest_kernel(
 
     A key is an int64, greater for the greater element, and of equal ones for the lower index: so one maximum gives
     both. GIVEN: what is read are keys already."""
+    after_previous_kernel()
     row = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
     i = chunk * BLOCK + tl.arange(0, BLOCK)

@@ -1,9 +1,13 @@
-"""Launches of Triton kernels that cost little on the host.
+"""Launches of Triton kernels that cost little on the host and leave no gap on the device.
 
 At every launch Triton works out anew for which kind of arguments the kernel has to be compiled, which takes longer than
 a small kernel runs. Here a compiled kernel is found by a key that is cheaper to make and tells apart at least what
 Triton does on NVIDIA GPUs: dtypes of tensors, whether an integer is 1, a multiple of 16 or beyond 32 or 64 bits, and
 constants. Triton's knobs, but for its launch hooks, count when a kernel is launched for the first time.
+
+From compute capability 9.0 on, a kernel that begins with `after_previous_kernel()` is launched while the one before it
+on its stream still runs, so that its programs are in place when that ends: programmatic dependent launch,
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization.
 """
 
 from collections.abc import Callable
@@ -12,22 +16,42 @@ from typing import Any
 
 import torch
 
-from ligermodels.ops.dispatch import HAS_TRITON, INTERPRETED, triton
+from ligermodels.ops.dispatch import HAS_TRITON, INTERPRETED, tl, triton
 
 ALIGNED = 16  # bytes; kernels are compiled for tensors that begin at a multiple of this
 BY_TYPE = (float, bool, type(None))  # of which the value makes no difference
 MAX_KNOWN = 4096  # launches of a kernel that differ in grid or kind, before all are forgotten: sizes may never repeat
+DEPENDENT_LAUNCH = (9, 0)  # the compute capability that has it
+OVERLAPS = tl.constexpr(hasattr(tl, "target_info") and not INTERPRETED) if HAS_TRITON else False
+
+
+@triton.jit
+def let_next_kernel_start():
+    """The kernel after this one may be launched as soon as all programs have come here; for it waits, as below."""
+    if OVERLAPS:  # noqa: SIM102 - only then does Triton know the second question
+        if tl.target_info.cuda_capability_geq(9, 0):
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def after_previous_kernel():
+    """A kernel's first statement: wait until the kernels before it have ended, and what they wrote can be read."""
+    let_next_kernel_start()
+    if OVERLAPS:  # noqa: SIM102
+        if tl.target_info.cuda_capability_geq(9, 0):
+            tl.extra.cuda.gdc_wait()
 
 
 class Kernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
     Arguments: tensors, ints, floats and None, by position, in the order of the signature. Constants by name: the
-    signature's last parameters, and options such as num_warps. The current device is that of the tensors.
+    signature's last parameters, and options such as num_warps. The current device is that of the tensors. `waits`: the
+    kernel itself waits for those before it.
     """
 
-    def __init__(self, jitted: Any) -> None:
-        self._jitted = jitted
+    def __init__(self, jitted: Any, waits: bool = False) -> None:
+        self._jitted, self._waits = jitted, waits
         self._known: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -35,26 +59,30 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         kinds: list[Any] = [torch.cuda.current_device(), grid, *constants.items()]
+        values: list[Any] = []  # addresses in place of tensors, which Triton would have to ask for them once more
         addresses = 0
         for argument in arguments:  # a plain loop: this runs at every launch
+            value = argument
             if isinstance(argument, torch.Tensor):
+                value = argument.data_ptr()
                 kinds.append(argument.dtype)
-                addresses |= argument.data_ptr()
+                addresses |= value if argument.is_cuda else 1
             elif type(argument) is int:
                 bits = (argument ^ argument >> 63).bit_length()  # but the sign's
                 kinds.append(1 if argument == 1 else (bits + 32 & ~31) + (argument % 16 == 0))
             else:
                 kinds.append(type(argument) if isinstance(argument, BY_TYPE) else (type(argument), argument))
+            values.append(value)
         if addresses % ALIGNED:
-            self._jitted[grid](*arguments, **constants)
+            self._compiled(grid, arguments, constants)
             return
         key = tuple(kinds)
         known = self._known.get(key)
         if known is not None:
             launch, rest = known
-            launch(*arguments, *rest)
+            launch(*values, *rest)
             return
-        compiled = self._jitted[grid](*arguments, **constants)
+        compiled = self._compiled(grid, arguments, constants)
         if not isinstance(compiled, triton.compiler.CompiledKernel):
             return  # a hook refused to compile it, or it is being compiled elsewhere
         if len(self._known) >= MAX_KNOWN:
@@ -63,8 +91,15 @@ class Kernel:
         launch = compiled[grid + (1,) * (3 - len(grid))]
         self._known[key] = launch, tuple(constants[name] for name in names)
 
+    def _compiled(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        """The kernel that Triton compiles or finds, and launches."""
+        if self._waits and torch.version.cuda and torch.cuda.get_device_capability() >= DEPENDENT_LAUNCH:
+            constants = {**constants, "launch_pdl": True}
+        return self._jitted[grid](*arguments, **constants)
+
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Decorator: the function as a Triton kernel that the host launches. `triton.jit` is for what kernels call."""
     jitted = triton.jit(function)
-    return Kernel(jitted) if HAS_TRITON and not INTERPRETED else jitted
+    waits = bool(OVERLAPS) and "after_previous_kernel" in function.__code__.co_names
+    return Kernel(jitted, waits) if HAS_TRITON and not INTERPRETED else jitted

@@ -16,6 +16,7 @@ from ligermodels.ops.dispatch import use_kernels
 from ligermodels.ops.gradient_sum import GradientSum
 from ligermodels.ops.library import as_rows, once_differentiable, opaque_op
 from ligermodels.ops.token_losses import LossOptions, Reduction, check_loss, check_targets, row_coefficients
+from ligermodels.ops.token_losses_in_place import launch_in_place
 from ligermodels.ops.token_losses_kernels import launch_rows, scale_
 
 ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
@@ -250,9 +251,10 @@ def loss_in_place(
 ) -> None:
     """Fills losses and ranks (M,) from logits (M, V), in whose place comes the gradient of coefficient * loss, if a
     coefficient is given."""
-    if use_kernels(logits):
-        maxima, log_sums = torch.empty_like(losses), torch.empty_like(losses)
-        launch_rows(logits, target, losses, maxima, log_sums, ranks, coefficient, options)
+    if use_kernels(logits) and coefficient is None:
+        launch_rows(logits, target, losses, torch.empty_like(losses), torch.empty_like(losses), ranks, options)
+    elif use_kernels(logits):
+        launch_in_place(logits, target, losses, ranks, coefficient, options)
     else:
         _in_place_reference(logits, target, losses, ranks, coefficient, options)
 

@@ -4,7 +4,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import opaque_op
 
 TILE = 4096  # elements that a program moves
@@ -42,6 +42,7 @@ def move_slots_reference(stored: torch.Tensor, slots: torch.Tensor) -> None:
 @kernel
 def _move_slots_kernel(stored, slots, B, S, E, P, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):
     """Each program moves some elements of all of a row's slots, in one layer."""
+    after_previous_kernel()
     layer_row = tl.program_id(0).to(tl.int64)
     row = layer_row % B
     place = tl.arange(0, BLOCK_P)

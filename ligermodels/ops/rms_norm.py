@@ -1,18 +1,23 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
-import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.ops.dispatch import power_of_2_above, processors, shared_memory, tl, triton, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.dispatch import tl, use_kernels
+from ligermodels.ops.launcher import after_previous_kernel, kernel, let_next_kernel_start
 from ligermodels.ops.library import as_rows, empty_like, once_differentiable, opaque_op
-
-MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones
-BLOCK_ELEMENTS = 2048  # forward, narrow rows are taken several at once, up to about this many elements
-TILE_BYTES = 2**14  # backward, the same in bytes
+from ligermodels.ops.norm_rows import (
+    MAX_KERNEL_WIDTH,
+    backward_launch,
+    check_rows,
+    check_weight,
+    forward_launch,
+    load_rows,
+    store_rows,
+    sum_rows,
+)
 
 
 def rms_norm(
@@ -102,8 +107,7 @@ def add_rms_norm_reference(
 
 
 def _check(op: str, x: torch.Tensor, weight: torch.Tensor | None, cast: str) -> None:
-    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise InputError(f"{op}: x must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(x.shape)}")
+    check_rows(op, x)
     check_norm(op, x, x.shape[-1], "weight", weight, cast)
 
 
@@ -111,30 +115,7 @@ def check_norm(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Ten
     """Raises InputError unless the weight, called `name`, can scale rows of x that are `size` long."""
     if cast not in ("before", "after"):
         raise InputError(f'{op}: cast must be "before" or "after", got {cast!r}')
-    if weight is not None:
-        if weight.shape != (size,) or not weight.is_floating_point():
-            raise InputError(
-                f"{op}: {name} must be floating, of shape ({size},); got {weight.dtype} {tuple(weight.shape)}"
-            )
-        if weight.device != x.device:
-            raise InputError(f"{op}: {name} is on {weight.device}, the rest on {x.device}")
-
-
-@triton.jit
-def _load_rows(source, stride, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows row, row + 1, ... below end as a tile (ROWS, BLOCK), zeros elsewhere."""
-    rows = row + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK)
-    inside = (rows < end)[:, None] & (col < N)[None, :]
-    return tl.load(source + rows[:, None] * stride + col[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_rows(destination, values, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    rows = row + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK)
-    inside = (rows < end)[:, None] & (col < N)[None, :]
-    tl.store(destination + rows[:, None] * N + col[None, :], values.to(destination.dtype.element_ty), mask=inside)
+    check_weight(op, x, size, name, weight)
 
 
 @kernel
@@ -144,21 +125,22 @@ def _rms_norm_forward_kernel(
 ):  # fmt: skip
     """Each program normalises rows_per_program consecutive rows, ROWS at a time: of x or, with ADD, of x + residual.
     It asks for the next rows before it computes these, so that memory is never idle."""
+    after_previous_kernel()
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
     if HAS_WEIGHT:
         w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
-    values = _load_rows(x, x_stride, first, end, N, ROWS, BLOCK)
+    values = load_rows(x, x_stride, first, end, N, ROWS, BLOCK)
     if ADD:
-        addend = _load_rows(residual, residual_stride, first, end, N, ROWS, BLOCK)
+        addend = load_rows(residual, residual_stride, first, end, N, ROWS, BLOCK)
     for row in range(first, end, ROWS):
         v = values.to(tl.float32)
-        values = _load_rows(x, x_stride, row + ROWS, end, N, ROWS, BLOCK)
+        values = load_rows(x, x_stride, row + ROWS, end, N, ROWS, BLOCK)
         if ADD:
             rounded = (v + addend.to(tl.float32)).to(total.dtype.element_ty)
-            addend = _load_rows(residual, residual_stride, row + ROWS, end, N, ROWS, BLOCK)
-            _store_rows(total, rounded, row, end, N, ROWS, BLOCK)
+            addend = load_rows(residual, residual_stride, row + ROWS, end, N, ROWS, BLOCK)
+            store_rows(total, rounded, row, end, N, ROWS, BLOCK)
             v = rounded.to(tl.float32)
         r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
         rows = row + tl.arange(0, ROWS)
@@ -168,7 +150,7 @@ def _rms_norm_forward_kernel(
             if CAST_BEFORE:
                 v = v.to(x.dtype.element_ty).to(tl.float32)
             v = v * w[None, :]
-        _store_rows(y, v, row, end, N, ROWS, BLOCK)
+        store_rows(y, v, row, end, N, ROWS, BLOCK)
 
 
 @kernel
@@ -180,6 +162,7 @@ def _rms_norm_backward_kernel(
     """Each program takes rows_per_program consecutive rows, ROWS at a time with STAGES of them on their way, and sums
     its own part of the weight's gradient: no atomics, so equal bits in every run. With ADD, x has a gradient from
     elsewhere, dx_more."""
+    let_next_kernel_start()  # itself not launched early: programs would share what processors are free first
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
@@ -190,10 +173,10 @@ def _rms_norm_backward_kernel(
     for row in tl.range(first, end, ROWS, num_stages=STAGES):
         rows = row + tl.arange(0, ROWS)
         r = tl.load(rstd + rows, mask=rows < end, other=0.0)
-        xhat = _load_rows(x, x_stride, row, end, N, ROWS, BLOCK).to(tl.float32) * r[:, None]
-        g = _load_rows(dy, dy_stride, row, end, N, ROWS, BLOCK).to(tl.float32)
+        xhat = load_rows(x, x_stride, row, end, N, ROWS, BLOCK).to(tl.float32) * r[:, None]
+        g = load_rows(dy, dy_stride, row, end, N, ROWS, BLOCK).to(tl.float32)
         if ADD and NEED_X:
-            more = _load_rows(dx_more, dx_more_stride, row, end, N, ROWS, BLOCK)
+            more = load_rows(dx_more, dx_more_stride, row, end, N, ROWS, BLOCK)
         if NEED_WEIGHT:
             dw += g * xhat
         if NEED_X:
@@ -203,58 +186,10 @@ def _rms_norm_backward_kernel(
             g = (g - xhat * mean[:, None]) * r[:, None]
             if ADD:
                 g += more.to(tl.float32)
-            _store_rows(dx, g, row, end, N, ROWS, BLOCK)
+            store_rows(dx, g, row, end, N, ROWS, BLOCK)
     if NEED_WEIGHT:
         total = tl.sum(dw, axis=0).to(partial.dtype.element_ty)
         tl.store(partial + tl.program_id(0) * N + col, total, mask=col < N)
-
-
-@kernel
-def _sum_rows_kernel(x, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for first in range(0, M, ROWS):
-        row = first + tl.arange(0, ROWS)
-        total += tl.load(x + row[:, None] * N + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0)
-    tl.store(out + col, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=col < N)
-
-
-def sum_rows(x: torch.Tensor, out: torch.Tensor) -> None:
-    """out (N,) = the sum of the rows of x (M, N), contiguous float32, rounded once."""
-    M, N = x.shape
-    _sum_rows_kernel[(-(-N // 32),)](x, out, M, N, ROWS=128, BLOCK=32, num_warps=4)
-
-
-class Launch(NamedTuple):
-    """How a kernel is launched: rows at a time, padded width, warps, how many programs share the rows, and how many
-    tiles of rows each of these has on their way through shared memory."""
-
-    rows: int
-    width: int
-    warps: int
-    rows_per_program: int
-    programs: int
-    stages: int = 1
-
-
-@functools.lru_cache(256)
-def _forward_launch(M: int, N: int) -> Launch:
-    """As measured on an H200: a tile of rows a program."""
-    width = power_of_2_above(N)
-    rows = max(1, BLOCK_ELEMENTS // width)
-    return Launch(rows, width, min(max(rows * width // 512, 4), max(width // 1024, 8)), rows, -(-M // rows))
-
-
-@functools.lru_cache(256)
-def _backward_launch(M: int, N: int, item: int, sources: int, device: torch.device) -> Launch:
-    """As measured on an H200: a program a multiprocessor, for few parts of the weight's gradient, and three tiles of
-    16 KiB of each of its `sources`, of `item` bytes a value, on their way, as far as shared memory has room."""
-    width = power_of_2_above(N)
-    rows = max(TILE_BYTES // (width * item), 1)
-    stages = min(max(shared_memory(device) // (sources * rows * width * item), 1), 3)
-    rows_per_program = max(-(-M // (processors(device) * rows)), 1) * rows
-    warps = min(max(rows * width // 1024, 4), 32)
-    return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program), stages)
 
 
 def _forward_fake(
@@ -283,7 +218,7 @@ def _rms_norm_forward(
     rows, weight = as_rows(x), None if weight is None else weight.contiguous()
     others = None if residual is None else as_rows(residual)
     M, N = rows.shape
-    launch = _forward_launch(M, N)
+    launch = forward_launch(M, N)
     _rms_norm_forward_kernel[(launch.programs,)](
         rows, rows.stride(0), others, 0 if others is None else others.stride(0), weight, y, total, rstd,
         M, N, eps, offset, launch.rows_per_program,
@@ -322,7 +257,7 @@ def _rms_norm_backward(
     g, rows, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
     more = None if dx_more is None else as_rows(dx_more)
     M, N = rows.shape
-    launch = _backward_launch(M, N, x.element_size(), 2 if more is None else 3, x.device)
+    launch = backward_launch(M, N, x.element_size(), 2 if more is None else 3, x.device)
     dx, dw = _backward_fake(dy, dx_more, x, weight, rstd, offset, need_x, need_weight)
     partial = dw
     if need_weight and launch.programs != 1:

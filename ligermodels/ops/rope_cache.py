@@ -6,7 +6,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import opaque_op
 from ligermodels.ops.rope import check_packed, rope_qkv_reference
 from ligermodels.ops.rope_kernels import load_angles, load_heads, load_weight, store_heads, turn_heads
@@ -97,6 +97,7 @@ def _rope_cached_kernel(
     CAST_BEFORE: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one kv head of one token, with its group of query heads."""
+    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ligermodels.ops.dispatch import power_of_2_above, shared_memory, tl, triton
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 
 CHANNEL_PAIRS = 256  # that a warp takes; twice as many where it normalises them
 PROGRAMS = 2  # a multiprocessor, where each sums its part of a weight's gradient
@@ -139,6 +139,7 @@ def _rope_kernel(
     the heads of q and of k, and copies v's; a part with no heads is left out. It sums its own part of the gradients of
     the norms' weights: no atomics, so equal bits in every run. All loads come before the first store, which none of
     them could pass."""
+    after_previous_kernel()
     program = tl.program_id(0).to(tl.int64)
     q_w1, q_w2, k_w1, k_w2 = 1.0, 1.0, 1.0, 1.0
     if Q_NORM:

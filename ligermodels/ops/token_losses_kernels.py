@@ -2,11 +2,12 @@
 
 import torch
 
-from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.dispatch import HAS_TRITON, power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.token_losses import LossOptions
 
 TILES = 4
+LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of no logits, or of infinite ones
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _exp(x):
+def exp(x):
     """exp(x); tl.exp itself costs three instructions more, which keep results below 1e-38."""
     return tl.exp2(x * 1.4426950408889634)
 
@@ -41,19 +42,18 @@ def _exp(x):
 def _observe(
     start, col, V, y, at_y, top, total, plain, before, scale, softcap,
     MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
-    KEEP: tl.constexpr,
 ):  # fmt: skip
     """Takes a tile (TILES, BLOCK) of a row's logits into what its BLOCK lanes have seen so far: their maxima, sums of
-    exp(x - maximum), plain sums, and counts of logits that stand before the target's. KEEP is the cache's policy."""
+    exp(x - maximum), plain sums, and counts of logits that stand before the target's."""
     inside = col < V
     if MASKED:
-        given = tl.load(start + col, mask=inside, other=0.0, eviction_policy=KEEP)
+        given = tl.load(start + col, mask=inside, other=0.0)
         x = tl.where(inside, effective(given, scale, softcap, SCALED, CAPPED), float("-inf"))
     else:
-        given = tl.load(start + col, eviction_policy=KEEP)
+        given = tl.load(start + col)
         x = effective(given, scale, softcap, SCALED, CAPPED)
     higher = tl.maximum(top, tl.max(x, axis=0))
-    total = total * _exp(top - higher) + tl.sum(_exp(x - higher[None, :]), axis=0)
+    total = total * exp(top - higher) + tl.sum(exp(x - higher[None, :]), axis=0)
     if SMOOTHED:
         plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
     if RANK:
@@ -62,14 +62,14 @@ def _observe(
 
 
 @triton.jit
-def _gradient(
-    given, col, y, maximum, log_sum, coefficient, V, scale, softcap, logit_scale, smoothing, z_loss, near_target,
+def gradient_of(
+    given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of coefficient * loss by given logits of columns col; near_target: the target may be among them."""
-    c = coefficient * logit_scale
+    """Gradient of coefficient * loss by given logits of columns col. c: coefficient * logit_scale. factor: c times
+    1 + 2 z_loss lse, over the sum of exp(x - maximum). near_target: whether the target may be among them."""
     x = effective(given, scale, softcap, SCALED, CAPPED)
-    g = _exp((x - maximum) - log_sum) * (c * (1.0 + 2.0 * z_loss * (maximum + log_sum)))
+    g = exp(x - maximum) * factor
     if SMOOTHED:
         g = g - c * smoothing / V
     if near_target:
@@ -82,40 +82,39 @@ def _gradient(
 
 @kernel
 def _cross_entropy_row_kernel(
-    logits, stride, target, losses, maxima, log_sums, ranks, coefficients,
-    V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, GRADIENT: tl.constexpr,
+    logits, stride, target, losses, maxima, log_sums, ranks,
+    V, ignore_index, scale, softcap, smoothing, z_loss,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program reads one row: its loss, max and log of the sum of exp(x - max), and its rank. With GRADIENT it
-    reads the row again, while that is in cache, and puts in its place the gradient of coefficient * loss.
+    """Each program reads one row: its loss, max and log of the sum of exp(x - max), and its rank.
 
     BLOCK lanes go through the row, TILES logits each at a time, and meet once at the end: little more than one exp for
     each logit, and no barrier in the loop."""
+    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     start = logits + row * stride
     whole = V // (TILES * BLOCK) * (TILES * BLOCK)
-    KEEP: tl.constexpr = "evict_last" if GRADIENT else ""
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
         at_y = tl.load(start + y)
-        top = tl.full((BLOCK,), -3.4028234663852886e38, dtype=tl.float32)
+        top = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         plain = tl.zeros((BLOCK,), dtype=tl.float32)
         before = tl.zeros((BLOCK,), dtype=tl.int32)
         for first in range(0, whole, TILES * BLOCK):
             top, total, plain, before = _observe(
                 start, first + col, V, y, at_y, top, total, plain, before, scale, softcap,
-                False, SCALED, CAPPED, SMOOTHED, RANK, KEEP,
+                False, SCALED, CAPPED, SMOOTHED, RANK,
             )  # fmt: skip
         if whole < V:
             top, total, plain, before = _observe(
                 start, whole + col, V, y, at_y, top, total, plain, before, scale, softcap,
-                True, SCALED, CAPPED, SMOOTHED, RANK, KEEP,
+                True, SCALED, CAPPED, SMOOTHED, RANK,
             )  # fmt: skip
         maximum = tl.max(top, axis=0)
-        log_sum = tl.log(tl.sum(total * _exp(top - maximum), axis=0))
+        log_sum = tl.log(tl.sum(total * exp(top - maximum), axis=0))
         # x_y - max and log_sum stay apart: their sum would lose what logits of great size leave of the loss.
         loss = (1.0 - smoothing) * (log_sum - (effective(at_y, scale, softcap, SCALED, CAPPED) - maximum))
         if SMOOTHED:
@@ -126,33 +125,12 @@ def _cross_entropy_row_kernel(
         tl.store(log_sums + row, log_sum)
         if RANK:
             tl.store(ranks + row, tl.sum(before, axis=0).to(tl.int64))
-        if GRADIENT:
-            c = tl.load(coefficients + row)
-            if whole < V:
-                inside = whole + col < V
-                g = _gradient(
-                    tl.load(start + whole + col, mask=inside, other=0.0), whole + col, y, maximum, log_sum, c,
-                    V, scale, softcap, logit_scale, smoothing, z_loss, True, SCALED, CAPPED, SMOOTHED,
-                )  # fmt: skip
-                tl.store(start + whole + col, g.to(logits.dtype.element_ty), mask=inside)
-            for done in range(0, whole, TILES * BLOCK):  # backwards: what was read last is still in the cache
-                first = whole - TILES * BLOCK - done
-                near = (y >= first) & (y < first + TILES * BLOCK)
-                g = _gradient(
-                    tl.load(start + first + col, eviction_policy="evict_first"), first + col, y, maximum, log_sum, c,
-                    V, scale, softcap, logit_scale, smoothing, z_loss, near, SCALED, CAPPED, SMOOTHED,
-                )  # fmt: skip
-                tl.store(start + first + col, g.to(logits.dtype.element_ty), eviction_policy="evict_first")
     else:
         tl.store(losses + row, 0.0)
         tl.store(maxima + row, 0.0)
         tl.store(log_sums + row, 0.0)
         if RANK:
             tl.store(ranks + row, -1)
-        if GRADIENT:
-            for first in range(0, V, TILES * BLOCK):
-                zero = tl.zeros((TILES, BLOCK), dtype=logits.dtype.element_ty)
-                tl.store(start + first + col, zero, mask=first + col < V)
 
 
 @kernel
@@ -162,30 +140,32 @@ def _cross_entropy_gradient_kernel(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes one block of one row of the gradient, from the saved max and log-sum."""
+    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64) // blocks
     first = tl.program_id(0) % blocks * BLOCK
     col = first + tl.arange(0, BLOCK)
     out = gradient + row * V + col
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
-        g = _gradient(
+        maximum, log_sum = tl.load(maxima + row), tl.load(log_sums + row)
+        c = tl.load(coefficients + row) * logit_scale
+        g = gradient_of(
             tl.load(logits + row * stride + col, mask=col < V, other=0.0), col, y,
-            tl.load(maxima + row), tl.load(log_sums + row), tl.load(coefficients + row),
-            V, scale, softcap, logit_scale, smoothing, z_loss, (y >= first) & (y < first + BLOCK),
-            SCALED, CAPPED, SMOOTHED,
+            maximum, c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum), c,
+            V, scale, softcap, smoothing, (y >= first) & (y < first + BLOCK), SCALED, CAPPED, SMOOTHED,
         )  # fmt: skip
         tl.store(out, g.to(gradient.dtype.element_ty), mask=col < V)
     else:
         tl.store(out, tl.zeros((BLOCK,), dtype=tl.float32).to(gradient.dtype.element_ty), mask=col < V)
 
 
-def _numbers(options: LossOptions) -> tuple[float, ...]:
+def numbers(options: LossOptions) -> tuple[float, ...]:
     """scale, softcap, logit_scale, smoothing and z_loss as the kernels take them."""
     softcap = 1.0 if options.softcap is None else options.softcap
     return options.logit_scale / softcap, softcap, options.logit_scale, options.label_smoothing, options.z_loss
 
 
-def _flags(options: LossOptions) -> dict[str, bool]:
+def flags(options: LossOptions) -> dict[str, bool]:
     """Which parts of the formula the kernels need."""
     return {
         "SCALED": options.logit_scale != 1,
@@ -194,10 +174,9 @@ def _flags(options: LossOptions) -> dict[str, bool]:
     }
 
 
-def _row_blocks(V: int, gradient: bool) -> tuple[int, int, int]:
-    """Lanes, logits a lane takes at a time, and warps, for rows of V logits: 16-byte loads of bfloat16. With a gradient
-    fewer and so larger programs, whose rows then fit in the cache."""
-    lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), 4096 if gradient else 2048)
+def _row_blocks(V: int) -> tuple[int, int, int]:
+    """Lanes, logits a lane takes at a time, and warps, for rows of V logits: 16-byte loads of bfloat16."""
+    lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), 2048)
     return lanes, min(power_of_2_above(-(-V // lanes)), TILES), lanes // 256
 
 
@@ -208,18 +187,16 @@ def launch_rows(
     maxima: torch.Tensor,
     log_sums: torch.Tensor,
     ranks: torch.Tensor,
-    coefficients: torch.Tensor | None,
     options: LossOptions,
 ) -> None:
-    """Runs the kernel over the rows of logits (M, V) whose last dimension is contiguous; fills the other tensors (M,).
-
-    With coefficients (M,), the gradient of coefficient * loss takes the place of the logits."""
+    """Runs the kernel over the rows of logits (M, V) whose last dimension is contiguous; fills the rest, (M,)."""
     M, V = logits.shape
-    block, tiles, warps = _row_blocks(V, coefficients is not None)
+    block, tiles, warps = _row_blocks(V)
+    scale, softcap, _, smoothing, z_loss = numbers(options)
     _cross_entropy_row_kernel[(M,)](
-        logits, logits.stride(0), target, losses, maxima, log_sums, ranks, coefficients,
-        V, options.ignore_index, *_numbers(options), **_flags(options), RANK=options.return_rank,
-        GRADIENT=coefficients is not None, TILES=tiles, BLOCK=block, num_warps=warps,
+        logits, logits.stride(0), target, losses, maxima, log_sums, ranks,
+        V, options.ignore_index, scale, softcap, smoothing, z_loss, **flags(options), RANK=options.return_rank,
+        TILES=tiles, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -238,7 +215,7 @@ def launch_gradient(
     blocks = -(-V // block)
     _cross_entropy_gradient_kernel[(M * blocks,)](
         logits, logits.stride(0), gradient, target, maxima, log_sums, coefficients,
-        V, blocks, options.ignore_index, *_numbers(options), **_flags(options),
+        V, blocks, options.ignore_index, *numbers(options), **flags(options),
         BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
 
@@ -246,6 +223,7 @@ def launch_gradient(
 @kernel
 def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
     """x *= factor; where the factor turns out to be 1, as it mostly is, without touching x."""
+    after_previous_kernel()
     f = tl.load(factor).to(tl.float32)
     if f != 1.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -4,7 +4,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
-from ligermodels.ops.launcher import kernel
+from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import opaque_op
 
 NODES = 256  # that a program takes
@@ -73,6 +73,7 @@ def _tree_inputs_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program lays out some nodes of a row."""
+    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = n < N

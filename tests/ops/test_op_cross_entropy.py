@@ -7,7 +7,7 @@ from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import LAYOUTS, check
 
 from ligermodels.errors import InputError
-from ligermodels.ops import cross_entropy, cross_entropy_reference
+from ligermodels.ops import cross_entropy, cross_entropy_reference, token_losses_in_place
 
 
 def compare(logits: torch.Tensor, y: torch.Tensor, **options: object) -> None:
@@ -64,8 +64,12 @@ def test_not_a_number(where: Where) -> None:
     assert logits.grad.isnan().any(1).tolist() == [True, False, False] and not logits.grad[1].any()
 
 
+@pytest.mark.parametrize("piece", [token_losses_in_place.PIECE, 16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_in_place(where: Where, name: str) -> None:
+def test_in_place(where: Where, name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows in one piece and in many."""
+    monkeypatch.setattr(token_losses_in_place, "PIECE", piece)
+    monkeypatch.setattr(token_losses_in_place, "BEHIND", 1)
     logits = torch.randn(2, 5, 300, dtype=where.dtype, device=where.device)
     y = targets((2, 5), 300, where.device)
     options = options_for(name, y)
@@ -121,7 +125,28 @@ def test_repeated_backward(where: Where) -> None:
 @pytest.mark.parametrize(("T", "V"), [(4096, 128256), (1000, 32001), (17, 262144)])
 def test_large(T: int, V: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
-    compare(2 * torch.randn(T, V, dtype=dtype, device=device), targets((T,), V, device))
+    logits, y = 2 * torch.randn(T, V, dtype=dtype, device=device), targets((T,), V, device)
+    compare(logits, y)
+    compare(2 * logits, y, in_place=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+def test_in_place_waits_for_all_of_a_row() -> None:
+    """Equal bits in every run, alone and while other kernels hold processors."""
+    T, V = 3000, 50257
+    logits = torch.randn(T, V, dtype=torch.bfloat16, device="cuda")
+    y, side, found = targets((T,), V, logits.device), torch.cuda.Stream(), []
+    for run in range(30):
+        x = logits.clone().requires_grad_()
+        if run % 2:
+            with torch.cuda.stream(side):
+                for _ in range(4):
+                    logits.mT @ logits[:, :256]
+        loss = cross_entropy(x * 1, y, in_place=True, label_smoothing=0.1)
+        loss.backward()
+        found.append((loss.detach(), x.grad))
+    assert all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
 
 
 @pytest.mark.gpu

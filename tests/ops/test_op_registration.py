@@ -44,6 +44,11 @@ CASES = {
     "add_rms_norm of no sum": Case(
         lambda x, w: ops.add_rms_norm(x, None, w, 1e-6), ((5, 70), (70,)), ("rms_norm_forward", "rms_norm_backward")
     ),
+    "layer_norm": Case(
+        lambda x, w, b: ops.layer_norm(x, w, b, 1e-6),
+        ((5, 70), (70,), (70,)),
+        ("layer_norm_forward", "layer_norm_backward"),
+    ),
     "rope": Case(
         lambda q, k: ops.rope(q, k, table(q, 4), table(q, 4)), ((2, 5, 4, 10), (2, 5, 2, 10)), ("rope_rotate",) * 2
     ),

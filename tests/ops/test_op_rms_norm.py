@@ -7,7 +7,7 @@ from op_harness import LAYOUTS, check, contiguous, plain_rms_norm, run, strided_
 
 from ligermodels.errors import InputError
 from ligermodels.ops import add_rms_norm, add_rms_norm_reference, force, rms_norm, rms_norm_reference
-from ligermodels.ops.rms_norm import MAX_KERNEL_WIDTH
+from ligermodels.ops.norm_rows import MAX_KERNEL_WIDTH
 
 EPS = 1e-5
 

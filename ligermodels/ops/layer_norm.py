@@ -1,0 +1,223 @@
+"""Layer normalisation (Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450)."""
+
+from typing import Any
+
+import torch
+
+from ligermodels.ops.dispatch import tl, triton, use_kernels
+from ligermodels.ops.launcher import after_previous_kernel, kernel, let_next_kernel_start
+from ligermodels.ops.library import as_rows, empty_like, once_differentiable, opaque_op
+from ligermodels.ops.norm_rows import (
+    MAX_KERNEL_WIDTH,
+    backward_launch,
+    check_rows,
+    check_weight,
+    forward_launch,
+    load_rows,
+    store_rows,
+    sum_rows,
+)
+
+WIDE = 2**14  # from here on only the most warps have registers for the parts of both gradients
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, with the mean and the mean squared deviation from it over the
+    last dimension, as `torch.nn.functional.layer_norm`.
+
+    x: (..., N), any floating dtype and strides. weight, bias: (N,), any floating dtype, or None for no product or no
+    sum at all. Returns a contiguous tensor of x's shape and dtype, rounded once: float32 inside (float64 for float64).
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    check_rows("layer_norm", x)
+    check_weight("layer_norm", x, x.shape[-1], "weight", weight)
+    check_weight("layer_norm", x, x.shape[-1], "bias", bias)
+    if not use_kernels(x, weight, bias) or x.shape[-1] > MAX_KERNEL_WIDTH:
+        return layer_norm_reference(x, weight, bias, eps)
+    return _LayerNorm.apply(x, weight, bias, eps)
+
+
+def layer_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """The specification of `layer_norm`, in plain torch."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(dtype)
+    y = y - y.mean(-1, keepdim=True)
+    y = y - y.mean(-1, keepdim=True)  # what rounding left of the mean: of rows far from 0 it would be much
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight.to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(x.dtype).contiguous()
+
+
+@triton.jit
+def _centred(v, N, BLOCK: tl.constexpr):
+    """Rows, 0 beyond N, less their means, and these."""
+    mean = tl.sum(v, axis=1) / N
+    return tl.where((tl.arange(0, BLOCK) < N)[None, :], v - mean[:, None], 0.0), mean
+
+
+@kernel
+def _layer_norm_forward_kernel(
+    x, x_stride, weight, bias, y, mean, rstd, M, N, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program normalises ROWS rows."""
+    after_previous_kernel()
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    col = tl.arange(0, BLOCK)
+    v = load_rows(x, x_stride, row, M, N, ROWS, BLOCK).to(tl.float32)
+    if HAS_WEIGHT:  # asked for here, so that all are on their way at once
+        w = tl.load(weight + col, mask=col < N, other=0.0)
+    if HAS_BIAS:
+        b = tl.load(bias + col, mask=col < N, other=0.0)
+    v, m = _centred(v, N, BLOCK)
+    v, rest = _centred(v, N, BLOCK)  # what rounding left of the mean: of rows far from 0 it would be much
+    r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
+    rows = row + tl.arange(0, ROWS)
+    tl.store(mean + rows, m + rest, mask=rows < M)
+    tl.store(rstd + rows, r, mask=rows < M)
+    v = v * r[:, None]
+    if HAS_WEIGHT:
+        v = v * w.to(tl.float32)[None, :]
+    if HAS_BIAS:
+        v = v + b.to(tl.float32)[None, :]
+    store_rows(y, v, row, M, N, ROWS, BLOCK)
+
+
+@kernel
+def _layer_norm_backward_kernel(
+    dy, dy_stride, x, x_stride, weight, mean, rstd, dx, dw, db, M, N, rows_per_program,
+    HAS_WEIGHT: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes rows_per_program consecutive rows, ROWS at a time with STAGES of them on their way, and sums
+    its own parts of the gradients of weight and bias, side by side if both are needed: no atomics, so equal bits in
+    every run."""
+    let_next_kernel_start()  # itself not launched early: programs would share what processors are free first
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    end = tl.minimum(first + rows_per_program, M)
+    col = tl.arange(0, BLOCK)
+    if HAS_WEIGHT:
+        w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32)
+    if NEED_WEIGHT:
+        of_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if NEED_BIAS:
+        of_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for row in tl.range(first, end, ROWS, num_stages=STAGES):
+        rows = row + tl.arange(0, ROWS)
+        m = tl.load(mean + rows, mask=rows < end, other=0.0)
+        r = tl.load(rstd + rows, mask=rows < end, other=0.0)
+        xhat = (load_rows(x, x_stride, row, end, N, ROWS, BLOCK).to(tl.float32) - m[:, None]) * r[:, None]
+        g = load_rows(dy, dy_stride, row, end, N, ROWS, BLOCK).to(tl.float32)  # 0 where xhat is of no row
+        if NEED_WEIGHT:
+            of_weight += g * xhat
+        if NEED_BIAS:
+            of_bias += g
+        if NEED_X:
+            if HAS_WEIGHT:
+                g = g * w[None, :]
+            level = tl.sum(g, axis=1) / N
+            along = tl.sum(g * xhat, axis=1) / N
+            g = (g - level[:, None] - xhat * along[:, None]) * r[:, None]
+            store_rows(dx, g, row, end, N, ROWS, BLOCK)
+    part = tl.program_id(0) * N * (NEED_WEIGHT + NEED_BIAS) + col
+    if NEED_WEIGHT:
+        tl.store(dw + part, tl.sum(of_weight, axis=0).to(dw.dtype.element_ty), mask=col < N)
+    if NEED_BIAS:
+        tl.store(db + part, tl.sum(of_bias, axis=0).to(db.dtype.element_ty), mask=col < N)
+
+
+def _forward_fake(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return empty_like(x), mean, empty_like(mean)
+
+
+@opaque_op(_forward_fake)
+def _layer_norm_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x normalised and, for the backward pass, the mean and 1 / the standard deviation of each row."""
+    y, mean, rstd = _forward_fake(x, weight, bias, eps)
+    rows, weight = as_rows(x), None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    M, N = rows.shape
+    launch = forward_launch(M, N)
+    _layer_norm_forward_kernel[(launch.programs,)](
+        rows, rows.stride(0), weight, bias, y, mean, rstd, M, N, eps,
+        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def _backward_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dw = empty_like(weight) if need_weight and weight is not None else x.new_empty(0)
+    db = empty_like(bias) if need_bias and bias is not None else x.new_empty(0)
+    return empty_like(x) if need_x else x.new_empty(0), dw, db
+
+
+@opaque_op(_backward_fake)
+def _layer_norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x, weight and bias; those not needed are empty."""
+    g, rows, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
+    M, N = rows.shape
+    launch = backward_launch(M, N, x.element_size(), 2, x.device)
+    dx, dw, db = _backward_fake(dy, x, weight, bias, mean, rstd, need_x, need_weight, need_bias)
+    sums = [total for total, needed in ((dw, need_weight), (db, need_bias)) if needed]
+    partial, parts = None, sums
+    if sums and launch.programs != 1:
+        partial = x.new_empty((launch.programs, len(sums), N), dtype=torch.float32)
+        parts = list(partial.unbind(1))
+    _layer_norm_backward_kernel[(launch.programs,)](
+        g, g.stride(0), rows, rows.stride(0), weight, mean, rstd, dx,
+        parts[0] if need_weight else None, parts[-1] if need_bias else None, M, N, launch.rows_per_program,
+        HAS_WEIGHT=weight is not None, NEED_X=need_x, NEED_WEIGHT=need_weight, NEED_BIAS=need_bias,
+        ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
+        num_warps=32 if launch.width >= WIDE else launch.warps,
+    )  # fmt: skip
+    if partial is not None:
+        sum_rows(partial, *sums)
+    return dx, dw, db
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        y, mean, rstd = _layer_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        dx, dw, db = _layer_norm_backward(dy, *ctx.saved_tensors, need_x, need_weight, need_bias)
+        return dx if need_x else None, dw if need_weight else None, db if need_bias else None, None

@@ -1,0 +1,103 @@
+"""What ops that normalise rows share: how tiles of rows are read and written, how many a program takes, and how the
+parts of the weights' gradients that programs have summed become one."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.dispatch import power_of_2_above, processors, shared_memory, tl, triton
+from ligermodels.ops.launcher import after_previous_kernel, kernel
+
+MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones
+BLOCK_ELEMENTS = 2048  # forward, narrow rows are taken several at once, up to about this many elements
+TILE_BYTES = 2**14  # backward, the same in bytes
+
+
+def check_rows(op: str, x: torch.Tensor) -> None:
+    """Raises InputError unless x has rows that can be normalised."""
+    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+        raise InputError(f"{op}: x must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(x.shape)}")
+
+
+def check_weight(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Tensor | None) -> None:
+    """Raises InputError unless the weight or bias, called `name`, fits rows of x that are `size` long."""
+    if weight is not None:
+        if weight.shape != (size,) or not weight.is_floating_point():
+            raise InputError(
+                f"{op}: {name} must be floating, of shape ({size},); got {weight.dtype} {tuple(weight.shape)}"
+            )
+        if weight.device != x.device:
+            raise InputError(f"{op}: {name} is on {weight.device}, the rest on {x.device}")
+
+
+@triton.jit
+def load_rows(source, stride, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows row, row + 1, ... below end as a tile (ROWS, BLOCK), zeros elsewhere."""
+    rows = row + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    inside = (rows < end)[:, None] & (col < N)[None, :]
+    return tl.load(source + rows[:, None] * stride + col[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(destination, values, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = row + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    inside = (rows < end)[:, None] & (col < N)[None, :]
+    tl.store(destination + rows[:, None] * N + col[None, :], values.to(destination.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _sum_rows_kernel(x, out, more, M, N, OUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous_kernel()
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(0, M, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < M)[:, None] & (col < OUTS * N)[None, :]
+        total += tl.load(x + row[:, None] * (OUTS * N) + col[None, :], mask=inside, other=0.0)
+    total = tl.sum(total, axis=0)
+    tl.store(out + col, total.to(out.dtype.element_ty), mask=col < N)
+    if OUTS == 2:
+        tl.store(more + (col - N), total.to(more.dtype.element_ty), mask=(col >= N) & (col < 2 * N))
+
+
+def sum_rows(x: torch.Tensor, *outs: torch.Tensor) -> None:
+    """outs, one or two (N,) = the sum over M of x (M, N) or (M, 2, N), contiguous float32, rounded once."""
+    M, N = x.shape[0], outs[0].shape[0]
+    programs = -(-len(outs) * N // 32)
+    _sum_rows_kernel[(programs,)](x, outs[0], outs[-1], M, N, OUTS=len(outs), ROWS=128, BLOCK=32, num_warps=4)
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched: rows at a time, padded width, warps, how many programs share the rows, and how many
+    tiles of rows each of these has on their way through shared memory."""
+
+    rows: int
+    width: int
+    warps: int
+    rows_per_program: int
+    programs: int
+    stages: int = 1
+
+
+@functools.lru_cache(256)
+def forward_launch(M: int, N: int) -> Launch:
+    """As measured on an H200: a tile of rows a program."""
+    width = power_of_2_above(N)
+    rows = max(1, BLOCK_ELEMENTS // width)
+    return Launch(rows, width, min(max(rows * width // 512, 4), max(width // 1024, 8)), rows, -(-M // rows))
+
+
+@functools.lru_cache(256)
+def backward_launch(M: int, N: int, item: int, sources: int, device: torch.device) -> Launch:
+    """As measured on an H200: a program a multiprocessor, for few parts of the weights' gradients, and three tiles of
+    16 KiB of each of its `sources`, of `item` bytes a value, on their way, as far as shared memory has room."""
+    width = power_of_2_above(N)
+    rows = max(TILE_BYTES // (width * item), 1)
+    stages = min(max(shared_memory(device) // (sources * rows * width * item), 1), 3)
+    rows_per_program = max(-(-M // (processors(device) * rows)), 1) * rows
+    warps = min(max(rows * width // 1024, 4), 32)
+    return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program), stages)

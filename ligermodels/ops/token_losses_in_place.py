@@ -1,0 +1,152 @@
+"""Cross entropy whose gradient takes the logits' place: each logit read from memory once and written once.
+
+A row's gradient needs all of the row first, so each logit is read twice; the second time it has to come from the cache.
+Whole rows of large vocabularies, one a multiprocessor, are more than the cache holds. Here a program takes a piece of a
+row, either to sum it up or to write its gradient, and writing follows some pieces behind.
+"""
+
+import torch
+
+from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton
+from ligermodels.ops.launcher import after_previous_kernel, kernel
+from ligermodels.ops.token_losses import LossOptions
+from ligermodels.ops.token_losses_kernels import LOWEST, effective, exp, flags, gradient_of, numbers
+
+PIECE = 4096  # logits a program takes at most
+BEHIND = (
+    14  # pieces a multiprocessor between summing up and writing: more than are read at once, less than the cache holds
+)
+
+
+@triton.jit
+def _pack(high, low):
+    """Two numbers of 32 bits, of which the low one is not negative, as one that is written and read whole."""
+    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low.to(tl.int32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _high(word):
+    """The high one, a float32."""
+    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _wait_for(words, there, found):
+    """The words, of which some have been found, once none of them is 0 any more."""
+    while tl.min((found != 0).to(tl.int32), axis=0) == 0:
+        found = tl.load(words, mask=there, other=1, volatile=True)
+    return found
+
+
+@kernel
+def _cross_entropy_in_place_kernel(
+    logits, stride, target, losses, ranks, coefficients, sums, more,
+    M, V, behind, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+    PIECES: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Programs take turns: one sums up a piece, the next writes the gradient of the piece that is `behind` others. This
+    waits for the row's other pieces, all of which are those of programs before it: GPUs start programs in the order of
+    their numbers, and those that sum up wait for nobody.
+
+    Of each piece (M, PIECES): `sums` gets its maximum and sum of exp(x - maximum), `more` its plain sum and one more
+    than the count of its logits that stand before the target's: each pair as one word, which is not 0."""
+    after_previous_kernel()
+    writes = tl.program_id(0) % 2 == 1
+    place = tl.program_id(0) // 2 - (behind if writes else 0)
+    if (place < 0) | (place >= M * PIECES):
+        return
+    row, first = (place // PIECES).to(tl.int64), place % PIECES * BLOCK
+    part, there = row * PIECES + tl.arange(0, PADDED), tl.arange(0, PADDED) < PIECES
+    found = tl.load(sums + part, mask=there & writes, other=0, volatile=True)
+    y = tl.load(target + row)
+    valid = (y != ignore_index) & (y >= 0) & (y < V)
+    at_target = logits + row * stride + y
+    start = logits + row * stride + first
+    col = tl.arange(0, BLOCK)
+    inside = col < V - first
+    if valid & writes:
+        given = tl.load(start + col, mask=inside, other=0.0, eviction_policy="evict_first")
+        found = _wait_for(sums + part, there, tl.where(there, found, 1))
+        tops = tl.where(there, _high(found), LOWEST)
+        maximum = tl.max(tops, axis=0)
+        total = tl.where(there, found.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+        total = tl.sum(total * exp(tops - maximum), axis=0)
+        c = tl.load(coefficients + row) * logit_scale
+        factor = c / total
+        if z_loss != 0.0:
+            factor *= 1.0 + 2.0 * z_loss * (maximum + tl.log(total))
+        g = gradient_of(
+            given, col, y, maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
+        )
+        near = (y >= first) & (y < first + BLOCK)
+        at_y = 0.0
+        if near:
+            at_y = tl.load(at_target).to(tl.float32)
+            tl.debug_barrier()  # all threads have read it
+        tl.store(start + col, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        if near:
+            tl.debug_barrier()
+            g_y = gradient_of(
+                at_y, 0, 0, maximum, factor, c, V, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED
+            )
+            tl.store(at_target, g_y.to(logits.dtype.element_ty))
+            at_y = effective(at_y, scale, softcap, SCALED, CAPPED)
+            # x_y - max and log_sum stay apart: their sum would lose what logits of great size leave of the loss.
+            log_sum = tl.log(total)
+            loss = (1.0 - smoothing) * (log_sum - (at_y - maximum))
+            if SMOOTHED or RANK:
+                found = _wait_for(more + part, there, tl.zeros((PADDED,), dtype=tl.int64))
+            if SMOOTHED:
+                loss += smoothing * (log_sum - (tl.sum(tl.where(there, _high(found), 0.0), axis=0) / V - maximum))
+            loss += z_loss * (maximum + log_sum) * (maximum + log_sum)
+            tl.store(losses + row, loss)
+            if RANK:
+                tl.store(ranks + row, tl.sum(tl.where(there, found.to(tl.int32) - 1, 0), axis=0).to(tl.int64))
+    elif valid:
+        given = tl.load(start + col, mask=inside, other=float("-inf"), eviction_policy="evict_last")
+        x = effective(given, scale, softcap, SCALED, CAPPED)
+        if SCALED or CAPPED:
+            x = tl.where(inside, x, float("-inf"))
+        if SMOOTHED or RANK:  # before the word below, after which the row may be written
+            plain, before = tl.full((), 0.0, dtype=tl.float32), tl.full((), 0, dtype=tl.int32)
+            if SMOOTHED:
+                plain = tl.sum(tl.where(inside, x, 0.0), axis=0)
+            if RANK:  # what is not inside is -inf, and behind the target
+                at_y = tl.load(at_target)
+                ahead = (given > at_y) | ((given == at_y) & (col < (y - first).to(tl.int32)))
+                before = tl.sum(ahead.to(tl.int32), axis=0)
+            tl.store(more + place, _pack(plain, 1 + before))
+        top = tl.maximum(tl.max(x, axis=0), LOWEST)
+        tl.store(sums + place, _pack(top, tl.sum(exp(x - top), axis=0)))
+    elif writes:
+        tl.store(start + col, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=inside)
+        if first == 0:
+            tl.store(losses + row, 0.0)
+            if RANK:
+                tl.store(ranks + row, -1)
+
+
+def launch_in_place(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    losses: torch.Tensor,
+    ranks: torch.Tensor,
+    coefficients: torch.Tensor,
+    options: LossOptions,
+) -> None:
+    """Fills losses and, if they are wanted, ranks (M,) from logits (M, V), whose last dimension is contiguous, and puts
+    the gradient of coefficient * loss, with coefficients (M,), in their place."""
+    M, V = logits.shape
+    block = min(power_of_2_above(V), PIECE)
+    pieces = -(-V // block)
+    behind = min(max(BEHIND * processors(logits.device), pieces), M * pieces)
+    both = options.return_rank or options.label_smoothing != 0
+    # Little is computed, so that one thread can hold more logits at once.
+    warps = block // (2048 if options.softcap is None and options.label_smoothing == 0 else 1024)
+    words = target.new_zeros((1 + both, M, pieces), dtype=torch.int64)
+    _cross_entropy_in_place_kernel[(2 * (M * pieces + behind),)](
+        logits, logits.stride(0), target, losses, ranks, coefficients, words[0], words[-1],
+        M, V, behind, options.ignore_index, *numbers(options), **flags(options), RANK=options.return_rank,
+        PIECES=pieces, PADDED=power_of_2_above(pieces), BLOCK=block, num_warps=max(warps, 1),
+    )  # fmt: skip
