@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.targets import latest
+
 Record = dict[str, Any]
 
 
@@ -61,7 +63,7 @@ def draw(found: Mapping[str, list[Record]], folder: Path) -> list[str]:
     """Write the pictures that there are results for; their names."""
     drawn = []
     for name, plot in PLOTS.items():
-        kept = [r for r in found[plot.benchmark] if plot.keep(r)]
+        kept = [r for r in latest(found[plot.benchmark]) if plot.keep(r)]
         kept = [r for r in kept if any(_value(r, keys) is not None for keys in plot.panels)]
         if kept:
             _picture(plot, kept, folder / f"{name}.png")

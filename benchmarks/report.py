@@ -16,12 +16,12 @@ NAMES = ("ops", "attention", "training", "decoding", "medusa", "loading")
 
 
 def read(folder: Path, gpu: str) -> dict[str, list[Record]]:
-    """The records of each benchmark, the last of each case and provider; none of those that were never run."""
+    """The records of each benchmark, in order, and none of those that were never run."""
     found = {}
     for name in NAMES:
         path = folder / f"{name}-{gpu}.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        found[name] = list({(r["case"], r["provider"]): r for r in map(_named, map(json.loads, lines))}.values())
+        found[name] = [_named(json.loads(line)) for line in lines]
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.plots import PLOTS
-from benchmarks.targets import targets
+from benchmarks.targets import latest, targets
 
 Record = dict[str, Any]
 
@@ -44,7 +44,7 @@ HEAD = """# Benchmark tables
 
 Written by `python -m benchmarks.report` from the last record of each case and provider in `benchmarks/results/`; what
 the cases are and what the columns count is said by `python -m benchmarks.NAME --help`. [benchmarks.md](benchmarks.md)
-explains what was found.
+explains what was found. Ratios are of the last commit at which both were run.
 """
 
 TARGETS = """## Targets
@@ -100,8 +100,8 @@ def page(found: Mapping[str, list[Record]], drawn: list[str]) -> str:
         for t in targets(found)
     ]
     parts = [HEAD, TARGETS, table(("what", "target", "measured", "met", "limit"), rows)]
-    for name, records in found.items():
-        if records:
+    for name, every in found.items():
+        if records := latest(every):
             parts += [f"## {TITLES[name]}\n", f"{_origin(records)}.\n"]
             parts += [f"![{p}]({p}.png)\n" for p in drawn if PLOTS[p].benchmark == name]
             parts += [_results(name, records)]

@@ -49,11 +49,18 @@ AGAINST_LIGER = {
 LARGE_LOSSES = ("8192x4096x128256", "32768x4096x128256", "16384x2048x128256", "8192x2304x256000")
 
 
+def latest(records: list[Record]) -> list[Record]:
+    """The last of each case and provider."""
+    return list({(r["case"], r["provider"]): r for r in records}.values())
+
+
 class Results:
-    """Values and ratios of records; None where one is missing."""
+    """Values of the last record of a case and provider, and ratios; None where one is missing."""
 
     def __init__(self, records: list[Record]) -> None:
         self.records = {(r["case"], r["provider"]): r for r in records}
+        self.commits = list(dict.fromkeys(r.get("commit") for r in reversed(records)))
+        self.of_commits = {(r["case"], r["provider"], r.get("commit")): r for r in records}
 
     def value(self, case: str, *keys: str, provider: str = "ligermodels") -> float | None:
         """The first of `keys` that the record has."""
@@ -61,17 +68,22 @@ class Results:
         return next((float(record[key]) for key in keys if key in record), None)
 
     def ratio(self, case: str, key: str, provider: str, of: str | None = None) -> float | None:
-        """Ours over that of a provider, in the same case or in the case `of`; only if both are of one commit."""
-        ours = self.records.get((case, "ligermodels"), {})
-        theirs = self.records.get((of or case, provider), {})
-        if key not in ours or not theirs.get(key) or ours.get("commit") != theirs.get("commit"):
-            return None
-        return float(ours[key]) / float(theirs[key])
+        """Ours over that of a provider, in the same case or in the case `of`, by the last commit that both are of."""
+        for commit in self.commits:
+            ours = self.of_commits.get((case, "ligermodels", commit), {})
+            theirs = self.of_commits.get((of or case, provider, commit), {})
+            if key in ours and theirs.get(key):
+                return float(ours[key]) / float(theirs[key])
+        return None
 
 
 def targets(found: Mapping[str, list[Record]]) -> list[Target]:
     """Those that there are results for."""
-    every = [*_ops(Results(found["ops"])), *_attention(found["attention"]), *_training(Results(found["training"]))]
+    every = [
+        *_ops(Results(found["ops"])),
+        *_attention(latest(found["attention"])),
+        *_training(Results(found["training"])),
+    ]
     every += [*_generation(Results(found["decoding"])), *_medusa(Results(found["medusa"])), *_loading(found["loading"])]
     return [Target(*row[:3], row[3], *row[4:]) for row in every if row[3] is not None]
 

@@ -277,7 +277,9 @@ def test_a_report_takes_the_last_record_and_misses_no_field(tmp_path: Path) -> N
     (target,) = targets.targets(report.read(tmp_path / "in", "h200"))
     assert (target.measured, target.met) == (1.5, True)
     measure.write(tmp_path / "in" / "ops-h200.jsonl", [old])
-    assert targets.targets(report.read(tmp_path / "in", "h200")) == []  # Ratios are of one commit.
+    assert targets.targets(report.read(tmp_path / "in", "h200")) == [target]  # by the last commit that both are of
+    measure.write(tmp_path / "apart" / "ops-h200.jsonl", [old, theirs | {"eager_us": 20.0}])
+    assert targets.targets(report.read(tmp_path / "apart", "h200")) == []
     names = [path.name for path in report.write(tmp_path / "in", "h200", tmp_path / "out")]
     assert names == ["benchmark-tables.md", "small.png"]
     assert report.write(tmp_path / "nothing", "h200", tmp_path / "empty") == [tmp_path / "empty" / names[0]]

@@ -105,10 +105,16 @@ def make(case: Case, device: torch.device, frozen: int | None = None) -> list[to
     return [torch.randn(s, device=device, requires_grad=i != frozen) for i, s in enumerate(case.shapes)]
 
 
+def assert_same(one: torch.Tensor, two: torch.Tensor) -> None:
+    """Equal bits; but a CPU's GEMMs may add up in another order where their operands lie at other addresses."""
+    few = 0 if one.is_cuda else 8 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(one, two, rtol=few, atol=few * one.abs().max().item() if one.numel() else 0)
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_graphs_hold_the_opaque_ops(name: str, kernels_device: torch.device) -> None:
-    """Without a graph break, forward and backward, with equal bits; each op is one node."""
+    """Without a graph break, forward and backward, with the same results; each op is one node."""
     case, nodes = CASES[name], []
 
     def record(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -119,7 +125,7 @@ def test_compiled_graphs_hold_the_opaque_ops(name: str, kernels_device: torch.de
     compiled = torch.compile(case.op, fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
     inputs = make(case, kernels_device)
     for one, two in zip(results(case.op, inputs), results(compiled, inputs), strict=True):
-        assert torch.equal(one, two)
+        assert_same(one, two)
     assert nodes == [f"ligermodels::{n}" for n in case.nodes]
 
 
@@ -132,7 +138,7 @@ def test_compiled_with_a_frozen_operand(name: str, kernels_device: torch.device)
         inputs = make(case, kernels_device, frozen)
         compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager")
         for one, two in zip(results(case.op, inputs), results(compiled, inputs), strict=True):
-            assert torch.equal(one, two)
+            assert_same(one, two)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "rms_norm"])
@@ -149,7 +155,7 @@ def test_compiled_with_varying_sizes(name: str, face: str) -> None:
             inputs[0] = torch.randn(rows, *case.shapes[0][1:], device=device, requires_grad=True)
             with torch._dynamo.config.patch(error_on_recompile=rows != 4):
                 for one, two in zip(results(case.op, inputs), results(compiled, inputs), strict=True):
-                    assert torch.equal(one, two)
+                    assert_same(one, two)
 
 
 @pytest.mark.gpu
