@@ -89,7 +89,7 @@ def rms_norm_reference(
         if cast == "before":
             y = y.to(x.dtype).to(dtype)
         y = y * (weight.to(dtype) + offset)
-    return y.to(x.dtype)
+    return y.to(x.dtype).contiguous()
 
 
 def add_rms_norm_reference(

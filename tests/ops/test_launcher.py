@@ -1,11 +1,14 @@
 """Launches of kernels: each kind of arguments finds the kernel that was compiled for it."""
 
+import ast
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ligermodels.ops import launcher
 from ligermodels.ops.dispatch import tl, triton
 from ligermodels.ops.launcher import MAX_KNOWN, Kernel, kernel
 
@@ -106,3 +109,41 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     jitted.result = lambda kind: None  # a hook of Triton's that compiles nothing
     for _ in range(2):
         known[(5,)](7)
+
+
+def _kernels() -> list[ast.FunctionDef]:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(launcher.__file__).parent.glob("*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [f for f in functions if any(isinstance(d, ast.Name) and d.id == "kernel" for d in f.decorator_list)]
+
+
+@pytest.mark.parametrize("function", _kernels(), ids=lambda function: function.name)
+def test_kernels_wait_before_anything_else(function: ast.FunctionDef) -> None:
+    """What a kernel that is launched early did before it waits could miss what the kernel before it writes."""
+    first, *rest = function.body[1:] if ast.get_docstring(function) else function.body
+    ours = ("after_previous_kernel", "let_next_kernel_start")
+    assert isinstance(first, ast.Expr) and ast.unparse(first) in [f"{name}()" for name in ours]
+    assert not any(name in ast.unparse(statement) for statement in rest for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("waits", "version", "capability", "early"),
+    [
+        (True, "13.0", (9, 0), True),
+        (True, "13.0", (10, 0), True),
+        (True, "13.0", (8, 9), False),
+        (True, None, (9, 4), False),
+        (False, "13.0", (9, 0), False),
+    ],
+)
+def test_only_kernels_that_wait_are_launched_early(
+    waits: bool, version: str | None, capability: tuple[int, int], early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Jitted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **constants: constants
+
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    found = Kernel(Jitted(), waits)._compiled((1,), (), {"num_warps": 4})
+    assert found == {"num_warps": 4} | ({"launch_pdl": True} if early else {})

@@ -31,6 +31,7 @@ def test_llama(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
     x = layout(torch.randn(shape, dtype=where.dtype, device=where.device) * 3)
     weight = torch.randn(shape[-1], dtype=where.dtype, device=where.device)
     check(lambda x, w: rms_norm(x, w, EPS), plain(), [x, weight], frozen=layout is contiguous)
+    assert rms_norm(x, weight, EPS).is_contiguous()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
