@@ -251,12 +251,12 @@ def loss_in_place(
 ) -> None:
     """Fills losses and ranks (M,) from logits (M, V), in whose place comes the gradient of coefficient * loss, if a
     coefficient is given."""
-    if use_kernels(logits) and coefficient is None:
-        launch_rows(logits, target, losses, torch.empty_like(losses), torch.empty_like(losses), ranks, options)
-    elif use_kernels(logits):
-        launch_in_place(logits, target, losses, ranks, coefficient, options)
-    else:
+    if not use_kernels(logits):
         _in_place_reference(logits, target, losses, ranks, coefficient, options)
+    elif coefficient is None:
+        launch_rows(logits, target, losses, torch.empty_like(losses), torch.empty_like(losses), ranks, options)
+    else:
+        launch_in_place(logits, target, losses, ranks, coefficient, options)
 
 
 def _in_place_reference(
