@@ -68,23 +68,21 @@ class Results:
         return next((float(record[key]) for key in keys if key in record), None)
 
     def ratio(self, case: str, key: str, provider: str, of: str | None = None) -> float | None:
-        """Ours over that of a provider, in the same case or in the case `of`, by the last commit that both are of."""
+        """Ours over that of a provider, in the same case or in the case `of`, of the last commit at which both were
+        run; None if one failed there."""
+        runs = ((case, "ligermodels"), (of or case, provider))
         for commit in self.commits:
-            ours = self.of_commits.get((case, "ligermodels", commit), {})
-            theirs = self.of_commits.get((of or case, provider, commit), {})
-            if key in ours and theirs.get(key):
-                return float(ours[key]) / float(theirs[key])
+            ours, theirs = (self.of_commits.get((*run, commit)) for run in runs)
+            if ours is not None and theirs is not None:
+                return float(ours[key]) / float(theirs[key]) if key in ours and theirs.get(key) else None
         return None
 
 
 def targets(found: Mapping[str, list[Record]]) -> list[Target]:
     """Those that there are results for."""
-    every = [
-        *_ops(Results(found["ops"])),
-        *_attention(latest(found["attention"])),
-        *_training(Results(found["training"])),
-    ]
-    every += [*_generation(Results(found["decoding"])), *_medusa(Results(found["medusa"])), *_loading(found["loading"])]
+    ops, training, decoding, medusa = (Results(found[name]) for name in ("ops", "training", "decoding", "medusa"))
+    every = [*_ops(ops), *_attention(latest(found["attention"])), *_training(training), *_generation(decoding)]
+    every += [*_medusa(medusa), *_loading(latest(found["loading"]))]
     return [Target(*row[:3], row[3], *row[4:]) for row in every if row[3] is not None]
 
 

@@ -22,24 +22,33 @@ ALIGNED = 16  # bytes; kernels are compiled for tensors that begin at a multiple
 BY_TYPE = (float, bool, type(None))  # of which the value makes no difference
 MAX_KNOWN = 4096  # launches of a kernel that differ in grid or kind, before all are forgotten: sizes may never repeat
 DEPENDENT_LAUNCH = (9, 0)  # the compute capability that has it
-OVERLAPS = tl.constexpr(hasattr(tl, "target_info") and not INTERPRETED) if HAS_TRITON else False
+OVERLAPS = hasattr(tl, "target_info") and not INTERPRETED  # from Triton 3.5 on
 
 
-@triton.jit
-def let_next_kernel_start():
-    """The kernel after this one may be launched as soon as all programs have come here; for it waits, as below."""
-    if OVERLAPS:  # noqa: SIM102 - only then does Triton know the second question
+if OVERLAPS:  # Triton looks up what a function names even where it would not run.
+
+    @triton.jit
+    def let_next_kernel_start():
+        """The kernel after this one may be launched as soon as all programs have come here; for it waits, as below."""
         if tl.target_info.cuda_capability_geq(9, 0):
             tl.extra.cuda.gdc_launch_dependents()
 
-
-@triton.jit
-def after_previous_kernel():
-    """A kernel's first statement: wait until the kernels before it have ended, and what they wrote can be read."""
-    let_next_kernel_start()
-    if OVERLAPS:  # noqa: SIM102
+    @triton.jit
+    def after_previous_kernel():
+        """A kernel's first statement: wait until the kernels before it have ended, and what they wrote can be read."""
+        let_next_kernel_start()
         if tl.target_info.cuda_capability_geq(9, 0):
             tl.extra.cuda.gdc_wait()
+
+else:
+
+    @triton.jit
+    def let_next_kernel_start():
+        """Kernels run one after another here."""
+
+    @triton.jit
+    def after_previous_kernel():
+        """Kernels run one after another here."""
 
 
 class Kernel:
@@ -101,5 +110,5 @@ class Kernel:
 def kernel(function: Callable[..., Any]) -> Any:
     """Decorator: the function as a Triton kernel that the host launches. `triton.jit` is for what kernels call."""
     jitted = triton.jit(function)
-    waits = bool(OVERLAPS) and "after_previous_kernel" in function.__code__.co_names
+    waits = OVERLAPS and "after_previous_kernel" in function.__code__.co_names
     return Kernel(jitted, waits) if HAS_TRITON and not INTERPRETED else jitted

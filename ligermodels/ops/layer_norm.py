@@ -97,7 +97,7 @@ def _layer_norm_backward_kernel(
     """Each program takes rows_per_program consecutive rows, ROWS at a time with STAGES of them on their way, and sums
     its own parts of the gradients of weight and bias, side by side if both are needed: no atomics, so equal bits in
     every run."""
-    let_next_kernel_start()  # itself not launched early: programs would share what processors are free first
+    let_next_kernel_start()  # not launched early: programs would crowd on the processors that are free first
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)

@@ -162,7 +162,7 @@ def _rms_norm_backward_kernel(
     """Each program takes rows_per_program consecutive rows, ROWS at a time with STAGES of them on their way, and sums
     its own part of the weight's gradient: no atomics, so equal bits in every run. With ADD, x has a gradient from
     elsewhere, dx_more."""
-    let_next_kernel_start()  # itself not launched early: programs would share what processors are free first
+    let_next_kernel_start()  # not launched early: programs would crowd on the processors that are free first
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)

@@ -7,15 +7,15 @@ row, either to sum it up or to write its gradient, and writing follows some piec
 
 import torch
 
+from ligermodels.errors import BackendError
 from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton
 from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.token_losses import LossOptions
 from ligermodels.ops.token_losses_kernels import LOWEST, effective, exp, flags, gradient_of, numbers
 
 PIECE = 4096  # logits a program takes at most
-BEHIND = (
-    14  # pieces a multiprocessor between summing up and writing: more than are read at once, less than the cache holds
-)
+# Pieces a multiprocessor between summing up and writing: more than are read at once, less than the cache holds.
+BEHIND = 14
 
 
 @triton.jit
@@ -136,17 +136,22 @@ def launch_in_place(
     options: LossOptions,
 ) -> None:
     """Fills losses and, if they are wanted, ranks (M,) from logits (M, V), whose last dimension is contiguous, and puts
-    the gradient of coefficient * loss, with coefficients (M,), in their place."""
+    the gradient of coefficient * loss, with coefficients (M,), in their place.
+
+    Raises BackendError on AMD GPUs, whose programs may not see what others have just written."""
+    if torch.version.hip and logits.is_cuda:
+        raise BackendError('cross entropy in place is for NVIDIA GPUs: run it within ops.force("reference")')
     M, V = logits.shape
     block = min(power_of_2_above(V), PIECE)
     pieces = -(-V // block)
     behind = min(max(BEHIND * processors(logits.device), pieces), M * pieces)
     both = options.return_rank or options.label_smoothing != 0
+    padded = max(power_of_2_above(pieces), 32) if pieces > 1 else 1  # a warp's, so that it waits as one
     # Little is computed, so that one thread can hold more logits at once.
     warps = block // (2048 if options.softcap is None and options.label_smoothing == 0 else 1024)
     words = target.new_zeros((1 + both, M, pieces), dtype=torch.int64)
     _cross_entropy_in_place_kernel[(2 * (M * pieces + behind),)](
         logits, logits.stride(0), target, losses, ranks, coefficients, words[0], words[-1],
         M, V, behind, options.ignore_index, *numbers(options), **flags(options), RANK=options.return_rank,
-        PIECES=pieces, PADDED=power_of_2_above(pieces), BLOCK=block, num_warps=max(warps, 1),
+        PIECES=pieces, PADDED=padded, BLOCK=block, num_warps=max(warps, 1),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.token_losses import LossOptions
 
 TILES = 4
-LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of no logits, or of infinite ones
+LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of none, or of -inf
 
 
 @triton.jit

@@ -73,7 +73,37 @@ def test_in_place(where: Where, name: str, piece: int, monkeypatch: pytest.Monke
     logits = torch.randn(2, 5, 300, dtype=where.dtype, device=where.device)
     y = targets((2, 5), 300, where.device)
     options = options_for(name, y)
+    if options.get("reduction") == "none":  # which is not done in place
+        options["reduction"] = "sum"
     y = y.masked_fill(y == -100, options.get("ignore_index", -100))
+    check(lambda x: cross_entropy(x * 1, y, in_place=True, **options), lambda x: plain_loss(x, y, **options), [logits])
+
+
+def test_in_place_pieces_of_awkward_rows(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties, -inf over whole pieces, great logits, and rows that begin anywhere."""
+    monkeypatch.setattr(token_losses_in_place, "PIECE", 16)
+    logits = torch.randn(5, 70, dtype=where.dtype, device=where.device).mul_(2).round_()
+    logits[0, 16:48] = float("-inf")
+    logits[1] = torch.where(logits[1] > 0, 1e4, -1e4)
+    y = torch.tensor([3, 69, 0, -100, 33], device=where.device)
+    for before, after in ((0, 0), (1, 2), (8, 8)):
+        check(
+            lambda x, a=before, b=after: cross_entropy(
+                torch.nn.functional.pad(x, (a, b))[..., a : 70 + a], y, in_place=True, return_rank=True
+            ),
+            lambda x: plain_loss(x, y, return_rank=True),
+            [logits],
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["mean", "all"])
+def test_in_place_large_vocabulary(name: str) -> None:
+    y = targets((40,), 150000, torch.device("cuda"))
+    options = options_for(name, y) | {"reduction": "sum"}
+    y = y.masked_fill(y == -100, options.get("ignore_index", -100))
+    logits = 2 * torch.randn(40, 150000, dtype=torch.bfloat16, device="cuda")
     check(lambda x: cross_entropy(x * 1, y, in_place=True, **options), lambda x: plain_loss(x, y, **options), [logits])
 
 
