@@ -278,6 +278,11 @@ def test_a_report_takes_the_last_record_and_misses_no_field(tmp_path: Path) -> N
     assert (target.measured, target.met) == (1.5, True)
     measure.write(tmp_path / "in" / "ops-h200.jsonl", [old])
     assert targets.targets(report.read(tmp_path / "in", "h200")) == [target]  # by the last commit that both are of
+    failed = [ours | {"failed": "out of memory", "commit": "c"}, theirs | {"eager_us": 20.0, "commit": "c"}]
+    measure.write(
+        tmp_path / "failed" / "ops-h200.jsonl", [ours | {"eager_us": 30.0}, theirs | {"eager_us": 20.0}, *failed]
+    )
+    assert targets.targets(report.read(tmp_path / "failed", "h200")) == []  # nothing older stands in for it
     measure.write(tmp_path / "apart" / "ops-h200.jsonl", [old, theirs | {"eager_us": 20.0}])
     assert targets.targets(report.read(tmp_path / "apart", "h200")) == []
     names = [path.name for path in report.write(tmp_path / "in", "h200", tmp_path / "out")]

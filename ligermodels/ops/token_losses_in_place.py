@@ -140,7 +140,7 @@ def launch_in_place(
 
     Raises BackendError on AMD GPUs, whose programs may not see what others have just written."""
     if torch.version.hip and logits.is_cuda:
-        raise BackendError('cross entropy in place is for NVIDIA GPUs: run it within ops.force("reference")')
+        raise BackendError('gradients in the place of logits need an NVIDIA GPU: train within ops.force("reference")')
     M, V = logits.shape
     block = min(power_of_2_above(V), PIECE)
     pieces = -(-V // block)

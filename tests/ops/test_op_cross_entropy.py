@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from conftest import Where
 from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import LAYOUTS, check
 
-from ligermodels.errors import InputError
+from ligermodels.errors import BackendError, InputError
 from ligermodels.ops import cross_entropy, cross_entropy_reference, token_losses_in_place
 
 
@@ -94,6 +95,12 @@ def test_in_place_pieces_of_awkward_rows(where: Where, monkeypatch: pytest.Monke
             lambda x: plain_loss(x, y, return_rank=True),
             [logits],
         )
+
+
+def test_in_place_is_refused_where_programs_may_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(BackendError, match="NVIDIA"):
+        token_losses_in_place.launch_in_place(SimpleNamespace(is_cuda=True), *[None] * 5)
 
 
 @pytest.mark.gpu
