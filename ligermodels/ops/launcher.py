@@ -3,16 +3,17 @@
 At every launch Triton works out anew for which kind of arguments the kernel has to be compiled, which takes longer than
 a small kernel runs. Here a compiled kernel is found by a key that is cheaper to make and tells apart at least what
 Triton does on NVIDIA GPUs: dtypes of tensors, whether an integer is 1, a multiple of 16 or beyond 32 or 64 bits, and
-constants. Triton's knobs, but for its launch hooks, count when a kernel is launched for the first time.
+constants. Triton's knobs, but for its launch hooks, count when a kernel is launched for the first time. Without such
+hooks it is not asked again at all: what Triton compiled is run, as torch's own compiler does it.
 
 From compute capability 9.0 on, a kernel that begins with `after_previous_kernel()` is launched while the one before it
 on its stream still runs, so that its programs are in place when that ends: programmatic dependent launch,
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +25,8 @@ MAX_KNOWN = 4096  # launches of a kernel that differ in grid or kind, before all
 DEPENDENT_LAUNCH = (9, 0)  # the compute capability that has it
 OVERLAPS = hasattr(tl, "target_info") and not INTERPRETED  # from Triton 3.5 on
 
+
+_knobs: Any = triton.knobs.runtime if HAS_TRITON else None
 
 if OVERLAPS:  # Triton looks up what a function names even where it would not run.
 
@@ -51,6 +54,31 @@ else:
         """Kernels run one after another here."""
 
 
+def _hooks() -> Any:
+    """Whether somebody, such as a profiler, asked Triton to be told of launches."""
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # chains of hooks; in Triton 3.4 a hook
+
+
+@functools.lru_cache(2**14)
+def _kind(number: int) -> int:
+    """Equal for integers that Triton compiles the same kernel for."""
+    bits = (number ^ number >> 63).bit_length()  # but the sign's
+    return 1 if number == 1 else (bits + 32 & ~31) + (number % 16 == 0)
+
+
+class Known(NamedTuple):
+    """A compiled kernel: how it is launched with Triton's hooks and, `direct`, without; the grid, what its launcher
+    needs to know of it, and the constants, which follow the arguments."""
+
+    hooked: Callable[..., None]
+    direct: Callable[..., None]
+    grid: tuple[int, ...]
+    function: Any
+    metadata: Any
+    rest: tuple[Any, ...]
+
+
 class Kernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
@@ -61,13 +89,14 @@ class Kernel:
 
     def __init__(self, jitted: Any, waits: bool = False) -> None:
         self._jitted, self._waits = jitted, waits
-        self._known: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self._known: dict[Any, Known] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        kinds: list[Any] = [torch.cuda.current_device(), grid, *constants.items()]
+        device = torch.cuda.current_device()
+        kinds: list[Any] = [device, grid, *constants.items()]
         values: list[Any] = []  # addresses in place of tensors, which Triton would have to ask for them once more
         addresses = 0
         for argument in arguments:  # a plain loop: this runs at every launch
@@ -77,8 +106,7 @@ class Kernel:
                 kinds.append(argument.dtype)
                 addresses |= value if argument.is_cuda else 1
             elif type(argument) is int:
-                bits = (argument ^ argument >> 63).bit_length()  # but the sign's
-                kinds.append(1 if argument == 1 else (bits + 32 & ~31) + (argument % 16 == 0))
+                kinds.append(_kind(argument))
             else:
                 kinds.append(type(argument) if isinstance(argument, BY_TYPE) else (type(argument), argument))
             values.append(value)
@@ -87,18 +115,26 @@ class Kernel:
             return
         key = tuple(kinds)
         known = self._known.get(key)
-        if known is not None:
-            launch, rest = known
-            launch(*values, *rest)
-            return
+        if known is None:
+            self._first(key, grid, arguments, constants)
+        elif _hooks():
+            known.hooked(*values, *known.rest)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            known.direct(*known.grid, stream, known.function, known.metadata, None, None, None, *values, *known.rest)
+
+    def _first(self, key: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """A launch that Triton prepares."""
         compiled = self._compiled(grid, arguments, constants)
         if not isinstance(compiled, triton.compiler.CompiledKernel):
             return  # a hook refused to compile it, or it is being compiled elsewhere
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        names = self._jitted.arg_names[len(arguments) :]
-        launch = compiled[grid + (1,) * (3 - len(grid))]
-        self._known[key] = launch, tuple(constants[name] for name in names)
+        rest = tuple(constants[name] for name in self._jitted.arg_names[len(arguments) :])
+        whole = (*grid, 1, 1)[:3]
+        self._known[key] = Known(
+            compiled[whole], compiled.run, whole, compiled.function, compiled.packed_metadata, rest
+        )
 
     def _compiled(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         """The kernel that Triton compiles or finds, and launches."""

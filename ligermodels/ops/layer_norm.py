@@ -18,6 +18,7 @@ from ligermodels.ops.norm_rows import (
     sum_rows,
 )
 
+FAR, FAR_FLOAT32 = 16.0, 0.25  # squared deviations from the mean, in variances, from which on rounding shows
 WIDE = 2**14  # from here on only the most warps have registers for the parts of both gradients
 
 
@@ -54,37 +55,48 @@ def layer_norm_reference(
 
 
 @triton.jit
-def _centred(v, N, BLOCK: tl.constexpr):
-    """Rows, 0 beyond N, less their means, and these."""
-    mean = tl.sum(v, axis=1) / N
-    return tl.where((tl.arange(0, BLOCK) < N)[None, :], v - mean[:, None], 0.0), mean
+def _both_sums(a, b):
+    """The sums of two tiles over their rows, in one reduction."""
+    return tl.split(tl.sum(tl.join(a, b), axis=1))
+
+
+@triton.jit
+def _moments(x, x_stride, row, level, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows less their levels, 0 beyond N; the means of this, and its mean squared deviations from them."""
+    v = load_rows(x, x_stride, row, M, N, ROWS, BLOCK).to(tl.float32) - level[:, None]
+    if not WHOLE:
+        v = tl.where((tl.arange(0, BLOCK) < N)[None, :], v, 0.0)
+    total, squares = _both_sums(v, v * v)
+    mean = total / N
+    return v, mean, tl.maximum(squares / N - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @kernel
 def _layer_norm_forward_kernel(
     x, x_stride, weight, bias, y, mean, rstd, M, N, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FAR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises ROWS rows."""
+    """Each program normalises ROWS rows. One reduction gives mean and variance, of the deviations from the row's first
+    value: the farther that one is from the mean, the more they lose to rounding. Where it shows, the mean takes its
+    place, and there is a second reduction."""
     after_previous_kernel()
     row = tl.program_id(0).to(tl.int64) * ROWS
-    col = tl.arange(0, BLOCK)
-    v = load_rows(x, x_stride, row, M, N, ROWS, BLOCK).to(tl.float32)
-    if HAS_WEIGHT:  # asked for here, so that all are on their way at once
-        w = tl.load(weight + col, mask=col < N, other=0.0)
-    if HAS_BIAS:
-        b = tl.load(bias + col, mask=col < N, other=0.0)
-    v, m = _centred(v, N, BLOCK)
-    v, rest = _centred(v, N, BLOCK)  # what rounding left of the mean: of rows far from 0 it would be much
-    r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
     rows = row + tl.arange(0, ROWS)
-    tl.store(mean + rows, m + rest, mask=rows < M)
+    level = tl.load(x + rows * x_stride, mask=rows < M, other=0.0).to(tl.float32)
+    v, rest, variance = _moments(x, x_stride, row, level, M, N, ROWS, BLOCK, WHOLE)
+    if tl.max((rest * rest > variance * FAR).to(tl.int32), axis=0) != 0:
+        level += rest
+        v, rest, variance = _moments(x, x_stride, row, level, M, N, ROWS, BLOCK, WHOLE)
+    r = 1.0 / tl.sqrt(variance + eps)
+    tl.store(mean + rows, level + rest, mask=rows < M)
     tl.store(rstd + rows, r, mask=rows < M)
-    v = v * r[:, None]
+    v = v * r[:, None] - (rest * r)[:, None]
+    col = tl.arange(0, BLOCK)  # weight and bias are asked for late: their registers would be those of rows on their way
     if HAS_WEIGHT:
-        v = v * w.to(tl.float32)[None, :]
+        v = v * tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
-        v = v + b.to(tl.float32)[None, :]
+        v = v + tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
     store_rows(y, v, row, M, N, ROWS, BLOCK)
 
 
@@ -120,9 +132,8 @@ def _layer_norm_backward_kernel(
         if NEED_X:
             if HAS_WEIGHT:
                 g = g * w[None, :]
-            level = tl.sum(g, axis=1) / N
-            along = tl.sum(g * xhat, axis=1) / N
-            g = (g - level[:, None] - xhat * along[:, None]) * r[:, None]
+            level, along = _both_sums(g, g * xhat)
+            g = (g - (level / N)[:, None] - xhat * (along / N)[:, None]) * r[:, None]
             store_rows(dx, g, row, end, N, ROWS, BLOCK)
     part = tl.program_id(0) * N * (NEED_WEIGHT + NEED_BIAS) + col
     if NEED_WEIGHT:
@@ -150,8 +161,9 @@ def _layer_norm_forward(
     launch = forward_launch(M, N)
     _layer_norm_forward_kernel[(launch.programs,)](
         rows, rows.stride(0), weight, bias, y, mean, rstd, M, N, eps,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
+        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FAR=FAR_FLOAT32 if x.dtype == torch.float32 else FAR,
+        ROWS=launch.rows, BLOCK=launch.width, WHOLE=launch.width == N,
+        num_warps=min(max(launch.rows * launch.width // 1024, 4), 32),
     )  # fmt: skip
     return y, mean, rstd
 

@@ -64,9 +64,12 @@ def row_coefficients(
 
     float32 (float64 for float64), of target's shape; 0 for ignored rows, and for all rows if they weigh nothing.
     """
-    weights = (target != ignore_index).to(torch.promote_types(dtype, torch.float32))
+    dtype, counted = torch.promote_types(dtype, torch.float32), target != ignore_index
+    if token_weights is None and reduction == "mean":
+        return counted / counted.sum(dtype=dtype).clamp_(min=1)
+    weights = counted.to(dtype)
     if token_weights is not None:
-        weights = torch.where(weights > 0, token_weights.detach().to(weights.dtype), 0.0)
+        weights = torch.where(counted, token_weights.detach().to(dtype), 0.0)
     if reduction != "mean":
         return weights
     total = weights.sum()
@@ -114,10 +117,11 @@ def check_loss(
 def check_targets(target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
     """Raises InputError for a target that is no class and not ignored; on CUDA and in a compiled graph, an assertion
     of the device's own, without waiting for it."""
-    bad = (target != ignore_index) & ((target < 0) | (target >= num_classes))
+    good = (target.clamp(0, num_classes - 1) == target) | (target == ignore_index)
     if target.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(~bad.any(), f"a target is neither in [0, {num_classes}) nor ignore_index ({ignore_index})")
-    elif bad.any():
+        torch._assert_async(good.all(), f"a target is neither in [0, {num_classes}) nor ignore_index ({ignore_index})")
+    elif not good.all():
+        bad = ~good
         index = bad.nonzero()[0].tolist()
         raise InputError(
             f"target{index} is {target[tuple(index)].item()}, which is neither in [0, {num_classes}) nor the "

@@ -2,11 +2,12 @@
 
 import torch
 
-from ligermodels.ops.dispatch import HAS_TRITON, power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.dispatch import HAS_TRITON, power_of_2_above, processors, tl, triton, use_kernels
 from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.token_losses import LossOptions
 
 TILES = 4
+SCALED = 8192  # elements that a program scales at a time
 LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of none, or of -inf
 
 
@@ -226,16 +227,17 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
     after_previous_kernel()
     f = tl.load(factor).to(tl.float32)
     if f != 1.0:
-        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32) * f
-        tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32) * f
+            tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
     """x *= factor in place, x contiguous, without a wait for the device."""
     if use_kernels(x):
-        block = 8192
+        programs = min(-(-x.numel() // SCALED), 8 * processors(x.device))  # few: mostly they only start, and end
         with torch.cuda.device_of(x):
-            _scale_kernel[(-(-x.numel() // block),)](x, factor, x.numel(), BLOCK=block, num_warps=8)
+            _scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=SCALED, num_warps=8)
     elif x.is_cuda or factor != 1:
         x.mul_(factor)

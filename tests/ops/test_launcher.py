@@ -76,6 +76,8 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
         return native(triton.backends.compiler.BaseBackend, argument, False, True, True)
 
     class Compiled:
+        function, packed_metadata, hooked = "function", "metadata", 0
+
         def __init__(self, kind: Any) -> None:
             self.kind = kind
 
@@ -83,7 +85,12 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.launch
 
         def launch(self, argument: Any) -> None:
+            Compiled.hooked += 1
             assert kind_of(argument) == self.kind, argument
+
+        def run(self, *given: Any) -> None:
+            assert given[:-1] == (4, 1, 1, "stream", "function", "metadata", None, None, None)
+            assert kind_of(given[-1]) == self.kind, given[-1]
 
     class Jitted:
         arg_names = ("argument",)
@@ -98,6 +105,7 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.result(kind_of(argument))
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
     arguments = [*INTEGERS, *Target, True, False, None, 1.0, 0.0, 2.5, float("nan")]
     for order in (arguments, arguments[::-1]):
@@ -105,7 +113,13 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
         known = Kernel(jitted)
         for argument in order * 2:
             known[(4,)](argument)
-        assert jitted.compiled < 20
+        assert jitted.compiled < 20 and Compiled.hooked == 0
+    told, hook = [], triton.knobs.runtime.launch_exit_hook
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", told.append if hook is None else type(hook)())
+    if hook is not None:
+        triton.knobs.runtime.launch_exit_hook.add(told.append)
+    known[(4,)](7)
+    assert Compiled.hooked == 1  # with a hook Triton launches it, and tells
     jitted.result = lambda kind: None  # a hook of Triton's that compiles nothing
     for _ in range(2):
         known[(5,)](7)

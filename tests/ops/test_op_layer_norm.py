@@ -72,6 +72,26 @@ def test_equal_elements_become_the_bias(where: Where, value: float, width: int) 
     assert not dw.any() and db.any() and dx.isfinite().all()
 
 
+@pytest.mark.parametrize("place", [0, 70])
+def test_a_value_far_from_all_others(where: Where, place: int) -> None:
+    """Wherever it stands, it takes no more from the others' precision than rounding does."""
+    x = make(where, 6, 100)
+    x[:, place] = torch.tensor([0.0, 40.0, -300.0, 1000.0, 6e4, -6e4], device=where.device)
+    weight, bias = make(where, 100), make(where, 100)
+    check(op, plain, [x, weight, bias])
+    few = 16 * torch.finfo(where.dtype).eps
+    torch.testing.assert_close(op(x).double(), plain(x.double()), atol=few * 1e-2, rtol=few)
+
+
+def test_not_a_number(where: Where) -> None:
+    """What is not finite shows in all of its row and nowhere else."""
+    x = make(where, 7, 50)
+    for row, (place, value) in enumerate([(0, "nan"), (9, "nan"), (0, "inf"), (9, "inf"), (0, "-inf"), (49, "-inf")]):
+        x[row, place] = float(value)
+    y = op(x)
+    assert y[:6].isnan().all() and y[6].isfinite().all()
+
+
 def test_rows_too_wide_for_the_kernel(where: Where) -> None:
     x, weight, bias = (make(where, *shape) for shape in ((2, MAX_KERNEL_WIDTH + 1), *[(MAX_KERNEL_WIDTH + 1,)] * 2))
     check(op, plain, [x, weight, bias])
