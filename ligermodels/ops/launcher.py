@@ -20,7 +20,7 @@ import torch
 from ligermodels.ops.dispatch import HAS_TRITON, INTERPRETED, tl, triton
 
 ALIGNED = 16  # bytes; kernels are compiled for tensors that begin at a multiple of this
-BY_TYPE = (float, bool, type(None))  # of which the value makes no difference
+BY_TYPE = frozenset((float, bool, type(None)))  # of which the value makes no difference
 MAX_KNOWN = 4096  # launches of a kernel that differ in grid or kind, before all are forgotten: sizes may never repeat
 DEPENDENT_LAUNCH = (9, 0)  # the compute capability that has it
 OVERLAPS = hasattr(tl, "target_info") and not INTERPRETED  # from Triton 3.5 on
@@ -100,15 +100,16 @@ class Kernel:
         values: list[Any] = []  # addresses in place of tensors, which Triton would have to ask for them once more
         addresses = 0
         for argument in arguments:  # a plain loop: this runs at every launch
-            value = argument
-            if isinstance(argument, torch.Tensor):
-                value = argument.data_ptr()
-                kinds.append(argument.dtype)
-                addresses |= value if argument.is_cuda else 1
-            elif type(argument) is int:
-                kinds.append(_kind(argument))
-            else:
-                kinds.append(type(argument) if isinstance(argument, BY_TYPE) else (type(argument), argument))
+            value, kind = argument, type(argument)
+            if kind is int:
+                kind = _kind(argument)
+            elif kind not in BY_TYPE:
+                if isinstance(argument, torch.Tensor):
+                    value, kind = argument.data_ptr(), argument.dtype
+                    addresses |= value if argument.is_cuda else 1
+                else:
+                    kind = kind, argument
+            kinds.append(kind)
             values.append(value)
         if addresses % ALIGNED:
             self._compiled(grid, arguments, constants)
