@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
+from itertools import pairwise
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,20 @@ def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = Non
 
     timed(2)
     return timed(min(max(int(60 / timed(3)), 5), 200))
+
+
+def one_after_another(call: Callable[[], Any], count: int) -> list[float]:
+    """Milliseconds of each of `count` calls on the device, which does not wait for the host between them; without a
+    GPU, wall time."""
+    call()  # the host is behind at first
+    if not torch.cuda.is_available():
+        return [eager_microseconds(call, 1, 1) / 1e3 for _ in range(count)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    for event in events:
+        event.record()
+        call()
+    synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(events)]
 
 
 def taking_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = 3) -> dict[str, float]:

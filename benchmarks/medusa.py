@@ -8,7 +8,6 @@ own lm_head for all heads; "ligermodels stage 2" trains the model too, its norms
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,16 +96,11 @@ def timed(
     step()
     measure.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    held, times = torch.cuda.memory_allocated(), []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        step()
-        measure.synchronize()
-        times.append(time.perf_counter() - start)
-    seconds = sorted(times)[STEPS // 2]
+    held = torch.cuda.memory_allocated()
+    step_ms = sorted(measure.one_after_another(step, STEPS))[STEPS // 2]
     return {
-        "step_ms": seconds * 1e3,
-        "tokens_per_s": ids.numel() / seconds,
+        "step_ms": step_ms,
+        "tokens_per_s": ids.numel() / step_ms * 1e3,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "held_gib": held / 2**30,
         "gradients_gib": sum(p.nbytes for group in optimizer.param_groups for p in group["params"]) / 2**30,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -133,18 +132,13 @@ def run(case: Case, provider: str, profiled: bool = False) -> dict[str, Any]:
 
 
 def timed(step: Callable[[], None]) -> dict[str, Any]:
-    """Median time, and most memory allocated."""
+    """Median time of steps that follow one another, as in training, without a wait between them; and most memory."""
     for _ in range(WARM_UP):
         step()
     measure.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        step()
-        measure.synchronize()
-        times.append(time.perf_counter() - start)
-    return {"step_ms": sorted(times)[STEPS // 2] * 1e3, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    times = measure.one_after_another(step, STEPS)
+    return {"step_ms": sorted(times)[STEPS // 2], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def record_of(case: Case, provider: str, verifier: Verifier, least: dict[str, float], profiled: bool) -> dict[str, Any]:

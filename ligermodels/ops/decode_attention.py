@@ -180,7 +180,8 @@ def _attend(
     keys = tl.load(k + row * k_slot + d, mask=within, other=0.0)
     values = tl.load(v + row * v_slot + d, mask=within, other=0.0)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    scores = tl.where(visible, effective(scores, scale, softcap, True, CAPPED), float("-inf"))
+    scores, _ = effective(scores, scale, softcap, True, CAPPED)
+    scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, axis=1))
     shift = tl.where(highest == float("-inf"), 0.0, highest)  # so far the row has seen nothing
     weights = tl.exp2(scores - shift[:, None])

@@ -95,7 +95,7 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()  # torch.cuda.current_device, but for asking whether CUDA has been set up
         kinds: list[Any] = [device, grid, *constants.items()]
         values: list[Any] = []  # addresses in place of tensors, which Triton would have to ask for them once more
         addresses = 0

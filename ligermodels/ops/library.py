@@ -52,6 +52,8 @@ def opaque_op(
                 type(tensor) not in PLAIN or tensor.is_meta or torch._C._len_torch_dispatch_stack()
             ):
                 return op(first, *args)
+            if not torch.is_grad_enabled():  # as within the passes of an autograd.Function
+                return on_device(first, *args)
             with torch._C._AutoDispatchBelowAutograd():
                 return on_device(first, *args)
 

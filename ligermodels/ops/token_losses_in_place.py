@@ -11,7 +11,16 @@ from ligermodels.errors import BackendError
 from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton
 from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.token_losses import LossOptions
-from ligermodels.ops.token_losses_kernels import LOWEST, effective, exp, flags, gradient_of, numbers
+from ligermodels.ops.token_losses_kernels import (
+    LOWEST,
+    effective,
+    effective_tile,
+    exp,
+    flags,
+    gradient_of,
+    gradient_tile,
+    numbers,
+)
 
 PIECE = 4096  # logits a program takes at most
 # Pieces a multiprocessor between summing up and writing: more than are read at once, less than the cache holds.
@@ -76,7 +85,7 @@ def _cross_entropy_in_place_kernel(
         factor = c / total
         if z_loss != 0.0:
             factor *= 1.0 + 2.0 * z_loss * (maximum + tl.log(total))
-        g = gradient_of(
+        g = gradient_tile(
             given, col, y, maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
         )
         near = (y >= first) & (y < first + BLOCK)
@@ -84,14 +93,14 @@ def _cross_entropy_in_place_kernel(
         if near:
             at_y = tl.load(at_target).to(tl.float32)
             tl.debug_barrier()  # all threads have read it
-        tl.store(start + col, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        tl.store(start + col, g, mask=inside, eviction_policy="evict_first")
         if near:
             tl.debug_barrier()
             g_y = gradient_of(
                 at_y, 0, 0, maximum, factor, c, V, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED
             )
             tl.store(at_target, g_y.to(logits.dtype.element_ty))
-            at_y = effective(at_y, scale, softcap, SCALED, CAPPED)
+            at_y, _ = effective(at_y, scale, softcap, SCALED, CAPPED)
             # x_y - max and log_sum stay apart: their sum would lose what logits of great size leave of the loss.
             log_sum = tl.log(total)
             loss = (1.0 - smoothing) * (log_sum - (at_y - maximum))
@@ -105,9 +114,7 @@ def _cross_entropy_in_place_kernel(
                 tl.store(ranks + row, tl.sum(tl.where(there, found.to(tl.int32) - 1, 0), axis=0).to(tl.int64))
     elif valid:
         given = tl.load(start + col, mask=inside, other=float("-inf"), eviction_policy="evict_last")
-        x = effective(given, scale, softcap, SCALED, CAPPED)
-        if SCALED or CAPPED:
-            x = tl.where(inside, x, float("-inf"))
+        x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED)
         if SMOOTHED or RANK:  # before the word below, after which the row may be written
             plain, before = tl.full((), 0.0, dtype=tl.float32), tl.full((), 0, dtype=tl.int32)
             if SMOOTHED:
@@ -149,9 +156,11 @@ def launch_in_place(
     padded = max(power_of_2_above(pieces), 32) if pieces > 1 else 1  # a warp's, so that it waits as one
     # Little is computed, so that one thread can hold more logits at once.
     warps = block // (2048 if options.softcap is None and options.label_smoothing == 0 else 1024)
+    # Without a limit tanh takes so many registers that few programs run at once.
+    limits = {} if options.softcap is None else {"maxnreg": 64}
     words = target.new_zeros((1 + both, M, pieces), dtype=torch.int64)
     _cross_entropy_in_place_kernel[(2 * (M * pieces + behind),)](
         logits, logits.stride(0), target, losses, ranks, coefficients, words[0], words[-1],
         M, V, behind, options.ignore_index, *numbers(options), **flags(options), RANK=options.return_rank,
-        PIECES=pieces, PADDED=padded, BLOCK=block, num_warps=max(warps, 1),
+        PIECES=pieces, PADDED=padded, BLOCK=block, num_warps=max(warps, 1), **limits,
     )  # fmt: skip

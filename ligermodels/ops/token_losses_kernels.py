@@ -8,28 +8,61 @@ from ligermodels.ops.token_losses import LossOptions
 
 TILES = 4
 SCALED = 8192  # elements that a program scales at a time
+NEAR = tl.constexpr(0.8) if HAS_TRITON else None
 LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of none, or of -inf
 
 
 @triton.jit
-def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """Effective logits of given ones, in float32; scale is logit_scale, over softcap if there is one.
+def _tanh_near(x):
+    """tanh(x) for |x| < NEAR: an odd polynomial (a minimax fit of relative error 4e-9), which nothing cancels in."""
+    z = x * x
+    p = 0.0015847518 * z - 0.0074095489
+    p = p * z + 0.021302985
+    p = p * z - 0.05385233
+    p = p * z + 0.13332221
+    p = p * z - 0.33333297
+    return x + x * z * p
 
-    tanh is an odd polynomial near 0, where the formula in exp would cancel (a least-squares fit of relative error
-    3e-9 up to 0.6), so that no value is off by more than a few units in the last place."""
+
+@triton.jit
+def _is_near(given, scale):
+    """Whether all of a tile of logits is where the polynomial alone gives tanh, as it mostly is."""
+    return tl.max(tl.abs(given.to(tl.float32))) * scale < NEAR
+
+
+@triton.jit
+def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, ALL_NEAR: tl.constexpr = False):
+    """Effective logits of given ones, in float32, and, CAPPED, 1 - tanh^2; scale is logit_scale, over softcap if there
+    is one. Neither is off by more than a few units in the last place."""
     x = x.to(tl.float32)
     if SCALED or CAPPED:
         x = x * scale
+    slope = x
     if CAPPED:
-        z = x * x
-        near = -0.00590587 * z + 0.02080538
-        near = near * z - 0.05378668
-        near = near * z + 0.13331958
-        near = near * z - 0.33333299
-        near = x + x * z * near
-        far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
-        far = tl.where(x < 0, -far, far)
-        x = softcap * tl.where(tl.abs(x) < 0.6, near, far)
+        if ALL_NEAR:
+            x = _tanh_near(x)
+            slope = 1.0 - x * x
+        else:
+            e = tl.exp(-2.0 * tl.abs(x))
+            share = 1.0 / (1.0 + e)
+            far = 1.0 - 2.0 * e * share
+            x = tl.where(tl.abs(x) < NEAR, _tanh_near(x), tl.where(x < 0, -far, far))
+            slope = 4.0 * e * share * share
+        x = softcap * x
+    return x, slope
+
+
+@triton.jit
+def effective_tile(given, inside, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """Effective logits of a tile that is -inf where it is not inside, and stays so."""
+    if CAPPED:
+        if _is_near(given, scale):  # and so all inside
+            x, _ = effective(given, scale, softcap, SCALED, CAPPED, ALL_NEAR=True)
+        else:
+            x, _ = effective(given, scale, softcap, SCALED, CAPPED)
+            x = tl.where(inside, x, float("-inf"))
+    else:
+        x, _ = effective(given, scale, softcap, SCALED, CAPPED)
     return x
 
 
@@ -48,11 +81,10 @@ def _observe(
     exp(x - maximum), plain sums, and counts of logits that stand before the target's."""
     inside = col < V
     if MASKED:
-        given = tl.load(start + col, mask=inside, other=0.0)
-        x = tl.where(inside, effective(given, scale, softcap, SCALED, CAPPED), float("-inf"))
+        given = tl.load(start + col, mask=inside, other=float("-inf"))
     else:
         given = tl.load(start + col)
-        x = effective(given, scale, softcap, SCALED, CAPPED)
+    x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED)
     higher = tl.maximum(top, tl.max(x, axis=0))
     total = total * exp(top - higher) + tl.sum(exp(x - higher[None, :]), axis=0)
     if SMOOTHED:
@@ -65,19 +97,41 @@ def _observe(
 @triton.jit
 def gradient_of(
     given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ALL_NEAR: tl.constexpr = False,
 ):  # fmt: skip
     """Gradient of coefficient * loss by given logits of columns col. c: coefficient * logit_scale. factor: c times
     1 + 2 z_loss lse, over the sum of exp(x - maximum). near_target: whether the target may be among them."""
-    x = effective(given, scale, softcap, SCALED, CAPPED)
+    x, slope = effective(given, scale, softcap, SCALED, CAPPED, ALL_NEAR)
     g = exp(x - maximum) * factor
     if SMOOTHED:
         g = g - c * smoothing / V
     if near_target:
         g = tl.where(col == y, g - c * (1.0 - smoothing), g)
-    if CAPPED:  # times 1 - tanh^2, which is 4 e / (1 + e)^2 with e = exp(-2 |x|): exact where tanh is near 1
-        e = tl.exp(-2.0 * tl.abs(given.to(tl.float32) * scale))
-        g = g * (4.0 * e / ((1.0 + e) * (1.0 + e)))
+    if CAPPED:
+        g = g * slope
+    return g
+
+
+@triton.jit
+def gradient_tile(
+    given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+):  # fmt: skip
+    """The same of a tile, in its dtype."""
+    if CAPPED:
+        if _is_near(given, scale):
+            g = gradient_of(
+                given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
+                SCALED, CAPPED, SMOOTHED, ALL_NEAR=True,
+            ).to(given.dtype)  # fmt: skip
+        else:
+            g = gradient_of(
+                given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target, SCALED, CAPPED, SMOOTHED
+            ).to(given.dtype)
+    else:
+        g = gradient_of(
+            given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target, SCALED, CAPPED, SMOOTHED
+        ).to(given.dtype)
     return g
 
 
@@ -117,7 +171,8 @@ def _cross_entropy_row_kernel(
         maximum = tl.max(top, axis=0)
         log_sum = tl.log(tl.sum(total * exp(top - maximum), axis=0))
         # x_y - max and log_sum stay apart: their sum would lose what logits of great size leave of the loss.
-        loss = (1.0 - smoothing) * (log_sum - (effective(at_y, scale, softcap, SCALED, CAPPED) - maximum))
+        at_y, _ = effective(at_y, scale, softcap, SCALED, CAPPED)
+        loss = (1.0 - smoothing) * (log_sum - (at_y - maximum))
         if SMOOTHED:
             loss += smoothing * (log_sum - (tl.sum(plain, axis=0) / V - maximum))
         loss += z_loss * (maximum + log_sum) * (maximum + log_sum)
@@ -150,12 +205,12 @@ def _cross_entropy_gradient_kernel(
     if (y != ignore_index) & (y >= 0) & (y < V):
         maximum, log_sum = tl.load(maxima + row), tl.load(log_sums + row)
         c = tl.load(coefficients + row) * logit_scale
-        g = gradient_of(
+        g = gradient_tile(
             tl.load(logits + row * stride + col, mask=col < V, other=0.0), col, y,
             maximum, c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum), c,
             V, scale, softcap, smoothing, (y >= first) & (y < first + BLOCK), SCALED, CAPPED, SMOOTHED,
         )  # fmt: skip
-        tl.store(out, g.to(gradient.dtype.element_ty), mask=col < V)
+        tl.store(out, g, mask=col < V)
     else:
         tl.store(out, tl.zeros((BLOCK,), dtype=tl.float32).to(gradient.dtype.element_ty), mask=col < V)
 

@@ -104,7 +104,7 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
             self.compiled += 1
             return self.result(kind_of(argument))
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
     arguments = [*INTEGERS, *Target, True, False, None, 1.0, 0.0, 2.5, float("nan")]
