@@ -10,8 +10,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
-from itertools import pairwise
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,8 @@ def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = Non
 
 
 def one_after_another(call: Callable[[], Any], count: int) -> list[float]:
-    """Milliseconds of each of `count` calls on the device, which does not wait for the host between them; without a
-    GPU, wall time."""
+    """Milliseconds of each of `count` calls on the device, which does not wait for the host between them."""
     call()  # the host is behind at first
-    if not torch.cuda.is_available():
-        return [eager_microseconds(call, 1, 1) / 1e3 for _ in range(count)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     for event in events:
         event.record()

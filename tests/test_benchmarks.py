@@ -60,6 +60,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measure, "DEVICE", "cpu")
     monkeypatch.setattr(measure, "milliseconds", milliseconds)
+    monkeypatch.setattr(measure, "one_after_another", lambda call, count: [milliseconds(call)] * count)
     monkeypatch.setattr(measure, "graphed", lambda call, times=1: lambda: [call() for _ in range(times)])
     monkeypatch.setattr(measure, "eager_microseconds", lambda call: 1e3 * milliseconds(call))
     monkeypatch.setattr(measure, "peak_mib", lambda call: float(len(call())))

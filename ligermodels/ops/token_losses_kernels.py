@@ -80,10 +80,7 @@ def _observe(
     """Takes a tile (TILES, BLOCK) of a row's logits into what its BLOCK lanes have seen so far: their maxima, sums of
     exp(x - maximum), plain sums, and counts of logits that stand before the target's."""
     inside = col < V
-    if MASKED:
-        given = tl.load(start + col, mask=inside, other=float("-inf"))
-    else:
-        given = tl.load(start + col)
+    given = tl.load(start + col, mask=inside, other=float("-inf")) if MASKED else tl.load(start + col)
     x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED)
     higher = tl.maximum(top, tl.max(x, axis=0))
     total = total * exp(top - higher) + tl.sum(exp(x - higher[None, :]), axis=0)
