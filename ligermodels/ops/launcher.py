@@ -100,7 +100,8 @@ class Kernel:
         values: list[Any] = []  # addresses in place of tensors, which Triton would have to ask for them once more
         addresses = 0
         for argument in arguments:  # a plain loop: this runs at every launch
-            value, kind = argument, type(argument)
+            value: Any = argument
+            kind: Any = type(argument)
             if kind is int:
                 kind = _kind(argument)
             elif kind not in BY_TYPE:
