@@ -31,14 +31,21 @@ def kind(kernel: str) -> str:
 
 
 def profile(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of the kernels of each class in a call of `step`, longest first."""
+    """Milliseconds of the kernels of each class in a call of `step`, longest first. Kernels that are launched early
+    wait for those before them: what runs at the same time counts for what began first."""
     measure.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
         step()
         measure.synchronize()
+    # Annotations, such as the optimizer's, span kernels on the device and would count them twice.
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in found.events() or ()
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    )
     total: Counter[str] = Counter()
-    for event in found.events() or ():
-        # Annotations, such as the optimizer's, span kernels on the device and would count them twice.
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            total[kind(event.name)] += event.time_range.elapsed_us()
+    done = 0.0
+    for start, end, name in spans:
+        total[kind(name)] += max(end - max(start, done), 0.0)
+        done = max(done, end)
     return {name: microseconds / 1e3 for name, microseconds in total.most_common()}
