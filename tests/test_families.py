@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from zoo import BASE, CONFIGS, make_checkpoint, plain, relative_error, stored_as
 
 import ligermodels as lm
+from ligermodels import ops
 from ligermodels.verify import verify
 
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
@@ -207,3 +208,18 @@ def test_gemma_says_gelu_and_means_the_tanh_form() -> None:
     """As all loaders but a few versions of transformers read it."""
     said, meant = (lm.from_config({**CONFIGS["gemma"], "hidden_act": act}) for act in ("gelu", "gelu_pytorch_tanh"))
     assert said.config == meant.config
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_hooks_of_norms_see_what_is_added(name: str) -> None:
+    """Though without them the addition is part of the norm, with the same result."""
+    model = lm.from_config(CONFIGS[name], dtype=torch.float32, device="cpu")
+    ids, seen = torch.randint(100, (2, 9)), []
+    wanted = model(ids).logits
+    for norm in (model.blocks[0].attention_post_norm, model.blocks[0].mlp_post_norm):
+        norm.register_forward_hook(lambda module, inputs, output: seen.append((inputs, output)))
+    torch.testing.assert_close(model(ids).logits, wanted)
+    for (x,), output in seen:
+        expected = ops.rms_norm(x, norm.weight, norm.config.eps, offset=norm.config.offset, cast=norm.config.cast)
+        torch.testing.assert_close(output, expected)
+    assert len(seen) == 2

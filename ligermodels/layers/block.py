@@ -61,9 +61,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, H) -> (B, T, H), or (1, n, H) of the context's `rows`."""
         y, x = self.attention_norm(x)
-        branch = self._scaled(self.attention_post_norm(self.attention(y, context)))
-        y, x = self.mlp_norm(take_rows(x, context.rows), branch)
-        return x + self._scaled(self.mlp_post_norm(self.mlp(y, context)))
+        branch, x = self._normalised(self.attention_post_norm, self.attention(y, context), take_rows(x, context.rows))
+        y, x = self.mlp_norm(x, branch)
+        branch, x = self._normalised(self.mlp_post_norm, self.mlp(y, context), x)
+        return x if branch is None else x + branch
 
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_scale == 1.0 else self.residual_scale * branch
+    def _normalised(self, norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What is to be added to the residual stream, and the stream; None if it has been added."""
+        watched = norm._forward_hooks or norm._forward_pre_hooks  # which look for what is added
+        if type(norm) is RMSNorm and self.residual_scale == 1.0 and not watched:
+            return None, norm(branch, x)
+        branch = norm(branch)
+        return branch if self.residual_scale == 1.0 else self.residual_scale * branch, x

@@ -37,9 +37,14 @@ class RMSNorm(nn.Module):
         """Scale one."""
         nn.init.constant_(self.weight, 1.0 - self.config.offset)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., size) -> (..., size), same dtype."""
-        return cheap(self._normalised, x, self.weight)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x (..., size) -> (..., size), same dtype; with a residual, of that shape, their sum, of the wider dtype."""
+        if residual is None:
+            return cheap(self._normalised, x, self.weight)
+        if residual.dtype != x.dtype:  # under autocast
+            return residual + self._normalised(x, self.weight)
+        config = self.config
+        return ops.rms_norm(x, self.weight, config.eps, offset=config.offset, cast=config.cast, residual=residual)
 
     def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
         return ops.rms_norm(x, weight, self.config.eps, offset=self.config.offset, cast=self.config.cast)

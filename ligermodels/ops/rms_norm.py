@@ -27,6 +27,7 @@ def rms_norm(
     *,
     offset: float = 0.0,
     cast: Literal["before", "after"] = "before",
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x / rms(x) * (offset + weight), with rms(x) = sqrt(mean(x^2) + eps) over the last dimension.
 
@@ -34,12 +35,16 @@ def rms_norm(
     Returns a contiguous tensor of x's shape and dtype. float32 inside (float64 for float64).
     cast: where the normalised value is rounded to x's dtype: "before" the product with the weight, as Llama does it, or
         "after", as Gemma does it. The gradients are those of the unrounded value.
+    residual: (..., N), of x's dtype, any strides, or None: added to the result, as what follows a layer whose output is
+        normalised (Gemma 2); both the result and the sum are rounded.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     _check("rms_norm", x, weight, cast)
+    if residual is not None:
+        _check_residual("rms_norm", x, residual)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
-        return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
-    return _RMSNorm.apply(x, None, weight, eps, offset, cast == "before", False)
+        return rms_norm_reference(x, weight, eps, offset=offset, cast=cast, residual=residual)
+    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before", residual is not None, False)
 
 
 def add_rms_norm(
@@ -62,15 +67,11 @@ def add_rms_norm(
     if residual is None:
         if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
             return rms_norm_reference(x, weight, eps, offset=offset, cast=cast), x
-        return _RMSNorm.apply(x, None, weight, eps, offset, cast == "before", True)
-    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
-        raise InputError(
-            f"add_rms_norm: residual must be like x, {x.dtype} {tuple(x.shape)} on {x.device}; "
-            f"got {residual.dtype} {tuple(residual.shape)} on {residual.device}"
-        )
+        return _RMSNorm.apply(x, None, weight, eps, offset, cast == "before", False, True)
+    _check_residual("add_rms_norm", x, residual)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before", True)
+    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before", False, True)
 
 
 def rms_norm_reference(
@@ -80,6 +81,7 @@ def rms_norm_reference(
     *,
     offset: float = 0.0,
     cast: Literal["before", "after"] = "before",
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification of `rms_norm`, in plain torch."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -89,7 +91,8 @@ def rms_norm_reference(
         if cast == "before":
             y = y.to(x.dtype).to(dtype)
         y = y * (weight.to(dtype) + offset)
-    return y.to(x.dtype).contiguous()
+    y = y.to(x.dtype).contiguous()
+    return y if residual is None else (y + residual).contiguous()
 
 
 def add_rms_norm_reference(
@@ -111,6 +114,14 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor | None, cast: str) -> 
     check_norm(op, x, x.shape[-1], "weight", weight, cast)
 
 
+def _check_residual(op: str, x: torch.Tensor, residual: torch.Tensor) -> None:
+    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+        raise InputError(
+            f"{op}: residual must be like x, {x.dtype} {tuple(x.shape)} on {x.device}; "
+            f"got {residual.dtype} {tuple(residual.shape)} on {residual.device}"
+        )
+
+
 def check_norm(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Tensor | None, cast: str) -> None:
     """Raises InputError unless the weight, called `name`, can scale rows of x that are `size` long."""
     if cast not in ("before", "after"):
@@ -121,10 +132,12 @@ def check_norm(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Ten
 @kernel
 def _rms_norm_forward_kernel(
     x, x_stride, residual, residual_stride, weight, y, total, rstd, M, N, eps, offset, rows_per_program,
-    ADD: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, ADD_AFTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises rows_per_program consecutive rows, ROWS at a time: of x or, with ADD, of x + residual.
-    It asks for the next rows before it computes these, so that memory is never idle."""
+    """Each program normalises rows_per_program consecutive rows, ROWS at a time: of x or, with ADD, of x + residual;
+    with ADD_AFTER it adds the residual to what it has normalised. It asks for the next rows before it computes these,
+    so that memory is never idle."""
     after_previous_kernel()
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
@@ -132,14 +145,16 @@ def _rms_norm_forward_kernel(
     if HAS_WEIGHT:
         w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
     values = load_rows(x, x_stride, first, end, N, ROWS, BLOCK)
-    if ADD:
+    if ADD or ADD_AFTER:
         addend = load_rows(residual, residual_stride, first, end, N, ROWS, BLOCK)
     for row in range(first, end, ROWS):
         v = values.to(tl.float32)
         values = load_rows(x, x_stride, row + ROWS, end, N, ROWS, BLOCK)
-        if ADD:
-            rounded = (v + addend.to(tl.float32)).to(total.dtype.element_ty)
+        if ADD or ADD_AFTER:
+            more = addend.to(tl.float32)
             addend = load_rows(residual, residual_stride, row + ROWS, end, N, ROWS, BLOCK)
+        if ADD:
+            rounded = (v + more).to(total.dtype.element_ty)
             store_rows(total, rounded, row, end, N, ROWS, BLOCK)
             v = rounded.to(tl.float32)
         r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
@@ -150,6 +165,8 @@ def _rms_norm_forward_kernel(
             if CAST_BEFORE:
                 v = v.to(x.dtype.element_ty).to(tl.float32)
             v = v * w[None, :]
+        if ADD_AFTER:
+            v = v.to(y.dtype.element_ty).to(tl.float32) + more
         store_rows(y, v, row, end, N, ROWS, BLOCK)
 
 
@@ -199,8 +216,9 @@ def _forward_fake(
     eps: float,
     offset: float,
     cast_before: bool,
+    after: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    total = empty_like(x) if residual is not None else x.new_empty(0)
+    total = empty_like(x) if residual is not None and not after else x.new_empty(0)
     return empty_like(x), total, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -212,9 +230,11 @@ def _rms_norm_forward(
     eps: float,
     offset: float,
     cast_before: bool,
+    after: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x or x + residual normalised, the sum (empty if there is none), and 1 / rms of each row for the backward pass."""
-    y, total, rstd = _forward_fake(x, residual, weight, eps, offset, cast_before)
+    """x or x + residual normalised, or x normalised + residual if it comes `after`; the sum that was normalised (empty
+    if there is none), and 1 / rms of each row for the backward pass."""
+    y, total, rstd = _forward_fake(x, residual, weight, eps, offset, cast_before, after)
     rows, weight = as_rows(x), None if weight is None else weight.contiguous()
     others = None if residual is None else as_rows(residual)
     M, N = rows.shape
@@ -222,7 +242,7 @@ def _rms_norm_forward(
     _rms_norm_forward_kernel[(launch.programs,)](
         rows, rows.stride(0), others, 0 if others is None else others.stride(0), weight, y, total, rstd,
         M, N, eps, offset, launch.rows_per_program,
-        ADD=others is not None, HAS_WEIGHT=weight is not None, CAST_BEFORE=cast_before,
+        ADD=others is not None and not after, ADD_AFTER=after, HAS_WEIGHT=weight is not None, CAST_BEFORE=cast_before,
         ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
     )  # fmt: skip
     return y, total, rstd
@@ -274,7 +294,7 @@ def _rms_norm_backward(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y or, with `both`, y and the sum."""
+    """y or, with `both`, y and the sum that is normalised; a residual is part of it, or comes `after`."""
 
     @staticmethod
     def forward(
@@ -285,12 +305,13 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         offset: float,
         cast_before: bool,
+        after: bool,
         both: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y, total, rstd = _rms_norm_forward(x, residual, weight, eps, offset, cast_before)
-        total = x if residual is None else total
+        y, total, rstd = _rms_norm_forward(x, residual, weight, eps, offset, cast_before, after)
+        total = x if residual is None or after else total
         ctx.save_for_backward(total, weight, rstd)
-        ctx.offset = offset
+        ctx.offset, ctx.after = offset, after
         ctx.set_materialize_grads(False)  # a sum that nobody uses costs nothing
         return (y, total) if both else y
 
@@ -303,6 +324,7 @@ class _RMSNorm(torch.autograd.Function):
         need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
         dx, dw = dtotal, None
         if dy is not None:
-            need_sum = need_x or need_residual
+            need_sum = need_x or (need_residual and not ctx.after)
             dx, dw = _rms_norm_backward(dy, dtotal, x, weight, rstd, ctx.offset, need_sum, need_weight)
-        return dx if need_x else None, dx if need_residual else None, dw if need_weight else None, *[None] * 4
+        of_residual = dy if ctx.after else dx
+        return dx if need_x else None, of_residual if need_residual else None, dw if need_weight else None, *[None] * 5

@@ -36,6 +36,11 @@ CASES = {
     "rms_norm": Case(
         lambda x, w: ops.rms_norm(x, w, 1e-6), ((5, 70), (70,)), ("rms_norm_forward", "rms_norm_backward")
     ),
+    "rms_norm and a sum": Case(
+        lambda x, r, w: ops.rms_norm(x, w, 1e-6, residual=r),
+        ((5, 70), (5, 70), (70,)),
+        ("rms_norm_forward", "rms_norm_backward"),
+    ),
     "add_rms_norm": Case(
         lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-6),
         ((5, 70), (5, 70), (70,)),

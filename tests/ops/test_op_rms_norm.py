@@ -44,6 +44,21 @@ def test_sum(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sum_after(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
+    """The residual is added to what is normalised."""
+    x, residual = (layout(torch.randn(shape, dtype=where.dtype, device=where.device) * n) for n in (3, 1))
+    weight = torch.randn(shape[-1], dtype=where.dtype, device=where.device)
+    check(
+        lambda x, r, w: rms_norm(x, w, EPS, offset=0.5, cast="after", residual=r),
+        lambda x, r, w: plain(0.5, "after")(x, w) + r,
+        [x, residual, weight],
+        frozen=layout is contiguous,
+    )
+    check(lambda x: rms_norm(x, None, EPS, residual=x), lambda x: plain()(x) + x, [x])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_handed_on(where: Where, shape: tuple[int, ...]) -> None:
     """Without a residual the sum is x, and the gradient of what becomes of it joins that of the norm."""
     x = strided_rows(torch.randn(shape, dtype=where.dtype, device=where.device))
@@ -119,6 +134,7 @@ def test_large(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape[1], dtype=torch.bfloat16, device="cuda")
     check(lambda x, w: rms_norm(x, w, EPS), plain(), [x, weight])
     check(lambda x, r, w: add_rms_norm(x, r, w, EPS), plain_add(), [x, torch.randn_like(x), weight])
+    check(lambda x, r, w: rms_norm(x, w, EPS, residual=r), lambda x, r, w: plain()(x, w) + r, [x, x.flip(0), weight])
 
 
 def test_reference_gradients() -> None:
@@ -135,6 +151,7 @@ def test_reference_gradients() -> None:
         ({"x": torch.ones(2, 3, dtype=torch.int64), "weight": None}, "x must be floating"),
         ({"x": torch.ones(2, 0), "weight": None}, "N > 0"),
         ({"x": torch.ones(2, 3), "weight": None, "cast": "never"}, "cast must be"),
+        ({"x": torch.ones(2, 3), "weight": None, "residual": torch.ones(3)}, "residual must be like x"),
         ({"x": torch.ones(2, 3), "weight": torch.ones(3, device="meta")}, "weight is on meta"),
     ],
 )
