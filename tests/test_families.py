@@ -217,9 +217,9 @@ def test_hooks_of_norms_see_what_is_added(name: str) -> None:
     ids, seen = torch.randint(100, (2, 9)), []
     wanted = model(ids).logits
     for norm in (model.blocks[0].attention_post_norm, model.blocks[0].mlp_post_norm):
-        norm.register_forward_hook(lambda module, inputs, output: seen.append((inputs, output)))
+        norm.register_forward_hook(lambda *call: seen.append(call))
     torch.testing.assert_close(model(ids).logits, wanted)
-    for (x,), output in seen:
+    for norm, (x,), output in seen:
         expected = ops.rms_norm(x, norm.weight, norm.config.eps, offset=norm.config.offset, cast=norm.config.cast)
         torch.testing.assert_close(output, expected)
     assert len(seen) == 2
