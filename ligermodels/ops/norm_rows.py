@@ -13,6 +13,7 @@ from ligermodels.ops.launcher import after_previous_kernel, kernel
 MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones
 BLOCK_ELEMENTS = 2048  # forward, narrow rows are taken several at once, up to about this many elements
 TILE_BYTES = 2**14  # backward, the same in bytes
+NARROW = 2**12  # bytes of a row
 
 
 def check_rows(op: str, x: torch.Tensor) -> None:
@@ -93,11 +94,13 @@ def forward_launch(M: int, N: int) -> Launch:
 
 @functools.lru_cache(256)
 def backward_launch(M: int, N: int, item: int, sources: int, device: torch.device) -> Launch:
-    """As measured on an H200: a program a multiprocessor, for few parts of the weights' gradients, and three tiles of
-    16 KiB of each of its `sources`, of `item` bytes a value, on their way, as far as shared memory has room."""
+    """As measured on an H200: a program a multiprocessor, for few parts of the weights' gradients, or two of NARROW
+    rows, which share the TILE_BYTES of each of its `sources`, of `item` bytes a value, that are on their way three
+    times, as far as shared memory has room."""
     width = power_of_2_above(N)
-    rows = max(TILE_BYTES // (width * item), 1)
-    stages = min(max(shared_memory(device) // (sources * rows * width * item), 1), 3)
-    rows_per_program = max(-(-M // (processors(device) * rows)), 1) * rows
+    share = 2 if width * item <= NARROW else 1
+    rows = max(TILE_BYTES // share // (width * item), 1)
+    stages = min(max(shared_memory(device) // share // (sources * rows * width * item), 1), 3)
+    rows_per_program = max(-(-M // (share * processors(device) * rows)), 1) * rows
     warps = min(max(rows * width // 1024, 4), 32)
     return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program), stages)
