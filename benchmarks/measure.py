@@ -47,12 +47,14 @@ def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = Non
 
 
 def one_after_another(call: Callable[[], Any], count: int) -> list[float]:
-    """Milliseconds of each of `count` calls on the device, which does not wait for the host between them."""
+    """Milliseconds from the end of each of `count` calls on the device to that of the next. The host waits for none of
+    them; the device waits for the host only where launching takes longer."""
     call()  # the host is behind at first
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    for event in events:
-        event.record()
+    events[0].record()
+    for event in events[1:]:
         call()
+        event.record()
     synchronize()
     return [start.elapsed_time(end) for start, end in pairwise(events)]
 

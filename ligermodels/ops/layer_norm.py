@@ -78,15 +78,16 @@ def _layer_norm_forward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Each program normalises ROWS rows. One reduction gives mean and variance, of the deviations from the row's first
-    value: the farther that one is from the mean, the more they lose to rounding. Where it shows, the mean takes its
-    place, and there is a second reduction."""
+    value: the farther that one is from the mean, the more they lose to rounding, or to squares beyond float32. Where it
+    shows, the mean takes its place, and there is a second reduction."""
     after_previous_kernel()
     row = tl.program_id(0).to(tl.int64) * ROWS
     rows = row + tl.arange(0, ROWS)
     level = tl.load(x + rows * x_stride, mask=rows < M, other=0.0).to(tl.float32)
     v, rest, variance = _moments(x, x_stride, row, level, M, N, ROWS, BLOCK, WHOLE)
-    if tl.max((rest * rest > variance * FAR).to(tl.int32), axis=0) != 0:
-        level += rest
+    near = (rest * rest <= variance * FAR) & (variance < float("inf"))
+    if tl.min(near.to(tl.int32), axis=0) == 0:
+        level += tl.where(near, 0.0, rest)  # a row's result does not depend on others
         v, rest, variance = _moments(x, x_stride, row, level, M, N, ROWS, BLOCK, WHOLE)
     r = 1.0 / tl.sqrt(variance + eps)
     tl.store(mean + rows, level + rest, mask=rows < M)

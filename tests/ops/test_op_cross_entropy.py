@@ -54,6 +54,25 @@ def test_masked_classes(where: Where) -> None:
     compare(logits, torch.tensor([0, 25, -100], device=where.device), return_rank=True)
 
 
+def test_softcap_below_the_logits(where: Where) -> None:
+    """The polynomial serves tiles near 0 after they are scaled, not before."""
+    logits = torch.randn(6, 300, dtype=where.dtype, device=where.device) / 5
+    logits[3] *= 10
+    compare(logits, targets((6,), 300, where.device), softcap=0.5, logit_scale=3.7, return_rank=True)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_near_the_softcap(kernels_device: torch.device, in_place: bool) -> None:
+    """1 - tanh^2 is right of itself, not only beside 1."""
+    x = torch.linspace(-9, 9, 300, device=kernels_device).repeat(2, 1).requires_grad_()
+    y, options = targets((2,), 300, kernels_device, ignored=0.0), {"softcap": 2.0, "logit_scale": 2.0}
+    (found,) = torch.autograd.grad(cross_entropy(x * 1, y, reduction="sum", in_place=in_place, **options), x)
+    exact = x.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(plain_loss(exact, y, reduction="sum", **options), exact)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=0)
+
+
 def test_not_a_number(where: Where) -> None:
     """A NaN shows in its own row and nowhere else; in an ignored row it does not show."""
     logits = torch.randn(3, 40, dtype=where.dtype, device=where.device)

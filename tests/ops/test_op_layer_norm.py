@@ -83,6 +83,37 @@ def test_a_value_far_from_all_others(where: Where, place: int) -> None:
     torch.testing.assert_close(op(x).double(), plain(x.double()), atol=few * 1e-2, rtol=few)
 
 
+@pytest.mark.parametrize("width", [100, 128, 1000])
+@pytest.mark.parametrize("deviations", [0.45, 0.55, 3.9, 4.1, 9.0])
+def test_one_row_whose_first_value_is_so_far(where: Where, width: int, deviations: float) -> None:
+    """On either side of where a second reduction begins, and alone in its tile."""
+    x = make(where, 1, width).double()
+    x = (x - x.mean()) / x[:, 1:].std()
+    x[:, 0] = deviations
+    x = (3 * x + 5).to(where.dtype)
+    check(op, plain, [x, make(where, width), make(where, width)])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_is_the_same_among_others(kernels_device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.randn(40, 96, dtype=dtype, device=kernels_device)
+    x[::3, 0] += 50
+    assert torch.equal(op(x), torch.cat([op(row) for row in x.split(1)]))
+
+
+def test_squares_beyond_float32(where: Where) -> None:
+    """A great first value is no reason to lose what can be held."""
+    if where.dtype == torch.float16:
+        pytest.skip("holds no such values")
+    x = make(where, 3, 1024) * 1e15
+    x[0, 0] = x[1, 7] = 1e19
+    torch.testing.assert_close(op(x).double(), plain(x.double()), rtol=1e-2, atol=1e-5)
+    first = torch.full((1, 8), 1e18, dtype=where.dtype, device=where.device)
+    first[0, 0] = 0
+    torch.testing.assert_close(op(first).double(), plain(first.double()), rtol=1e-2, atol=1e-5)
+
+
 def test_not_a_number(where: Where) -> None:
     """What is not finite shows in all of its row and nowhere else."""
     x = make(where, 7, 50)
