@@ -10,6 +10,7 @@ from ligermodels.layers.attention import Attention, AttentionConfig, Context
 from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.moe import MoEConfig
 from ligermodels.layers.norm import NormConfig, ResidualIdentity, ResidualRMSNorm, RMSNorm
+from ligermodels.layers.recompute import watched
 from ligermodels.layers.targets import take_rows
 
 
@@ -68,8 +69,7 @@ class Block(nn.Module):
 
     def _normalised(self, norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """What is to be added to the residual stream, and the stream; None if it has been added."""
-        watched = norm._forward_hooks or norm._forward_pre_hooks  # which look for what is added
-        if type(norm) is RMSNorm and self.residual_scale == 1.0 and not watched:
+        if type(norm) is RMSNorm and self.residual_scale == 1.0 and not watched(norm):
             return None, norm(branch, x)
         branch = norm(branch)
         return branch if self.residual_scale == 1.0 else self.residual_scale * branch, x

@@ -51,15 +51,19 @@ def cheap(function: Callable[..., Tensor], *inputs: Any, result: Tensor | None =
     return result
 
 
+def watched(module: nn.Module) -> bool:
+    """Whether hooks look on, so that what the module takes and gives must be what it says."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return any(hooks)
+
+
 def recomputes(projection: nn.Module) -> bool:
     """Whether results are not kept now, and `projection` is a linear layer that an op may take the place of: nobody
     has changed it, nor looks on."""
     if torch.compiler.is_compiling() or _recipes.get() is None or type(projection) is not nn.Linear:
         return False
-    hooks = projection._forward_pre_hooks, projection._forward_hooks, projection._backward_pre_hooks
-    watched = any(hooks) or projection._backward_hooks
     plain = type(projection.weight) is nn.Parameter
-    return plain and not watched and not torch.is_autocast_enabled(projection.weight.device.type)
+    return plain and not watched(projection) and not torch.is_autocast_enabled(projection.weight.device.type)
 
 
 @contextmanager

@@ -189,7 +189,8 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, coefficient: torch.Tensor, options: LossOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_targets(target, logits.shape[-1], options.ignore_index)
-        losses, _, _, rank = _forward_fake(logits, target, *options)
+        losses = torch.empty_like(coefficient, memory_format=torch.contiguous_format)
+        rank = target.new_empty(target.shape if options.return_rank else (0,))
         ctx.gradient = logits.detach()
         torch.autograd.graph.increment_version(logits)
         with torch.cuda.device_of(logits):

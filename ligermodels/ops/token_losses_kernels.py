@@ -7,7 +7,7 @@ from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.token_losses import LossOptions
 
 TILES = 4
-SCALED = 8192  # elements that a program scales at a time
+SCALE_BLOCK = 8192  # elements that a program scales at a time
 NEAR = tl.constexpr(0.8) if HAS_TRITON else None
 LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of none, or of -inf
 
@@ -288,8 +288,8 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
     """x *= factor in place, x contiguous, without a wait for the device."""
     if use_kernels(x):
-        programs = min(-(-x.numel() // SCALED), 8 * processors(x.device))  # few: mostly they only start, and end
+        programs = min(-(-x.numel() // SCALE_BLOCK), 8 * processors(x.device))  # few: mostly they only start, and end
         with torch.cuda.device_of(x):
-            _scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=SCALED, num_warps=8)
+            _scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
     elif x.is_cuda or factor != 1:
         x.mul_(factor)
