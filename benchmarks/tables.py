@@ -56,13 +56,13 @@ of 128 rows.
 """
 
 
-def cell(value: Any) -> str:
-    """A value as text."""
+def cell(value: Any, digits: int = 3) -> str:
+    """A value as text, a number to so many digits."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {cell(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {cell(part, digits)}" for name, part in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):
         return {True: "yes", False: "", None: ""}.get(value, str(value))
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -97,7 +97,7 @@ def _results(name: str, records: list[Record]) -> str:
 def page(found: Mapping[str, list[Record]], drawn: list[str]) -> str:
     """The whole page; `drawn` names the pictures that lie beside it."""
     rows = [
-        [t.what, f"{t.sign} {t.bound:g}", cell(t.measured), "yes" if t.met else "**no**", cell(t.limit)]
+        [t.what, f"{t.sign} {t.bound:g}", cell(t.measured, 4), "yes" if t.met else "**no**", cell(t.limit)]
         for t in targets(found)
     ]
     parts = [HEAD, TARGETS, table(("what", "target", "measured", "met", "limit"), rows)]
