@@ -46,9 +46,9 @@ def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = Non
     return timed(min(max(int(60 / timed(3)), 5), 200))
 
 
-def one_after_another(call: Callable[[], Any], count: int) -> list[float]:
-    """Milliseconds from the end of each of `count` calls on the device to that of the next. The host waits for none of
-    them; the device waits for the host only where launching takes longer."""
+def one_after_another(call: Callable[[], Any], count: int) -> float:
+    """Median milliseconds from the end of each of `count` calls on the device to that of the next. The host waits for
+    none of them; the device waits for the host only where launching takes longer."""
     call()  # the host is behind at first
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
@@ -56,7 +56,7 @@ def one_after_another(call: Callable[[], Any], count: int) -> list[float]:
         call()
         event.record()
     synchronize()
-    return [start.elapsed_time(end) for start, end in pairwise(events)]
+    return float(statistics.median(start.elapsed_time(end) for start, end in pairwise(events)))
 
 
 def taking_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = 3) -> dict[str, float]:

@@ -23,6 +23,7 @@ from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
 from benchmarks import attention, floor, losses, measure, ops, peers, profile, report, targets, training  # noqa: E402
 from benchmarks.case import Case, Passes  # noqa: E402
+from benchmarks.measure import one_after_another  # noqa: E402
 from benchmarks.models import CONFIGS  # noqa: E402
 
 TINY: dict[str, Callable[[], list[Case]]] = {
@@ -60,7 +61,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measure, "DEVICE", "cpu")
     monkeypatch.setattr(measure, "milliseconds", milliseconds)
-    monkeypatch.setattr(measure, "one_after_another", lambda call, count: [milliseconds(call)] * count)
+    monkeypatch.setattr(measure, "one_after_another", lambda call, count: milliseconds(call))
     monkeypatch.setattr(measure, "graphed", lambda call, times=1: lambda: [call() for _ in range(times)])
     monkeypatch.setattr(measure, "eager_microseconds", lambda call: 1e3 * milliseconds(call))
     monkeypatch.setattr(measure, "peak_mib", lambda call: float(len(call())))
@@ -227,6 +228,27 @@ def test_training_steps_of_ours_and_of_transformers(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(training.PROVIDERS, "transformers + liger", lambda config, folder: wrong)
     record = training.record_of(case, "transformers + liger", verifier, {}, profiled=False)
     assert "wrong by" in record["failed"]
+
+
+def test_steps_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of what follows a first call, which the device may have to wait for."""
+    durations, clock = iter([100.0, 1.0, 9.0, 2.0]), [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            (self.time,) = clock
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.time - self.time
+
+    def call() -> None:
+        clock[0] += next(durations)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert one_after_another(call, 3) == 2.0 and next(durations, None) is None
 
 
 def test_a_profile_counts_every_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:

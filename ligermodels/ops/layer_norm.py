@@ -160,11 +160,11 @@ def _layer_norm_forward(
     bias = None if bias is None else bias.contiguous()
     M, N = rows.shape
     launch = forward_launch(M, N)
+    warps = min(max(launch.rows * launch.width // 1024, 4), 32)  # fewer than RMSNorm takes, as measured on an H200
     _layer_norm_forward_kernel[(launch.programs,)](
         rows, rows.stride(0), weight, bias, y, mean, rstd, M, N, eps,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FAR=FAR_FLOAT32 if x.dtype == torch.float32 else FAR,
-        ROWS=launch.rows, BLOCK=launch.width, WHOLE=launch.width == N,
-        num_warps=min(max(launch.rows * launch.width // 1024, 4), 32),
+        ROWS=launch.rows, BLOCK=launch.width, WHOLE=launch.width == N, num_warps=warps,
     )  # fmt: skip
     return y, mean, rstd
 

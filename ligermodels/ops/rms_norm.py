@@ -44,7 +44,7 @@ def rms_norm(
         _check_residual("rms_norm", x, residual)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast, residual=residual)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before", residual is not None, False)
+    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before", False)
 
 
 def add_rms_norm(
@@ -67,11 +67,11 @@ def add_rms_norm(
     if residual is None:
         if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
             return rms_norm_reference(x, weight, eps, offset=offset, cast=cast), x
-        return _RMSNorm.apply(x, None, weight, eps, offset, cast == "before", False, True)
+        return _RMSNorm.apply(x, None, weight, eps, offset, cast == "before", True)
     _check_residual("add_rms_norm", x, residual)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before", False, True)
+    return _RMSNorm.apply(x, residual, weight, eps, offset, cast == "before", True)
 
 
 def rms_norm_reference(
@@ -294,7 +294,7 @@ def _rms_norm_backward(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y or, with `both`, y and the sum that is normalised; a residual is part of it, or comes `after`."""
+    """y or, with `both`, y and the sum that is normalised, which a residual is part of; without, it comes after."""
 
     @staticmethod
     def forward(
@@ -305,13 +305,12 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         offset: float,
         cast_before: bool,
-        after: bool,
         both: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y, total, rstd = _rms_norm_forward(x, residual, weight, eps, offset, cast_before, after)
-        total = x if residual is None or after else total
+        ctx.offset, ctx.after = offset, residual is not None and not both
+        y, total, rstd = _rms_norm_forward(x, residual, weight, eps, offset, cast_before, ctx.after)
+        total = x if residual is None or ctx.after else total
         ctx.save_for_backward(total, weight, rstd)
-        ctx.offset, ctx.after = offset, after
         ctx.set_materialize_grads(False)  # a sum that nobody uses costs nothing
         return (y, total) if both else y
 
@@ -327,4 +326,4 @@ class _RMSNorm(torch.autograd.Function):
             need_sum = need_x or (need_residual and not ctx.after)
             dx, dw = _rms_norm_backward(dy, dtotal, x, weight, rstd, ctx.offset, need_sum, need_weight)
         of_residual = dy if ctx.after else dx
-        return dx if need_x else None, of_residual if need_residual else None, dw if need_weight else None, *[None] * 5
+        return dx if need_x else None, of_residual if need_residual else None, dw if need_weight else None, *[None] * 4

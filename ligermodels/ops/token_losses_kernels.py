@@ -25,9 +25,12 @@ def _tanh_near(x):
 
 
 @triton.jit
-def _is_near(given, scale):
+def _all_near(given, scale, CAPPED: tl.constexpr):
     """Whether all of a tile of logits is where the polynomial alone gives tanh, as it mostly is."""
-    return tl.max(tl.abs(given.to(tl.float32))) * scale < NEAR
+    near = False
+    if CAPPED:
+        near = tl.max(tl.abs(given.to(tl.float32))) * scale < NEAR
+    return near
 
 
 @triton.jit
@@ -55,14 +58,12 @@ def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, ALL
 @triton.jit
 def effective_tile(given, inside, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """Effective logits of a tile that is -inf where it is not inside, and stays so."""
-    if CAPPED:
-        if _is_near(given, scale):  # and so all inside
-            x, _ = effective(given, scale, softcap, SCALED, CAPPED, ALL_NEAR=True)
-        else:
-            x, _ = effective(given, scale, softcap, SCALED, CAPPED)
-            x = tl.where(inside, x, float("-inf"))
+    if _all_near(given, scale, CAPPED):  # and so all inside
+        x, _ = effective(given, scale, softcap, SCALED, CAPPED, ALL_NEAR=True)
     else:
         x, _ = effective(given, scale, softcap, SCALED, CAPPED)
+        if CAPPED:
+            x = tl.where(inside, x, float("-inf"))
     return x
 
 
@@ -115,16 +116,11 @@ def gradient_tile(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
     """The same of a tile, in its dtype."""
-    if CAPPED:
-        if _is_near(given, scale):
-            g = gradient_of(
-                given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
-                SCALED, CAPPED, SMOOTHED, ALL_NEAR=True,
-            ).to(given.dtype)  # fmt: skip
-        else:
-            g = gradient_of(
-                given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target, SCALED, CAPPED, SMOOTHED
-            ).to(given.dtype)
+    if _all_near(given, scale, CAPPED):
+        g = gradient_of(
+            given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
+            SCALED, CAPPED, SMOOTHED, ALL_NEAR=True,
+        ).to(given.dtype)  # fmt: skip
     else:
         g = gradient_of(
             given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target, SCALED, CAPPED, SMOOTHED
