@@ -96,7 +96,7 @@ def attention(
         query_length=length,
         key_length=k.shape[1],
         scale=head_dim**-0.5 if scale is None else scale,
-        window=window,
+        window=None if window is None or window >= k.shape[1] else window,  # none is faster than one that hides nothing
         softcap=softcap,
         masked=mask is not None,
         packed=cu_seqlens is not None,

@@ -12,13 +12,16 @@ from ligermodels.ops.dispatch import power_of_2_above, processors, tl, triton
 from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.token_losses import LossOptions
 from ligermodels.ops.token_losses_kernels import (
+    LOG2_E,
     LOWEST,
+    NEAR,
     effective,
+    effective_bounded,
     effective_tile,
     exp,
     flags,
+    gradient_bounded,
     gradient_of,
-    gradient_tile,
     numbers,
 )
 
@@ -47,19 +50,75 @@ def _wait_for(words, there, found):
     return found
 
 
+@triton.jit
+def _load(start, room, other, POLICY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece in tiles, of which `room` logits are there: all asked for before the first is computed with."""
+    SIZE: tl.constexpr = BLOCK // TILES
+    tiles, col = (), tl.arange(0, SIZE)
+    for i in tl.static_range(TILES):
+        there = col < room - i * SIZE
+        tiles += (tl.load(start + i * SIZE + col, mask=there, other=other, eviction_policy=POLICY),)
+    return tiles
+
+
+@triton.jit
+def _sum_and_most(total, most, other_total, other_most):
+    return total + other_total, tl.maximum(most, other_most)
+
+
+@triton.jit
+def _sum_up_bounded(
+    start, room, scale, softcap, SMOOTHED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of a BOUNDED piece whether some are far from 0 (1 or 0), the sum of exp(x) and, if that is wanted, that of x."""
+    SIZE: tl.constexpr = BLOCK // TILES
+    tiles, col = _load(start, room, 0.0, "evict_last", TILES, BLOCK), tl.arange(0, SIZE)
+    total = tl.zeros((SIZE,), dtype=tl.float32)
+    plain, most = total, total
+    for i in tl.static_range(TILES):  # as if all were near 0, so that threads meet once
+        x, _ = effective_bounded(tiles[i], True, scale, softcap, ALL_NEAR=True)
+        total += tl.where(col < room - i * SIZE, tl.exp2(x), 0.0)
+        plain += x
+        most = tl.maximum(most, tl.abs(tiles[i].to(tl.float32)))
+    total, most = tl.reduce((total, most), 0, _sum_and_most)
+    far = (most * scale >= NEAR).to(tl.float32)
+    if far != 0.0:
+        total, plain = 0.0, tl.zeros((SIZE,), dtype=tl.float32)
+        for i in tl.static_range(TILES):
+            inside = col < room - i * SIZE
+            x, _ = effective_bounded(tiles[i], inside, scale, softcap, ALL_NEAR=False)
+            total += tl.sum(tl.exp2(x), axis=0)
+            plain += tl.where(inside, x, 0.0)
+    return far, total, tl.sum(plain, axis=0) / LOG2_E if SMOOTHED else far
+
+
+@triton.jit
+def _write_bounded(
+    start, tiles, room, factor, c, V, scale, softcap, smoothing,
+    SMOOTHED: tl.constexpr, ALL_NEAR: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of a BOUNDED piece, of others than the target."""
+    SIZE: tl.constexpr = BLOCK // TILES
+    col = tl.arange(0, SIZE)
+    for i in tl.static_range(TILES):
+        g = gradient_bounded(tiles[i], factor, c, V, scale, softcap, smoothing, SMOOTHED, ALL_NEAR)
+        tl.store(start + i * SIZE + col, g, mask=col < room - i * SIZE, eviction_policy="evict_first")
+
+
 @kernel
 def _cross_entropy_in_place_kernel(
     logits, stride, target, losses, ranks, coefficients, sums, more,
     M, V, behind, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
-    PIECES: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+    PIECES: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Programs take turns: one sums up a piece, the next writes the gradient of the piece that is `behind` others. This
     waits for the row's other pieces, all of which are those of programs before it: GPUs start programs in the order of
     their numbers, and those that sum up wait for nobody.
 
-    Of each piece (M, PIECES): `sums` gets its maximum and sum of exp(x - maximum), `more` its plain sum and one more
-    than the count of its logits that stand before the target's: each pair as one word, which is not 0."""
+    Of each piece (M, PIECES): `sums` gets its maximum and sum of exp(x - maximum) (BOUNDED, whether some of it is far
+    from 0, and the sum of exp(x)), `more` its plain sum and one more than the count of its logits that stand before the
+    target's: each pair as one word, which is not 0."""
     after_previous_kernel()
     writes = tl.program_id(0) % 2 == 1
     place = tl.program_id(0) // 2 - (behind if writes else 0)
@@ -73,32 +132,46 @@ def _cross_entropy_in_place_kernel(
     at_target = logits + row * stride + y
     start = logits + row * stride + first
     col = tl.arange(0, BLOCK)
-    inside = col < V - first
+    room = V - first
+    inside = col < room
     if valid & writes:
-        given = tl.load(start + col, mask=inside, other=0.0, eviction_policy="evict_first")
+        tiles = _load(start, room, 0.0, "evict_first", TILES, BLOCK)
         found = _wait_for(sums + part, there, tl.where(there, found, 1))
-        tops = tl.where(there, _high(found), LOWEST)
-        maximum = tl.max(tops, axis=0)
         total = tl.where(there, found.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-        total = tl.sum(total * exp(tops - maximum), axis=0)
+        far, maximum = 0.0, 0.0
+        if BOUNDED:
+            own = there & (tl.arange(0, PADDED) == place % PIECES)
+            total, far = tl.reduce((total, tl.where(own, _high(found), 0.0)), 0, _sum_and_most)
+        else:
+            tops = tl.where(there, _high(found), LOWEST)
+            maximum = tl.max(tops, axis=0)
+            total = tl.sum(total * exp(tops - maximum), axis=0)
         c = tl.load(coefficients + row) * logit_scale
         factor = c / total
         if z_loss != 0.0:
             factor *= 1.0 + 2.0 * z_loss * (maximum + tl.log(total))
-        g = gradient_tile(
-            given, col, y, maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
-        )
         near = (y >= first) & (y < first + BLOCK)
         at_y = 0.0
         if near:
             at_y = tl.load(at_target).to(tl.float32)
             tl.debug_barrier()  # all threads have read it
-        tl.store(start + col, g, mask=inside, eviction_policy="evict_first")
+        if BOUNDED:
+            if far == 0.0:
+                _write_bounded(
+                    start, tiles, room, factor, c, V, scale, softcap, smoothing, SMOOTHED, True, TILES, BLOCK
+                )
+            else:
+                _write_bounded(
+                    start, tiles, room, factor, c, V, scale, softcap, smoothing, SMOOTHED, False, TILES, BLOCK
+                )
+        else:
+            g = gradient_of(
+                tiles[0], maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
+            )
+            tl.store(start + col, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
         if near:
             tl.debug_barrier()
-            g_y = gradient_of(
-                at_y, 0, 0, maximum, factor, c, V, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED
-            )
+            g_y = gradient_of(at_y, maximum, factor, c, V, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED)
             tl.store(at_target, g_y.to(logits.dtype.element_ty))
             at_y, _ = effective(at_y, scale, softcap, SCALED, CAPPED)
             # x_y - max and log_sum stay apart: their sum would lose what logits of great size leave of the loss.
@@ -113,19 +186,23 @@ def _cross_entropy_in_place_kernel(
             if RANK:
                 tl.store(ranks + row, tl.sum(tl.where(there, found.to(tl.int32) - 1, 0), axis=0).to(tl.int64))
     elif valid:
-        given = tl.load(start + col, mask=inside, other=float("-inf"), eviction_policy="evict_last")
-        x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED)
+        if RANK or not BOUNDED:
+            given = tl.load(start + col, mask=inside, other=float("-inf"), eviction_policy="evict_last")
+        if BOUNDED:
+            top, total, plain = _sum_up_bounded(start, room, scale, softcap, SMOOTHED, TILES, BLOCK)
+        else:
+            x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED, BOUNDED)
+            top = tl.maximum(tl.max(x, axis=0), LOWEST)
+            total = tl.sum(exp(x - top), axis=0)
+            plain = tl.sum(tl.where(inside, x, 0.0), axis=0) if SMOOTHED else top
         if SMOOTHED or RANK:  # before the word below, after which the row may be written
-            plain, before = tl.full((), 0.0, dtype=tl.float32), tl.full((), 0, dtype=tl.int32)
-            if SMOOTHED:
-                plain = tl.sum(tl.where(inside, x, 0.0), axis=0)
+            before = tl.full((), 0, dtype=tl.int32)
             if RANK:  # what is not inside is -inf, and behind the target
                 at_y = tl.load(at_target)
                 ahead = (given > at_y) | ((given == at_y) & (col < (y - first).to(tl.int32)))
                 before = tl.sum(ahead.to(tl.int32), axis=0)
             tl.store(more + place, _pack(plain, 1 + before))
-        top = tl.maximum(tl.max(x, axis=0), LOWEST)
-        tl.store(sums + place, _pack(top, tl.sum(exp(x - top), axis=0)))
+        tl.store(sums + place, _pack(top, total))
     elif writes:
         tl.store(start + col, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=inside)
         if first == 0:
@@ -154,13 +231,14 @@ def launch_in_place(
     behind = min(max(BEHIND * processors(logits.device), pieces), M * pieces)
     both = options.return_rank or options.label_smoothing != 0
     padded = max(power_of_2_above(pieces), 32) if pieces > 1 else 1  # a warp's, so that it waits as one
-    # Little is computed, so that one thread can hold more logits at once.
-    warps = block // (2048 if options.softcap is None and options.label_smoothing == 0 else 1024)
-    # Without a limit tanh takes so many registers that few programs run at once.
-    limits = {} if options.softcap is None else {"maxnreg": 64}
+    parts = flags(options, logits)
+    # Threads hold as many logits at once as their registers take beside what they compute with them; softcaps are
+    # computed tile by tile.
+    warps = block // (1024 if parts["CAPPED"] or parts["SMOOTHED"] else 2048)
+    tiles = min(4, max(block // 256, 1)) if parts["BOUNDED"] else 1
     words = target.new_zeros((1 + both, M, pieces), dtype=torch.int64)
     _cross_entropy_in_place_kernel[(2 * (M * pieces + behind),)](
         logits, logits.stride(0), target, losses, ranks, coefficients, words[0], words[-1],
-        M, V, behind, options.ignore_index, *numbers(options), **flags(options), RANK=options.return_rank,
-        PIECES=pieces, PADDED=padded, BLOCK=block, num_warps=max(warps, 1), **limits,
+        M, V, behind, options.ignore_index, *numbers(options), **parts, RANK=options.return_rank,
+        PIECES=pieces, PADDED=padded, TILES=tiles, BLOCK=block, num_warps=max(warps, 1),
     )  # fmt: skip

@@ -8,7 +8,9 @@ from ligermodels.ops.token_losses import LossOptions
 
 TILES = 4
 SCALE_BLOCK = 8192  # elements that a program scales at a time
+BOUND = 60.0  # for |x| up to this, sums of exp(x) over a vocabulary are well within float32
 NEAR = tl.constexpr(0.8) if HAS_TRITON else None
+LOG2_E = tl.constexpr(1.4426950408889634) if HAS_TRITON else None
 LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of none, or of -inf
 
 
@@ -25,41 +27,67 @@ def _tanh_near(x):
 
 
 @triton.jit
-def _all_near(given, scale, CAPPED: tl.constexpr):
-    """Whether all of a tile of logits is where the polynomial alone gives tanh, as it mostly is."""
-    near = False
-    if CAPPED:
-        near = tl.max(tl.abs(given.to(tl.float32))) * scale < NEAR
-    return near
+def _tanh_far(x):
+    """tanh(x), off by units in the last place of 1; and 1 - tanh^2, by 1e-5 of itself even where tanh is near 1."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    share = 1.0 / (1.0 + e)
+    far = 1.0 - 2.0 * e * share
+    return tl.where(x < 0, -far, far), 4.0 * e * share * share
 
 
 @triton.jit
-def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, ALL_NEAR: tl.constexpr = False):
+def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """Effective logits of given ones, in float32, off by no more than a few units in the last place; and, CAPPED,
-    1 - tanh^2, to some 1e-5 of itself even where tanh is near 1. scale is logit_scale, over softcap if there is one."""
+    1 - tanh^2. scale is logit_scale, over softcap if there is one."""
     x = x.to(tl.float32)
     if SCALED or CAPPED:
         x = x * scale
     slope = x
     if CAPPED:
-        if ALL_NEAR:
-            x = _tanh_near(x)
-            slope = 1.0 - x * x
-        else:
-            e = tl.exp(-2.0 * tl.abs(x))
-            share = 1.0 / (1.0 + e)
-            far = 1.0 - 2.0 * e * share
-            x = tl.where(tl.abs(x) < NEAR, _tanh_near(x), tl.where(x < 0, -far, far))
-            slope = 4.0 * e * share * share
-        x = softcap * x
+        far, slope = _tanh_far(x)
+        x = softcap * tl.where(tl.abs(x) < NEAR, _tanh_near(x), far)
     return x, slope
 
 
 @triton.jit
-def effective_tile(given, inside, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """Effective logits of a tile that is -inf where it is not inside, and stays so."""
-    if _all_near(given, scale, CAPPED):  # and so all inside
-        x, _ = effective(given, scale, softcap, SCALED, CAPPED, ALL_NEAR=True)
+def effective_bounded(given, inside, scale, softcap, ALL_NEAR: tl.constexpr):
+    """log2(e) times the effective logits of a BOUNDED tile, -inf where it is not inside; and 1 - tanh^2.
+
+    They are off by some 1e-6 of themselves or, if not all are near 0, of the softcap. Arithmetic is what this takes its
+    time for. Where all are, as they mostly are, it is a polynomial (a minimax fit of tanh, of relative error 1e-6), its
+    coefficients scaled in place of the logits."""
+    cap = softcap * LOG2_E
+    x = given.to(tl.float32)
+    if ALL_NEAR:
+        z, s, first = x * x, scale * scale, cap * scale
+        p = 0.012100138 * first * s * s * s * s
+        p = p * z - 0.049180141 * first * s * s * s
+        p = p * z + 0.13230566 * first * s * s
+        p = p * z - 0.33325372 * first * s
+        x = x * (p * z + 0.999999 * first)
+        slope = 1.0 - x * x * (1.0 / (cap * cap))
+    else:
+        x, slope = _tanh_far(x * scale)
+        x = tl.where(inside, cap * x, float("-inf"))
+    return x, slope
+
+
+@triton.jit
+def all_near(given, scale):
+    """Whether all of a tile of logits is where the polynomial alone gives tanh; and so all inside."""
+    return tl.max(tl.abs(given.to(tl.float32))) * scale < NEAR
+
+
+@triton.jit
+def effective_tile(
+    given, inside, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr
+):  # fmt: skip
+    """Effective logits of a tile that is -inf where it is not inside, and stays so. BOUNDED, times log2(e)."""
+    if BOUNDED:
+        if all_near(given, scale):
+            x, _ = effective_bounded(given, inside, scale, softcap, ALL_NEAR=True)
+        else:
+            x, _ = effective_bounded(given, inside, scale, softcap, ALL_NEAR=False)
     else:
         x, _ = effective(given, scale, softcap, SCALED, CAPPED)
         if CAPPED:
@@ -70,23 +98,27 @@ def effective_tile(given, inside, scale, softcap, SCALED: tl.constexpr, CAPPED: 
 @triton.jit
 def exp(x):
     """exp(x); tl.exp itself costs three instructions more, which keep results below 1e-38."""
-    return tl.exp2(x * 1.4426950408889634)
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
 def _observe(
-    start, col, V, y, at_y, top, total, plain, before, scale, softcap,
-    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+    start, col, V, y, at_y, top, total, plain, before, scale, softcap, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Takes a tile (TILES, BLOCK) of a row's logits into what its BLOCK lanes have seen so far: their maxima, sums of
-    exp(x - maximum), plain sums, and counts of logits that stand before the target's."""
+    """Takes a tile (TILES, BLOCK) of a row's logits into what its BLOCK lanes have seen so far: their maxima (BOUNDED,
+    0), sums of exp(x - maximum), plain sums, and counts of logits that stand before the target's."""
     inside = col < V
     given = tl.load(start + col, mask=inside, other=float("-inf")) if MASKED else tl.load(start + col)
-    x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED)
-    higher = tl.maximum(top, tl.max(x, axis=0))
-    total = total * exp(top - higher) + tl.sum(exp(x - higher[None, :]), axis=0)
+    x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED, BOUNDED)
+    if BOUNDED:
+        higher = top
+        total += tl.sum(tl.exp2(x), axis=0)
+    else:
+        higher = tl.maximum(top, tl.max(x, axis=0))
+        total = total * exp(top - higher) + tl.sum(exp(x - higher[None, :]), axis=0)
     if SMOOTHED:
-        plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
+        plain += tl.sum(tl.where(inside, x, 0.0), axis=0) / (LOG2_E if BOUNDED else 1.0)
     if RANK:
         before += tl.sum((inside & ((given > at_y) | ((given == at_y) & (col < y)))).to(tl.int32), axis=0)
     return higher, total, plain, before
@@ -94,45 +126,39 @@ def _observe(
 
 @triton.jit
 def gradient_of(
-    given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ALL_NEAR: tl.constexpr = False,
+    given, maximum, factor, c, V, scale, softcap, smoothing,
+    TARGET: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of coefficient * loss by given logits of columns col. c: coefficient * logit_scale. factor: c times
-    1 + 2 z_loss lse, over the sum of exp(x - maximum). near_target: whether the target may be among them."""
-    x, slope = effective(given, scale, softcap, SCALED, CAPPED, ALL_NEAR)
+    """Gradient of coefficient * loss by given logits, that of the target or others. c: coefficient * logit_scale.
+    factor: c times 1 + 2 z_loss lse, over the sum of exp(x - maximum)."""
+    x, slope = effective(given, scale, softcap, SCALED, CAPPED)
     g = exp(x - maximum) * factor
     if SMOOTHED:
-        g = g - c * smoothing / V
-    if near_target:
-        g = tl.where(col == y, g - c * (1.0 - smoothing), g)
+        g -= c * smoothing / V
+    if TARGET:
+        g -= c * (1.0 - smoothing)
     if CAPPED:
-        g = g * slope
+        g *= slope
     return g
 
 
 @triton.jit
-def gradient_tile(
-    given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+def gradient_bounded(
+    given, factor, c, V, scale, softcap, smoothing, SMOOTHED: tl.constexpr, ALL_NEAR: tl.constexpr
 ):  # fmt: skip
-    """The same of a tile, in its dtype."""
-    if _all_near(given, scale, CAPPED):
-        g = gradient_of(
-            given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target,
-            SCALED, CAPPED, SMOOTHED, ALL_NEAR=True,
-        ).to(given.dtype)  # fmt: skip
-    else:
-        g = gradient_of(
-            given, col, y, maximum, factor, c, V, scale, softcap, smoothing, near_target, SCALED, CAPPED, SMOOTHED
-        ).to(given.dtype)
-    return g
+    """The same of a BOUNDED tile, of others than the target, in its dtype."""
+    x, slope = effective_bounded(given, True, scale, softcap, ALL_NEAR)
+    g = tl.exp2(x) * factor
+    if SMOOTHED:
+        g -= c * smoothing / V
+    return (g * slope).to(given.dtype)
 
 
 @kernel
 def _cross_entropy_row_kernel(
     logits, stride, target, losses, maxima, log_sums, ranks,
     V, ignore_index, scale, softcap, smoothing, z_loss,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program reads one row: its loss, max and log of the sum of exp(x - max), and its rank.
@@ -147,19 +173,19 @@ def _cross_entropy_row_kernel(
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
         at_y = tl.load(start + y)
-        top = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
+        top = tl.full((BLOCK,), 0.0 if BOUNDED else LOWEST, dtype=tl.float32)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         plain = tl.zeros((BLOCK,), dtype=tl.float32)
         before = tl.zeros((BLOCK,), dtype=tl.int32)
         for first in range(0, whole, TILES * BLOCK):
             top, total, plain, before = _observe(
                 start, first + col, V, y, at_y, top, total, plain, before, scale, softcap,
-                False, SCALED, CAPPED, SMOOTHED, RANK,
+                False, SCALED, CAPPED, BOUNDED, SMOOTHED, RANK,
             )  # fmt: skip
         if whole < V:
             top, total, plain, before = _observe(
                 start, whole + col, V, y, at_y, top, total, plain, before, scale, softcap,
-                True, SCALED, CAPPED, SMOOTHED, RANK,
+                True, SCALED, CAPPED, BOUNDED, SMOOTHED, RANK,
             )  # fmt: skip
         maximum = tl.max(top, axis=0)
         log_sum = tl.log(tl.sum(total * exp(top - maximum), axis=0))
@@ -186,26 +212,37 @@ def _cross_entropy_row_kernel(
 def _cross_entropy_gradient_kernel(
     logits, stride, gradient, target, maxima, log_sums, coefficients,
     V, blocks, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes one block of one row of the gradient, from the saved max and log-sum."""
     after_previous_kernel()
     row = tl.program_id(0).to(tl.int64) // blocks
     first = tl.program_id(0) % blocks * BLOCK
     col = first + tl.arange(0, BLOCK)
-    out = gradient + row * V + col
+    start, out = logits + row * stride, gradient + row * V
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
         maximum, log_sum = tl.load(maxima + row), tl.load(log_sums + row)
         c = tl.load(coefficients + row) * logit_scale
-        g = gradient_tile(
-            tl.load(logits + row * stride + col, mask=col < V, other=0.0), col, y,
-            maximum, c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum), c,
-            V, scale, softcap, smoothing, (y >= first) & (y < first + BLOCK), SCALED, CAPPED, SMOOTHED,
-        )  # fmt: skip
-        tl.store(out, g, mask=col < V)
+        given = tl.load(start + col, mask=col < V, other=0.0)
+        near = (y >= first) & (y < first + BLOCK)
+        factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum)
+        if BOUNDED:
+            if all_near(given, scale):
+                g = gradient_bounded(given, factor, c, V, scale, softcap, smoothing, SMOOTHED, ALL_NEAR=True)
+            else:
+                g = gradient_bounded(given, factor, c, V, scale, softcap, smoothing, SMOOTHED, ALL_NEAR=False)
+        else:
+            g = gradient_of(given, maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED)
+            g = g.to(given.dtype)
+        tl.store(out + col, g, mask=col < V)
+        if near:
+            tl.debug_barrier()  # all threads have stored theirs
+            at_y = tl.load(start + y).to(tl.float32)
+            g_y = gradient_of(at_y, maximum, factor, c, V, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED)
+            tl.store(out + y, g_y.to(gradient.dtype.element_ty))
     else:
-        tl.store(out, tl.zeros((BLOCK,), dtype=tl.float32).to(gradient.dtype.element_ty), mask=col < V)
+        tl.store(out + col, tl.zeros((BLOCK,), dtype=tl.float32).to(gradient.dtype.element_ty), mask=col < V)
 
 
 def numbers(options: LossOptions) -> tuple[float, ...]:
@@ -214,11 +251,15 @@ def numbers(options: LossOptions) -> tuple[float, ...]:
     return options.logit_scale / softcap, softcap, options.logit_scale, options.label_smoothing, options.z_loss
 
 
-def flags(options: LossOptions) -> dict[str, bool]:
-    """Which parts of the formula the kernels need."""
+def flags(options: LossOptions, logits: torch.Tensor) -> dict[str, bool]:
+    """Which parts of the formula the kernels need. BOUNDED: a softcap under which exp(x) needs no maximum to stay
+    within float32, of logits of 16 bits, by a scale whose powers are not great."""
+    scale, softcap, *_ = numbers(options)
+    capped = options.softcap is not None
     return {
         "SCALED": options.logit_scale != 1,
-        "CAPPED": options.softcap is not None,
+        "CAPPED": capped,
+        "BOUNDED": capped and 1 <= softcap <= BOUND and scale <= 1 and logits.dtype.itemsize == 2,
         "SMOOTHED": options.label_smoothing != 0,
     }
 
@@ -244,7 +285,7 @@ def launch_rows(
     scale, softcap, _, smoothing, z_loss = numbers(options)
     _cross_entropy_row_kernel[(M,)](
         logits, logits.stride(0), target, losses, maxima, log_sums, ranks,
-        V, options.ignore_index, scale, softcap, smoothing, z_loss, **flags(options), RANK=options.return_rank,
+        V, options.ignore_index, scale, softcap, smoothing, z_loss, **flags(options, logits), RANK=options.return_rank,
         TILES=tiles, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
@@ -264,7 +305,7 @@ def launch_gradient(
     blocks = -(-V // block)
     _cross_entropy_gradient_kernel[(M * blocks,)](
         logits, logits.stride(0), gradient, target, maxima, log_sums, coefficients,
-        V, blocks, options.ignore_index, *numbers(options), **flags(options),
+        V, blocks, options.ignore_index, *numbers(options), **flags(options, logits),
         BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
 

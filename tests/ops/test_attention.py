@@ -1,5 +1,6 @@
 """Every attention backend against the definition in fp64, loops over queries and keys, with gradients."""
 
+import importlib
 import math
 from typing import Any
 
@@ -149,6 +150,17 @@ def test_long_sequences(name: str, case: str, head_dim: int) -> None:
     expected = [wanted, *torch.autograd.grad(wanted, exact, seed.float())]
     for a, b in zip(found, expected, strict=True):
         assert (a.float() - b).norm() <= 0.01 * b.norm()
+
+
+def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends have slower kernels for windows."""
+    asked = []
+    module = importlib.import_module("ligermodels.ops.attention")  # the op has the module's name
+    monkeypatch.setattr(module, "choose", lambda request, name: asked.append(request.window) or choose(request, name))
+    q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 13, 2, 8)
+    for window in (12, 13, 14, None):
+        attention(q, k, k, window=window)
+    assert asked == [12, None, None, None]
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:

@@ -116,6 +116,27 @@ def test_in_place_pieces_of_awkward_rows(where: Where, monkeypatch: pytest.Monke
         )
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("piece", [token_losses_in_place.PIECE, 64])
+@pytest.mark.parametrize("name", ["softcap", "z-loss", "smoothing"])
+def test_in_place_softcap_of_bfloat16(
+    kernels_device: torch.device, name: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of 16-bit logits: pieces all near 0, pieces with some far from it, both in one row, and -inf."""
+    monkeypatch.setattr(token_losses_in_place, "PIECE", piece)
+    options = {"softcap": 30.0, "logit_scale": 0.9, **options_for(name, torch.empty(0)), "reduction": "sum"}
+    x = torch.randn(6, 1100, device=kernels_device).mul_(4)
+    x[1], x[2], x[3, 500:] = 10 * x[1], -60 - x[2].abs(), 9 * x[3, 500:]
+    x[4, ::7], x[5, 100:300] = float("-inf"), float("-inf")
+    x = x.bfloat16().requires_grad_()
+    y = torch.tensor([0, 1099, 7, 600, 1, -100], device=kernels_device)
+    exact = x.detach().double().requires_grad_()
+    found, wanted = cross_entropy(x * 1, y, in_place=True, **options), plain_loss(exact, y, **options)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+    (gradient,), (expected,) = torch.autograd.grad(found, x), torch.autograd.grad(wanted, exact)
+    torch.testing.assert_close(gradient.double(), expected.nan_to_num(), rtol=2**-7, atol=1e-6)
+
+
 def test_in_place_is_refused_where_programs_may_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(BackendError, match="NVIDIA"):
