@@ -32,6 +32,7 @@ from ligermodels.layers import (
     load_balancing_loss,
     shift_labels,
 )
+from ligermodels.layers.embedding import shared
 from ligermodels.layers.head import check_loss_options
 from ligermodels.layers.packing import bounds_of, check_beside, check_bounds, check_token_ids, packed_positions, require
 from ligermodels.layers.recompute import recomputing
@@ -170,6 +171,7 @@ class CausalLM(nn.Module):
         tree_mask: Tensor | None = None,
         router_logits: list[Tensor] | None = None,
         target_rows: TargetRows | None = None,
+        embed_weight: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, T, H) after the final norm. Inputs are taken as valid: `forward` and `generate` check them.
 
@@ -181,8 +183,10 @@ class CausalLM(nn.Module):
             tree_mask: bool (T, T) or (B, T, T), which new tokens a new one sees beside the cache, within `cache.rows`.
             router_logits: gets the logits (B * T, E) of each mixture's router.
             target_rows: where it leaves tokens out, the states are those of its rows alone, (1, n, H).
+            embed_weight: stands for the embedding's, as `layers.embedding.shared` gives it.
         """
-        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        given = {} if embed_weight is None else {"weight": embed_weight}
+        x = self.embed(input_ids, **given) if inputs_embeds is None else inputs_embeds
         x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
         batch, length = x.shape[:2]
         if cu_seqlens is not None:
@@ -277,6 +281,7 @@ class CausalLM(nn.Module):
         targets = None if labels is None else self.shift_labels(labels, 1, bounds)
         rows = None if targets is None else TargetRows(targets[None], every_token=bool(return_logits))
         router_logits: list[Tensor] = []
+        embed_weight, of_head = self._tied_weight()
         hidden = self.hidden_states(
             input_ids,
             position_ids=position_ids,
@@ -284,6 +289,7 @@ class CausalLM(nn.Module):
             inputs_embeds=inputs_embeds,
             router_logits=router_logits,
             target_rows=rows,
+            embed_weight=embed_weight,
         )
         output = CausalLMOutput()
         if targets is not None and rows is not None:
@@ -292,7 +298,7 @@ class CausalLM(nn.Module):
             if num_items_in_batch is not None:
                 loss_options["reduction"] = "sum"
             num_targets = None if rows.counts is None else rows.counts[0]
-            loss = self.head(hidden, rows.take(targets), num_targets=num_targets, **loss_options)
+            loss = self.head(hidden, rows.take(targets), num_targets=num_targets, **loss_options, **of_head)
             output.loss = rows.put_back(loss, 0.0) if loss_options.get("reduction") == "none" else loss
             if num_items_in_batch is not None:
                 output.loss = output.loss / num_items_in_batch
@@ -300,8 +306,15 @@ class CausalLM(nn.Module):
             if output.aux_loss is not None and self.config.router_loss:
                 output.loss = output.loss + self.config.router_loss * output.aux_loss
         if return_logits or (return_logits is None and labels is None):
-            output.logits = self.head(hidden)
+            output.logits = self.head(hidden, **of_head)
         return output
+
+    def _tied_weight(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The weight as the embedding takes it, and as an argument of the head, if they are tied and our own."""
+        if self.head.weight is not self.embed.weight or (type(self.embed), type(self.head)) != (Embedding, LMHead):
+            return None, {}
+        by_rows, whole = shared(self.embed.weight)
+        return by_rows, {"weight": whole}
 
     def shift_labels(self, labels: Tensor, ahead: int, bounds: Tensor | None) -> Tensor:
         """Targets `ahead` tokens on, checked against the vocabulary: see `layers.shift_labels`."""

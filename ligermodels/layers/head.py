@@ -46,16 +46,19 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if self.config.bias else None
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, *, weight: Tensor | None = None, **loss_options: Any
+    ) -> Any:
         """hidden (..., H) -> logits (..., V); with targets (...) the loss of `ops.linear_cross_entropy` instead.
 
-        `loss_options` (reduction, token_weights, label_smoothing, z_loss, return_rank ...) go to that op.
+        `loss_options` (reduction, token_weights, label_smoothing, z_loss, return_rank ...) go to that op. `weight`
+        stands for the head's own, as `embedding.shared` gives it.
         """
-        scale, softcap = self.config.logit_scale, self.config.softcap
+        weight, scale, softcap = self.weight if weight is None else weight, self.config.logit_scale, self.config.softcap
         if targets is not None:
             return ops.linear_cross_entropy(
-                hidden, self.weight, targets, self.bias, softcap=softcap, logit_scale=scale, **loss_options
+                hidden, weight, targets, self.bias, softcap=softcap, logit_scale=scale, **loss_options
             )
-        logits = F.linear(hidden, self.weight, self.bias)
+        logits = F.linear(hidden, weight, self.bias)
         logits = logits if scale == 1.0 else logits * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

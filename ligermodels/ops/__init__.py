@@ -2,6 +2,7 @@
 
 from ligermodels.ops.accept_path import Paths, Rows, accept_path, accept_path_reference
 from ligermodels.ops.adamw import adamw_step
+from ligermodels.ops.add_rows import add_rows, add_rows_reference
 from ligermodels.ops.attention import attention
 from ligermodels.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.decode_attention import decode_attention, decode_attention_reference
@@ -30,6 +31,8 @@ __all__ = [
     "adamw_step",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "add_rows",
+    "add_rows_reference",
     "attention",
     "cross_entropy",
     "cross_entropy_reference",

@@ -54,10 +54,12 @@ def _wait_for(words, there, found):
 def _load(start, room, other, POLICY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
     """A piece in tiles, of which `room` logits are there: all asked for before the first is computed with."""
     SIZE: tl.constexpr = BLOCK // TILES
-    tiles, col = (), tl.arange(0, SIZE)
+    col = tl.arange(0, SIZE)
+    tiles = ()
     for i in tl.static_range(TILES):
         there = col < room - i * SIZE
-        tiles += (tl.load(start + i * SIZE + col, mask=there, other=other, eviction_policy=POLICY),)
+        tile = tl.load(start + i * SIZE + col, mask=there, other=other, eviction_policy=POLICY)
+        tiles += (tile,)  # type: ignore[assignment]
     return tiles
 
 
@@ -165,9 +167,7 @@ def _cross_entropy_in_place_kernel(
                     start, tiles, room, factor, c, V, scale, softcap, smoothing, SMOOTHED, False, TILES, BLOCK
                 )
         else:
-            g = gradient_of(
-                tiles[0], maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
-            )
+            g = gradient_of(tiles[0], maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED)
             tl.store(start + col, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
         if near:
             tl.debug_barrier()
