@@ -7,8 +7,8 @@ from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import opaque_op
 
-ROWS = 16  # rows of one index that are read at a time
-BLOCK = 256  # columns that a program takes at most
+ROWS = 8  # further rows of an index that are read at a time
+BLOCK = 1024  # columns that a program takes at most
 
 
 def add_rows(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
@@ -47,23 +47,24 @@ def add_rows_reference(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor)
 def _add_rows_kernel(x, index, order, rows, stride, V, T, H, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A program for each place in the sorted index: the first of its value sums up all rows of that."""
     after_previous_kernel()
-    place = tl.program_id(0)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64)
     i = tl.load(index + place)
-    first = tl.load(index + place - 1, mask=place > 0, other=-1) != i
-    if first & (i >= 0) & (i < V):
+    before = tl.load(index + place - 1, mask=place > 0, other=-1)
+    source = tl.load(order + place)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < H
+    if (i != before) & (i >= 0) & (i < V):
         out = x + i * H + col
-        total = tl.load(out, mask=col < H, other=0.0).to(tl.float32)
-        more = True
-        while more:
-            at = place + tl.arange(0, ROWS)
-            same = tl.load(index + at, mask=at < T, other=-1) == i
-            source = tl.load(order + at, mask=same, other=0)
-            tile = rows + source[:, None] * stride + col[None, :]
-            total += tl.sum(tl.load(tile, mask=same[:, None] & (col < H)[None, :], other=0.0).to(tl.float32), axis=0)
-            more = tl.min(same.to(tl.int32), axis=0) != 0
+        total = tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(rows + source * stride + col, mask=inside, other=0.0).to(tl.float32)
+        place += 1
+        while tl.load(index + place, mask=place < T, other=-1) == i:
+            for n in tl.static_range(ROWS):  # all of them asked for at once
+                same = tl.load(index + place + n, mask=place + n < T, other=-1) == i
+                source = tl.load(order + place + n, mask=same, other=0)
+                total += tl.load(rows + source * stride + col, mask=inside & same, other=0.0).to(tl.float32)
             place += ROWS
-        tl.store(out, total.to(x.dtype.element_ty), mask=col < H)
+        tl.store(out, total.to(x.dtype.element_ty), mask=inside)
 
 
 def _fake(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from ligermodels.ops.launcher import after_previous_kernel, kernel
 MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones
 BLOCK_ELEMENTS = 2048  # forward, narrow rows are taken several at once, up to about this many elements
 TILE_BYTES = 2**14  # backward, the same in bytes
-NARROW = 2**12  # bytes of a row
+NARROW = 5 * 2**10  # bytes of a row
 
 
 def check_rows(op: str, x: torch.Tensor) -> None:
@@ -86,21 +86,22 @@ class Launch(NamedTuple):
 
 @functools.lru_cache(256)
 def forward_launch(M: int, N: int) -> Launch:
-    """As measured on an H200: a tile of rows a program."""
+    """As measured on an H200: a tile of rows a program, whose threads are not more than N, padded to the width, needs."""
     width = power_of_2_above(N)
     rows = max(1, BLOCK_ELEMENTS // width)
-    return Launch(rows, width, min(max(rows * width // 512, 4), max(width // 1024, 8)), rows, -(-M // rows))
+    warps = min(max(power_of_2_above(rows * N // 512 + 1) // 2, 4), max(width // 1024, 8))
+    return Launch(rows, width, warps, rows, -(-M // rows))
 
 
 @functools.lru_cache(256)
 def backward_launch(M: int, N: int, item: int, sources: int, device: torch.device) -> Launch:
     """As measured on an H200: a program a multiprocessor, for few parts of the weights' gradients, or two of NARROW
     rows, which share the TILE_BYTES of each of its `sources`, of `item` bytes a value, that are on their way three
-    times, as far as shared memory has room."""
+    times, or as often as rows narrower than their padded width come to as much, as far as shared memory has room."""
     width = power_of_2_above(N)
-    share = 2 if width * item <= NARROW else 1
+    share = 2 if N * item <= NARROW else 1
     rows = max(TILE_BYTES // share // (width * item), 1)
-    stages = min(max(shared_memory(device) // share // (sources * rows * width * item), 1), 3)
+    stages = min(max(shared_memory(device) // share // (sources * rows * width * item), 1), 3 * width // N)
     rows_per_program = max(-(-M // (share * processors(device) * rows)), 1) * rows
     warps = min(max(rows * width // 1024, 4), 32)
     return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program), stages)

@@ -10,13 +10,7 @@ from ligermodels.ops.add_rows import BLOCK, ROWS
 @pytest.mark.parametrize("H", [1, 70, 2 * BLOCK + 3])
 @pytest.mark.parametrize(
     "index",
-    [
-        [3],
-        [0, 19, 7, 7, 0, 7, 12],
-        [5] * (2 * ROWS),
-        [5] * (3 * ROWS + 1) + [4] * ROWS + [6] * (ROWS - 1) + [19],
-        [],
-    ],
+    [[3], [0, 19, 7, 7, 0, 7, 12], [5] * (2 * ROWS), [5] * (3 * ROWS + 1) + [4] * ROWS + [6] * (ROWS - 1) + [19], []],
     ids=["one", "some", "the same", "many the same", "none"],
 )
 def test_add_rows(where: Where, index: list[int], H: int) -> None:
