@@ -86,7 +86,7 @@ class Launch(NamedTuple):
 
 @functools.lru_cache(256)
 def forward_launch(M: int, N: int) -> Launch:
-    """As measured on an H200: a tile of rows a program, whose threads are not more than N, padded to the width, needs."""
+    """As measured on an H200: a tile of rows a program, with threads for N rather than for the padded width."""
     width = power_of_2_above(N)
     rows = max(1, BLOCK_ELEMENTS // width)
     warps = min(max(power_of_2_above(rows * N // 512 + 1) // 2, 4), max(width // 1024, 8))
