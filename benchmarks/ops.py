@@ -156,7 +156,11 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "rope": lambda: [rope(16384, 32, 8, 128)],
     "qk_norm_rope": lambda: [qk_norm_rope(16384, 32, 8, 128)],
     "small": lambda: [case for tokens in (1, 32, 512) for case in small(tokens, 4096)],
-    "cross_entropy": lambda: [losses.cross_entropy(8192, 128256), losses.cross_entropy_in_place(8192, 128256)],
+    "cross_entropy": lambda: [
+        losses.cross_entropy(8192, 128256),
+        losses.cross_entropy_in_place(8192, 128256),
+        losses.cross_entropy_in_place(2048, 256000, softcap=30.0),
+    ],
     "linear_cross_entropy": lambda: [
         losses.linear_cross_entropy(8192, 4096, 128256),
         losses.linear_cross_entropy(8192, 4096, 128256, ignored=0.5),

@@ -7,8 +7,8 @@ from ligermodels.ops.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.launcher import after_previous_kernel, kernel
 from ligermodels.ops.library import opaque_op
 
-ROWS = 8  # further rows of an index that are read at a time
-BLOCK = 1024  # columns that a program takes at most
+ROWS = 16  # further rows of an index that are read at a time
+BLOCK = 512  # columns that a program takes at most
 
 
 def add_rows(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
