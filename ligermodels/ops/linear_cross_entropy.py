@@ -47,9 +47,9 @@ def linear_cross_entropy(
     hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
         all three are cast to its dtype). target, token_weights and the options: as in `cross_entropy`, and the result.
     memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
-        it needs). The gradients themselves come on top, and, with several chunks and a 16-bit weight, as much as the
-        weight's gradient once more, for it is summed in float32 (`GradientSum`) and rounded once. All rows at once may
-        take that memory too, for they need no such sum.
+        it needs). The gradients themselves come on top. With several chunks and a 16-bit weight it takes as much as the
+        weight's gradient once more, for that is summed in float32 (`GradientSum`) and rounded once: of the budget, if
+        that is no more than half of it, else on top. All rows at once may take that memory too, for they need no sum.
     num_targets: how many targets are not ignored, if the caller knows: the rows of the others then take no part in the
         GEMMs. On the CPU it is counted; on CUDA that would be a wait for the device, so without it no row is skipped.
     A gradient is computed exactly if its own operand requires it; under no_grad only the loss is. Eagerly, the first
@@ -174,7 +174,7 @@ def _linear_cross_entropy(
         else:
             x.index_copy_(0, chosen[chunk], values)
 
-    size = chunk_rows(T, V, H, hidden, options, memory_budget, accumulates=need_weight)
+    size = chunk_rows(T, V, H, hidden, options, memory_budget, accumulates=need_weight, sum_inside=True)
     dw = GradientSum(weight, several=size < T) if need_weight else None
     db = GradientSum(bias, several=True) if bias is not None and need_bias else None
     columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # CPU GEMMs may read such gaps
@@ -212,12 +212,14 @@ def chunk_rows(
     budget: int,
     *,
     accumulates: bool,
+    sum_inside: bool = False,
     extra: int = 0,
     to_come: int = 0,
 ) -> int:
     """How many rows a chunk takes: as many as the budget allows, spread evenly, in whole tiles where there are any.
 
     accumulates: whether there is a weight's gradient to sum, which all rows at once spare a float32 sum.
+    sum_inside: whether that sum is part of the budget, where it is no more than half of it.
     extra: bytes that the caller needs for each row beside its logits.
     to_come: how many gradients of (V, H) there will be that do not exist yet, nor anything else in their memory: a
         chunk may have it.
@@ -231,9 +233,11 @@ def chunk_rows(
         accumulation = (V + H) * wide
     width = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     of_a_row, gradient = width * item + extra + max(loss, accumulation), V * H * item
-    room = budget + to_come * gradient
-    if T * of_a_row <= room + (gradient if accumulates and wide > item else 0):
+    room, beside = budget + to_come * gradient, gradient if accumulates and wide > item else 0
+    if T * of_a_row <= room + beside:
         return max(T, 1)
+    if sum_inside and 2 * beside <= room:
+        room -= beside
     rows = max(room // of_a_row, 1)
     if rows >= ROW_MULTIPLE:
         rows -= rows % ROW_MULTIPLE

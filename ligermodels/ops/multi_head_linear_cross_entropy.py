@@ -299,7 +299,7 @@ def _multi_head_linear_cross_entropy(
     transformed = H * ((2 * L + 3) * hidden.dtype.itemsize + wide)  # bytes for a row, at the most
     columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # as in linear_cross_entropy
     for group, (start, end) in enumerate(groups):
-        chunk = {"extra": transformed, "to_come": sum(trained[group + 1 : len(weights)])}
+        chunk: dict[str, Any] = {"extra": transformed, "to_come": sum(trained[group + 1 : len(weights)])}
         size = chunk_rows(end - start, V, H, hidden, options, memory_budget, accumulates=trained[group], **chunk)
         workspace = hidden.new_empty(size, columns)[:, :V]
         for a in range(start, end, size):

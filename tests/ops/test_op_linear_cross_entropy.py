@@ -282,6 +282,20 @@ def test_chunks_take_the_memory_of_gradients_to_come() -> None:
         assert rows(6, accumulates=False) == 6 * gradient // (V * 6)
 
 
+def test_the_sum_is_part_of_a_budget_that_has_room_for_it() -> None:
+    x, V = torch.empty(0, dtype=torch.bfloat16), 1008
+
+    def memory(H: int, T: int) -> int:
+        """Bytes beyond the gradients, as multiples of H * V * 2."""
+        rows = chunk_rows(T, V, H, x, LossOptions(), 2**24, accumulates=True, sum_inside=True)
+        return rows * (V * 2 + (V + H) * 4) + (V * H * 2 if rows < T else 0)
+
+    with force("reference"):
+        assert 2**23 < memory(H=2**11, T=10**6) <= 2**24, "half of it is taken, and not more than all"
+        assert 2**24 < memory(H=2**13, T=10**6) <= 2**24 + V * 2**13 * 2, "more than half of it comes on top"
+        assert memory(H=2**11, T=1300) > 2**24, "all rows at once take what the sum would"
+
+
 @pytest.mark.gpu
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -307,7 +321,8 @@ def test_memory_on_the_gpu(memory_budget: int) -> None:
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(hidden, weight, y, memory_budget=memory_budget).backward()
     used = torch.cuda.max_memory_allocated() - before
-    gradients = hidden.nbytes + 2 * weight.nbytes  # with what its sum in float32 takes beside it
+    assert 2 * weight.nbytes <= memory_budget  # so that what its sum in float32 takes beside it is part of that
+    gradients = hidden.nbytes + weight.nbytes
     assert used < gradients + memory_budget + 40 * 2**20, "beyond cuBLAS's own 32 MiB and change"
 
 
