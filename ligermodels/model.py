@@ -32,10 +32,9 @@ from ligermodels.layers import (
     load_balancing_loss,
     shift_labels,
 )
-from ligermodels.layers.embedding import shared
 from ligermodels.layers.head import check_loss_options
 from ligermodels.layers.packing import bounds_of, check_beside, check_bounds, check_token_ids, packed_positions, require
-from ligermodels.layers.recompute import recomputing
+from ligermodels.layers.recompute import recomputing, watched
 from ligermodels.layers.targets import take_rows
 
 Recompute = Literal["nothing", "activations", "blocks"]
@@ -183,9 +182,9 @@ class CausalLM(nn.Module):
             tree_mask: bool (T, T) or (B, T, T), which new tokens a new one sees beside the cache, within `cache.rows`.
             router_logits: gets the logits (B * T, E) of each mixture's router.
             target_rows: where it leaves tokens out, the states are those of its rows alone, (1, n, H).
-            embed_weight: stands for the embedding's, as `layers.embedding.shared` gives it.
+            embed_weight: stands for the embedding's, as `Embedding.shared` gives it.
         """
-        given = {} if embed_weight is None else {"weight": embed_weight}
+        given = {} if embed_weight is None else {"by_rows": embed_weight}
         x = self.embed(input_ids, **given) if inputs_embeds is None else inputs_embeds
         x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
         batch, length = x.shape[:2]
@@ -310,11 +309,12 @@ class CausalLM(nn.Module):
         return output
 
     def _tied_weight(self) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The weight as the embedding takes it, and as an argument of the head, if they are tied and our own."""
+        """The weight as the embedding takes it, and as an argument of the head, if they share it, are our own, and
+        nobody looks on."""
         if self.head.weight is not self.embed.weight or (type(self.embed), type(self.head)) != (Embedding, LMHead):
             return None, {}
-        by_rows, whole = shared(self.embed.weight)
-        return by_rows, {"weight": whole}
+        by_rows, whole = (None, None) if watched(self.embed) or watched(self.head) else self.embed.shared()
+        return by_rows, {} if whole is None else {"weight": whole}
 
     def shift_labels(self, labels: Tensor, ahead: int, bounds: Tensor | None) -> Tensor:
         """Targets `ahead` tokens on, checked against the vocabulary: see `layers.shift_labels`."""

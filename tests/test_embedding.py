@@ -1,5 +1,8 @@
 """The embedding's gradient: rows that are added to the head's gradient, or to zeros, without a wait for the device."""
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,8 +10,9 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels import ops
-from ligermodels.layers import Embedding, embedding
+from ligermodels.layers import Embedding, LMHead
 
+linear_cross_entropy = importlib.import_module("ligermodels.ops.linear_cross_entropy")  # the op has its name
 TIED = {"llama-3.1": False, "gemma2": True}
 
 
@@ -31,8 +35,7 @@ def tokens(device: str | torch.device) -> Tensor:
 
 
 def as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ligermodels.layers.embedding.shared", "ligermodels.model.shared"):
-        monkeypatch.setattr(module, lambda weight: (weight, weight))
+    monkeypatch.setattr(Embedding, "shared", lambda self: (None, None))
 
 
 def gradients(model: lm.CausalLM, uses: str) -> dict[str, Tensor]:
@@ -65,11 +68,13 @@ def test_gradients(device: str, name: str, uses: str, monkeypatch: pytest.Monkey
 
 def test_no_second_matrix(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tied weight's gradient is the head's, to which rows were added."""
-    added, add_rows = [], ops.add_rows
-    monkeypatch.setattr(ops, "add_rows", lambda x, *rows: (added.append(x.data_ptr()), add_rows(x, *rows)))
+    heads: list[int] = []
+    monkeypatch.setattr(
+        linear_cross_entropy, "scale_", lambda x, factor: (heads.append(x.data_ptr()), x.mul_(factor))
+    )  # called with each gradient that the loss hands out
     model, ids = make("gemma2", device), tokens(device)
     model(ids, labels=ids).loss.backward()
-    assert added == [model.embed.weight.grad.data_ptr()]
+    assert len(heads) == 3 and model.embed.weight.grad.data_ptr() in heads
 
 
 @pytest.mark.gpu
@@ -87,22 +92,64 @@ def test_the_backward_pass_waits_for_nothing(name: str) -> None:
 
 
 def test_gradients_of_gradients(device: str) -> None:
-    weight = torch.nn.Parameter(torch.randn(5, 3, device=device))
-    by_rows, whole = embedding.shared(weight)
-    assert by_rows is not weight
-    ids = torch.tensor([1, 1, 4], device=device)
-    x = torch.nn.functional.embedding(ids, by_rows, sparse=True)
-    (gradient,) = torch.autograd.grad((x**3).sum() + (whole**3).sum(), weight, create_graph=True)
+    layer = Embedding(5, 3).to(device)
+    by_rows, whole = layer.shared()
+    assert by_rows is not None and whole is not None
+    x = layer(torch.tensor([1, 1, 4], device=device), by_rows)
+    (gradient,) = torch.autograd.grad((x**3).sum() + (whole**3).sum(), layer.weight, create_graph=True)
     count = torch.tensor([0, 2, 0, 0, 1], device=device)[:, None]
-    torch.testing.assert_close(gradient, 3 * weight.square() * (1 + count))
-    (second,) = torch.autograd.grad(gradient.sum(), weight)
-    torch.testing.assert_close(second, 6 * weight * (1 + count))
+    torch.testing.assert_close(gradient, 3 * layer.weight.square() * (1 + count))
+    (second,) = torch.autograd.grad(gradient.sum(), layer.weight)
+    torch.testing.assert_close(second, 6 * layer.weight * (1 + count))
 
 
-def test_options_of_torch_keep_their_meaning(device: str) -> None:
+@pytest.mark.parametrize(
+    "option", [{}, {"padding_idx": 2}, {"max_norm": 0.1}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
+)
+def test_options_of_torch_keep_their_meaning(device: str, option: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ours, theirs = Embedding(9, 4), torch.nn.Embedding(9, 4)
+    theirs.load_state_dict(ours.state_dict())
+    for layer in (ours, theirs):
+        layer.to(device)
+        for name, value in option.items():
+            setattr(layer, name, value)
+        layer(torch.tensor([[2, 3], [2, 5]], device=device)).square().sum().backward()
+    found, wanted = ours.weight.grad, theirs.weight.grad
+    assert found.layout == wanted.layout
+    torch.testing.assert_close(found.to_dense(), wanted.to_dense())
+
+
+def test_who_gets_the_weight_of_torch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does not train it, is no parameter, or is being compiled."""
     layer = Embedding(9, 4).to(device)
-    layer.padding_idx = 2
-    layer(torch.tensor([[2, 3], [2, 3]], device=device)).sum().backward()
-    assert layer.weight.grad.sum(1).tolist() == [0, 0, 0, 8, 0, 0, 0, 0, 0]
+    assert layer.shared()[0] is not None
+    with torch.no_grad():
+        assert layer.shared() == (None, None)
+    with monkeypatch.context() as within:
+        within.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert layer.shared() == (None, None)
     layer.requires_grad_(False)
-    assert not layer(torch.tensor([1], device=device)).requires_grad
+    assert layer.shared() == (None, None)
+    weight = layer.weight.detach().clone().requires_grad_()  # as where modules are called with other tensors
+    del layer.weight
+    layer.weight = weight
+    assert layer.shared() == (None, None)
+
+
+def test_modules_of_others_are_called_as_they_were(device: str) -> None:
+    """In the embedding's or head's place, or with hooks."""
+    model, ids = make("gemma2", device), tokens(device)
+
+    class Other(LMHead):
+        def forward(self, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Any:
+            assert "weight" not in options
+            return super().forward(hidden, targets, **options)
+
+    model.head.__class__ = Other
+    model(ids, labels=ids).loss.backward()
+    model.head.__class__ = LMHead
+    seen = []
+    model.embed.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
+    model(ids, labels=ids).loss.backward()
+    assert seen == [1]

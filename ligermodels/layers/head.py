@@ -52,7 +52,7 @@ class LMHead(nn.Module):
         """hidden (..., H) -> logits (..., V); with targets (...) the loss of `ops.linear_cross_entropy` instead.
 
         `loss_options` (reduction, token_weights, label_smoothing, z_loss, return_rank ...) go to that op. `weight`
-        stands for the head's own, as `embedding.shared` gives it.
+        stands for the head's own, as `Embedding.shared` gives it.
         """
         weight, scale, softcap = self.weight if weight is None else weight, self.config.logit_scale, self.config.softcap
         if targets is not None:

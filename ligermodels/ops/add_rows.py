@@ -15,8 +15,8 @@ def add_rows(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
     """x[index[t]] += rows[t] for every t, in place, without a wait for the device: the rows of an index and x's own are
     summed in float32, in the order of t, and rounded once.
 
-    x: (V, H), contiguous, any floating dtype. index: long (T,), in [0, V); on CUDA others are left out. rows: (T, H) of
-    x's dtype, any strides.
+    x: (V, H), contiguous, any floating dtype. index: long (T,), in [0, V); the kernel leaves out others. rows: (T, H)
+    of x's dtype, any strides. One program sums up all rows of an index, which shows where thousands have the same.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     if x.dim() != 2 or not x.is_contiguous() or not x.is_floating_point():

@@ -51,14 +51,14 @@ def _wait_for(words, there, found):
 
 
 @triton.jit
-def _load(start, room, other, POLICY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
+def _load(start, room, POLICY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
     """A piece in tiles, of which `room` logits are there: all asked for before the first is computed with."""
     SIZE: tl.constexpr = BLOCK // TILES
     col = tl.arange(0, SIZE)
     tiles = ()
     for i in tl.static_range(TILES):
         there = col < room - i * SIZE
-        tile = tl.load(start + i * SIZE + col, mask=there, other=other, eviction_policy=POLICY)
+        tile = tl.load(start + i * SIZE + col, mask=there, other=0.0, eviction_policy=POLICY)
         tiles += (tile,)  # type: ignore[assignment]
     return tiles
 
@@ -74,7 +74,7 @@ def _sum_up_bounded(
 ):  # fmt: skip
     """Of a BOUNDED piece whether some are far from 0 (1 or 0), the sum of exp(x) and, if that is wanted, that of x."""
     SIZE: tl.constexpr = BLOCK // TILES
-    tiles, col = _load(start, room, 0.0, "evict_last", TILES, BLOCK), tl.arange(0, SIZE)
+    tiles, col = _load(start, room, "evict_last", TILES, BLOCK), tl.arange(0, SIZE)
     total = tl.zeros((SIZE,), dtype=tl.float32)
     plain, most = total, total
     for i in tl.static_range(TILES):  # as if all were near 0, so that threads meet once
@@ -99,11 +99,12 @@ def _write_bounded(
     start, tiles, room, factor, c, V, scale, softcap, smoothing,
     SMOOTHED: tl.constexpr, ALL_NEAR: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of a BOUNDED piece, of others than the target."""
+    """Writes the gradient of a BOUNDED piece, as if the target were not there."""
     SIZE: tl.constexpr = BLOCK // TILES
     col = tl.arange(0, SIZE)
     for i in tl.static_range(TILES):
-        g = gradient_bounded(tiles[i], factor, c, V, scale, softcap, smoothing, SMOOTHED, ALL_NEAR)
+        g, _ = gradient_bounded(tiles[i], False, factor, c, V, scale, softcap, smoothing, SMOOTHED, ALL_NEAR)
+        g = g.to(start.dtype.element_ty)
         tl.store(start + i * SIZE + col, g, mask=col < room - i * SIZE, eviction_policy="evict_first")
 
 
@@ -137,7 +138,7 @@ def _cross_entropy_in_place_kernel(
     room = V - first
     inside = col < room
     if valid & writes:
-        tiles = _load(start, room, 0.0, "evict_first", TILES, BLOCK)
+        tiles = _load(start, room, "evict_first", TILES, BLOCK)
         found = _wait_for(sums + part, there, tl.where(there, found, 1))
         total = tl.where(there, found.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
         far, maximum = 0.0, 0.0
@@ -153,9 +154,9 @@ def _cross_entropy_in_place_kernel(
         if z_loss != 0.0:
             factor *= 1.0 + 2.0 * z_loss * (maximum + tl.log(total))
         near = (y >= first) & (y < first + BLOCK)
-        at_y = 0.0
+        given_y = 0.0
         if near:
-            at_y = tl.load(at_target).to(tl.float32)
+            given_y = tl.load(at_target).to(tl.float32)
             tl.debug_barrier()  # all threads have read it
         if BOUNDED:
             if far == 0.0:
@@ -167,16 +168,24 @@ def _cross_entropy_in_place_kernel(
                     start, tiles, room, factor, c, V, scale, softcap, smoothing, SMOOTHED, False, TILES, BLOCK
                 )
         else:
-            g = gradient_of(tiles[0], maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED)
+            g = gradient_of(tiles[0], False, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
             tl.store(start + col, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
         if near:
-            tl.debug_barrier()
-            g_y = gradient_of(at_y, maximum, factor, c, V, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED)
+            tl.debug_barrier()  # all threads have written theirs
+            if BOUNDED:
+                if far == 0.0:
+                    g_y, x_y = gradient_bounded(given_y, True, factor, c, V, scale, softcap, smoothing, SMOOTHED, True)
+                else:
+                    g_y, x_y = gradient_bounded(given_y, True, factor, c, V, scale, softcap, smoothing, SMOOTHED, False)
+            else:
+                g_y = gradient_of(
+                    given_y, True, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED
+                )
+                x_y, _ = effective(given_y, scale, softcap, SCALED, CAPPED)
             tl.store(at_target, g_y.to(logits.dtype.element_ty))
-            at_y, _ = effective(at_y, scale, softcap, SCALED, CAPPED)
             # x_y - max and log_sum stay apart: their sum would lose what logits of great size leave of the loss.
             log_sum = tl.log(total)
-            loss = (1.0 - smoothing) * (log_sum - (at_y - maximum))
+            loss = (1.0 - smoothing) * (log_sum - (x_y - maximum))
             if SMOOTHED or RANK:
                 found = _wait_for(more + part, there, tl.zeros((PADDED,), dtype=tl.int64))
             if SMOOTHED:

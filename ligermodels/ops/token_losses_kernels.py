@@ -53,18 +53,19 @@ def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
 def effective_bounded(given, inside, scale, softcap, ALL_NEAR: tl.constexpr):
     """log2(e) times the effective logits of a BOUNDED tile, -inf where it is not inside; and 1 - tanh^2.
 
-    They are off by some 1e-6 of themselves or, if not all are near 0, of the softcap. Arithmetic is what this takes its
-    time for. Where all are, as they mostly are, it is a polynomial (a minimax fit of tanh, of relative error 1e-6), its
-    coefficients scaled in place of the logits."""
+    They are off by units in the last place of themselves or, if not all are near 0, of the softcap. Arithmetic is what
+    this takes its time for. Where all are, as they mostly are, it is a polynomial (a minimax fit of tanh, of relative
+    error 6e-8), its coefficients scaled in place of the logits."""
     cap = softcap * LOG2_E
     x = given.to(tl.float32)
     if ALL_NEAR:
         z, s, first = x * x, scale * scale, cap * scale
-        p = 0.012100138 * first * s * s * s * s
-        p = p * z - 0.049180141 * first * s * s * s
-        p = p * z + 0.13230566 * first * s * s
-        p = p * z - 0.33325372 * first * s
-        x = x * (p * z + 0.999999 * first)
+        p = -0.0043552995 * first * s * s * s * s * s
+        p = p * z + 0.0190933 * first * s * s * s * s
+        p = p * z - 0.053114315 * first * s * s * s
+        p = p * z + 0.13321048 * first * s * s
+        p = p * z - 0.33332675 * first * s
+        x = x * (p * z + 0.99999994 * first)
         slope = 1.0 - x * x * (1.0 / (cap * cap))
     else:
         x, slope = _tanh_far(x * scale)
@@ -103,17 +104,21 @@ def exp(x):
 
 @triton.jit
 def _observe(
-    start, col, V, y, at_y, top, total, plain, before, scale, softcap, MASKED: tl.constexpr,
+    start, first, col, V, y, at_y, top, total, plain, before, x_y, scale, softcap, MASKED: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Takes a tile (TILES, BLOCK) of a row's logits into what its BLOCK lanes have seen so far: their maxima (BOUNDED,
-    0), sums of exp(x - maximum), plain sums, and counts of logits that stand before the target's."""
+    """Takes a tile (TILES, BLOCK) of a row's logits, from `first` on, into what its BLOCK lanes have seen so far: their
+    maxima (BOUNDED, 0), sums of exp(x - maximum), plain sums, counts of logits that stand before the target's, and,
+    BOUNDED, the target's own x."""
+    col += first
     inside = col < V
     given = tl.load(start + col, mask=inside, other=float("-inf")) if MASKED else tl.load(start + col)
     x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED, BOUNDED)
     if BOUNDED:
         higher = top
         total += tl.sum(tl.exp2(x), axis=0)
+        if (y >= first) & (y < first + given.numel):
+            x_y += tl.sum(tl.where(col == y, x, 0.0), axis=0) / LOG2_E
     else:
         higher = tl.maximum(top, tl.max(x, axis=0))
         total = total * exp(top - higher) + tl.sum(exp(x - higher[None, :]), axis=0)
@@ -121,22 +126,21 @@ def _observe(
         plain += tl.sum(tl.where(inside, x, 0.0), axis=0) / (LOG2_E if BOUNDED else 1.0)
     if RANK:
         before += tl.sum((inside & ((given > at_y) | ((given == at_y) & (col < y)))).to(tl.int32), axis=0)
-    return higher, total, plain, before
+    return higher, total, plain, before, x_y
 
 
 @triton.jit
 def gradient_of(
-    given, maximum, factor, c, V, scale, softcap, smoothing,
-    TARGET: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+    given, is_target, maximum, factor, c, V, scale, softcap, smoothing,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of coefficient * loss by given logits, that of the target or others. c: coefficient * logit_scale.
-    factor: c times 1 + 2 z_loss lse, over the sum of exp(x - maximum)."""
+    """Gradient of coefficient * loss by given logits. c: coefficient * logit_scale. factor: c times 1 + 2 z_loss lse,
+    over the sum of exp(x - maximum)."""
     x, slope = effective(given, scale, softcap, SCALED, CAPPED)
     g = exp(x - maximum) * factor
     if SMOOTHED:
         g -= c * smoothing / V
-    if TARGET:
-        g -= c * (1.0 - smoothing)
+    g -= tl.where(is_target, c * (1.0 - smoothing), 0.0)
     if CAPPED:
         g *= slope
     return g
@@ -144,14 +148,16 @@ def gradient_of(
 
 @triton.jit
 def gradient_bounded(
-    given, factor, c, V, scale, softcap, smoothing, SMOOTHED: tl.constexpr, ALL_NEAR: tl.constexpr
+    given, is_target, factor, c, V, scale, softcap, smoothing, SMOOTHED: tl.constexpr, ALL_NEAR: tl.constexpr
 ):  # fmt: skip
-    """The same of a BOUNDED tile, of others than the target, in its dtype."""
+    """The same by BOUNDED logits, and the effective ones. All of a row, the target among them, have to go the way that
+    their sum went: what they are off by then cancels."""
     x, slope = effective_bounded(given, True, scale, softcap, ALL_NEAR)
     g = tl.exp2(x) * factor
     if SMOOTHED:
         g -= c * smoothing / V
-    return (g * slope).to(given.dtype)
+    g -= tl.where(is_target, c * (1.0 - smoothing), 0.0)
+    return g * slope, x / LOG2_E
 
 
 @kernel
@@ -177,21 +183,22 @@ def _cross_entropy_row_kernel(
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         plain = tl.zeros((BLOCK,), dtype=tl.float32)
         before = tl.zeros((BLOCK,), dtype=tl.int32)
+        x_y = tl.zeros((BLOCK,), dtype=tl.float32)
         for first in range(0, whole, TILES * BLOCK):
-            top, total, plain, before = _observe(
-                start, first + col, V, y, at_y, top, total, plain, before, scale, softcap,
+            top, total, plain, before, x_y = _observe(
+                start, first, col, V, y, at_y, top, total, plain, before, x_y, scale, softcap,
                 False, SCALED, CAPPED, BOUNDED, SMOOTHED, RANK,
             )  # fmt: skip
         if whole < V:
-            top, total, plain, before = _observe(
-                start, whole + col, V, y, at_y, top, total, plain, before, scale, softcap,
+            top, total, plain, before, x_y = _observe(
+                start, whole, col, V, y, at_y, top, total, plain, before, x_y, scale, softcap,
                 True, SCALED, CAPPED, BOUNDED, SMOOTHED, RANK,
             )  # fmt: skip
         maximum = tl.max(top, axis=0)
         log_sum = tl.log(tl.sum(total * exp(top - maximum), axis=0))
         # x_y - max and log_sum stay apart: their sum would lose what logits of great size leave of the loss.
         at_y, _ = effective(at_y, scale, softcap, SCALED, CAPPED)
-        loss = (1.0 - smoothing) * (log_sum - (at_y - maximum))
+        loss = (1.0 - smoothing) * (log_sum - ((tl.sum(x_y, axis=0) if BOUNDED else at_y) - maximum))
         if SMOOTHED:
             loss += smoothing * (log_sum - (tl.sum(plain, axis=0) / V - maximum))
         loss += z_loss * (maximum + log_sum) * (maximum + log_sum)
@@ -225,22 +232,15 @@ def _cross_entropy_gradient_kernel(
         maximum, log_sum = tl.load(maxima + row), tl.load(log_sums + row)
         c = tl.load(coefficients + row) * logit_scale
         given = tl.load(start + col, mask=col < V, other=0.0)
-        near = (y >= first) & (y < first + BLOCK)
         factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum)
         if BOUNDED:
             if all_near(given, scale):
-                g = gradient_bounded(given, factor, c, V, scale, softcap, smoothing, SMOOTHED, ALL_NEAR=True)
+                g, _ = gradient_bounded(given, col == y, factor, c, V, scale, softcap, smoothing, SMOOTHED, True)
             else:
-                g = gradient_bounded(given, factor, c, V, scale, softcap, smoothing, SMOOTHED, ALL_NEAR=False)
+                g, _ = gradient_bounded(given, col == y, factor, c, V, scale, softcap, smoothing, SMOOTHED, False)
         else:
-            g = gradient_of(given, maximum, factor, c, V, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED)
-            g = g.to(given.dtype)
-        tl.store(out + col, g, mask=col < V)
-        if near:
-            tl.debug_barrier()  # all threads have stored theirs
-            at_y = tl.load(start + y).to(tl.float32)
-            g_y = gradient_of(at_y, maximum, factor, c, V, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED)
-            tl.store(out + y, g_y.to(gradient.dtype.element_ty))
+            g = gradient_of(given, col == y, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
+        tl.store(out + col, g.to(gradient.dtype.element_ty), mask=col < V)
     else:
         tl.store(out + col, tl.zeros((BLOCK,), dtype=tl.float32).to(gradient.dtype.element_ty), mask=col < V)
 
@@ -253,13 +253,13 @@ def numbers(options: LossOptions) -> tuple[float, ...]:
 
 def flags(options: LossOptions, logits: torch.Tensor) -> dict[str, bool]:
     """Which parts of the formula the kernels need. BOUNDED: a softcap under which exp(x) needs no maximum to stay
-    within float32, of logits of 16 bits, by a scale whose powers are not great."""
+    within float32, of logits of 16 bits, by a scale whose powers are neither great nor tiny."""
     scale, softcap, *_ = numbers(options)
     capped = options.softcap is not None
     return {
         "SCALED": options.logit_scale != 1,
         "CAPPED": capped,
-        "BOUNDED": capped and 1 <= softcap <= BOUND and scale <= 1 and logits.dtype.itemsize == 2,
+        "BOUNDED": capped and 1 <= softcap <= BOUND and 2**-12 <= scale <= 1 and logits.dtype.itemsize == 2,
         "SMOOTHED": options.label_smoothing != 0,
     }
 

@@ -9,6 +9,8 @@ from op_harness import LAYOUTS, check
 
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops import cross_entropy, cross_entropy_reference, token_losses_in_place
+from ligermodels.ops.token_losses import LossOptions
+from ligermodels.ops.token_losses_kernels import flags
 
 
 def compare(logits: torch.Tensor, y: torch.Tensor, **options: object) -> None:
@@ -133,8 +135,64 @@ def test_in_place_softcap_of_bfloat16(
     exact = x.detach().double().requires_grad_()
     found, wanted = cross_entropy(x * 1, y, in_place=True, **options), plain_loss(exact, y, **options)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+    for i in range(6):
+        kept = x.detach().clone()[i : i + 1].requires_grad_()
+        one = cross_entropy(kept * 1, y[i : i + 1], in_place=True, **options)
+        torch.testing.assert_close(
+            one.double(), plain_loss(exact[i : i + 1], y[i : i + 1], **options), rtol=2e-6, atol=2e-6
+        )
     (gradient,), (expected,) = torch.autograd.grad(found, x), torch.autograd.grad(wanted, exact)
     torch.testing.assert_close(gradient.double(), expected.nan_to_num(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("fill", ["spread", "far", "confident"])
+def test_rows_under_a_softcap(where: Where, fill: str) -> None:
+    """Each row's loss to float32's own error, all near 0 or not; where one class has nearly all, what is left of it."""
+    x = (torch.rand(60, 700) - 0.5) * {"spread": 47.0, "far": 200.0, "confident": 9.0}[fill]
+    y = torch.randint(700, (60,))
+    if fill == "confident":
+        x[torch.arange(60), y] = 15 + 9 * torch.rand(60)
+    x, y = x.to(where.device, where.dtype), y.to(where.device)
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    found, wanted = (f(a, y, softcap=30.0, reduction="none") for f, a in ((cross_entropy, leaf), (plain_loss, exact)))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=4e-6)
+    assert (found > -1e-6).all()
+    gradient, expected = (torch.autograd.grad(loss.sum(), a)[0] for loss, a in ((found, leaf), (wanted, exact)))
+    torch.testing.assert_close(gradient.double(), expected, rtol=2 * torch.finfo(where.dtype).eps, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "scale", "bounded"),
+    [
+        (torch.bfloat16, 30.0, 1.0, True),
+        (torch.float16, 1.0, 1.0, True),
+        (torch.bfloat16, 60.0, 60.0, True),
+        (torch.float32, 30.0, 1.0, False),
+        (torch.bfloat16, None, 1.0, False),
+        (torch.bfloat16, 60.5, 1.0, False),
+        (torch.bfloat16, 0.9, 0.5, False),
+        (torch.bfloat16, 30.0, 31.0, False),
+        (torch.bfloat16, 30.0, 1e-3, False),
+    ],
+)
+def test_where_no_maximum_is_needed(dtype: torch.dtype, softcap: float | None, scale: float, bounded: bool) -> None:
+    options = LossOptions(softcap=softcap, logit_scale=scale)
+    assert flags(options, torch.empty(0, dtype=dtype))["BOUNDED"] is bounded
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("softcap", "scale", "size"), [(200.0, 1.0, 1e4), (30.0, 3e-4, 6e4), (0.5, 1.0, 3.0), (60.0, 60.0, 1.0)]
+)
+def test_softcaps_and_scales_at_their_ends(
+    kernels_device: torch.device, softcap: float, scale: float, size: float
+) -> None:
+    x = (torch.randn(4, 300, device=kernels_device) * size).clamp(-6e4, 6e4).half()
+    y = targets((4,), 300, kernels_device)
+    options = {"softcap": softcap, "logit_scale": scale, "reduction": "none"}
+    torch.testing.assert_close(
+        cross_entropy(x, y, **options).double(), plain_loss(x.double(), y, **options), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_in_place_is_refused_where_programs_may_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
