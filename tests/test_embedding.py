@@ -150,6 +150,6 @@ def test_modules_of_others_are_called_as_they_were(device: str) -> None:
     model(ids, labels=ids).loss.backward()
     model.head.__class__ = LMHead
     seen = []
-    model.embed.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
+    model.embed.register_forward_pre_hook(lambda _, args, kwargs: seen.append((len(args), kwargs)), with_kwargs=True)
     model(ids, labels=ids).loss.backward()
-    assert seen == [1]
+    assert seen == [(1, {})]
