@@ -259,7 +259,7 @@ def flags(options: LossOptions, logits: torch.Tensor) -> dict[str, bool]:
     return {
         "SCALED": options.logit_scale != 1,
         "CAPPED": capped,
-        "BOUNDED": capped and 1 <= softcap <= BOUND and 2**-12 <= scale <= 1 and logits.dtype.itemsize == 2,
+        "BOUNDED": capped and 1 <= softcap <= BOUND and 2**-8 <= scale <= 1 and logits.dtype.itemsize == 2,
         "SMOOTHED": options.label_smoothing != 0,
     }
 

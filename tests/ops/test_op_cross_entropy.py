@@ -172,7 +172,8 @@ def test_rows_under_a_softcap(where: Where, fill: str) -> None:
         (torch.bfloat16, 60.5, 1.0, False),
         (torch.bfloat16, 0.9, 0.5, False),
         (torch.bfloat16, 30.0, 31.0, False),
-        (torch.bfloat16, 30.0, 1e-3, False),
+        (torch.bfloat16, 32.0, 2**-3, True),
+        (torch.bfloat16, 33.0, 2**-3, False),
     ],
 )
 def test_where_no_maximum_is_needed(dtype: torch.dtype, softcap: float | None, scale: float, bounded: bool) -> None:
@@ -182,7 +183,8 @@ def test_where_no_maximum_is_needed(dtype: torch.dtype, softcap: float | None, s
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("softcap", "scale", "size"), [(200.0, 1.0, 1e4), (30.0, 3e-4, 6e4), (0.5, 1.0, 3.0), (60.0, 60.0, 1.0)]
+    ("softcap", "scale", "size"),
+    [(200.0, 1.0, 1e4), (30.0, 3e-4, 6e4), (0.5, 1.0, 3.0), (60.0, 60.0, 1.0), (32.0, 2**-3, 99.0)],
 )
 def test_softcaps_and_scales_at_their_ends(
     kernels_device: torch.device, softcap: float, scale: float, size: float
