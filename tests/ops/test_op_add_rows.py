@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 from conftest import Where
@@ -39,6 +41,17 @@ def test_rows_that_are_not_there(kernels_device: torch.device) -> None:
         (after, torch.tensor([0, 2, 0], device=kernels_device), rows),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("T", [1, 4, ROWS, ROWS + 2])
+def test_nothing_past_the_index_counts(kernels_device: torch.device, T: int) -> None:
+    """Though it is the same index, as memory that is not ours might be."""
+    x, rows = torch.zeros(3, 16, device=kernels_device), torch.ones(4 * ROWS, 16, device=kernels_device)
+    index, order = torch.ones_like(rows[:, 0]).long(), torch.arange(len(rows), device=kernels_device)
+    module = importlib.import_module("ligermodels.ops.add_rows")  # the op has its name
+    module._add_rows_kernel[(T, 1)](x, index, order, rows, 16, 3, T, 16, ROWS=ROWS, BLOCK=16, num_warps=4)
+    assert x.sum(1).tolist() == [0, 16 * T, 0]
 
 
 @pytest.mark.parametrize(
