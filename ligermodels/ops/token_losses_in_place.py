@@ -59,12 +59,13 @@ def _load(start, room, POLICY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.cons
     for i in tl.static_range(TILES):
         there = col < room - i * SIZE
         tile = tl.load(start + i * SIZE + col, mask=there, other=0.0, eviction_policy=POLICY)
-        tiles += (tile,)  # type: ignore[assignment]
+        tiles += (tile,)  # type: ignore[assignment]  # the loop is unrolled
     return tiles
 
 
 @triton.jit
 def _sum_and_most(total, most, other_total, other_most):
+    """Of pairs, the sum of the first and the greatest of the second, for one reduction in place of two."""
     return total + other_total, tl.maximum(most, other_most)
 
 
@@ -91,7 +92,7 @@ def _sum_up_bounded(
             x, _ = effective_bounded(tiles[i], inside, scale, softcap, ALL_NEAR=False)
             total += tl.sum(tl.exp2(x), axis=0)
             plain += tl.where(inside, x, 0.0)
-    return far, total, tl.sum(plain, axis=0) / LOG2_E if SMOOTHED else far
+    return far, total, tl.sum(plain, axis=0) / LOG2_E if SMOOTHED else far  # which nobody takes for it
 
 
 @triton.jit
@@ -203,7 +204,7 @@ def _cross_entropy_in_place_kernel(
             x = effective_tile(given, inside, scale, softcap, SCALED, CAPPED, BOUNDED)
             top = tl.maximum(tl.max(x, axis=0), LOWEST)
             total = tl.sum(exp(x - top), axis=0)
-            plain = tl.sum(tl.where(inside, x, 0.0), axis=0) if SMOOTHED else top
+            plain = tl.sum(tl.where(inside, x, 0.0), axis=0) if SMOOTHED else top  # which nobody takes for it
         if SMOOTHED or RANK:  # before the word below, after which the row may be written
             before = tl.full((), 0, dtype=tl.int32)
             if RANK:  # what is not inside is -inf, and behind the target

@@ -55,7 +55,7 @@ def effective_bounded(given, inside, scale, softcap, ALL_NEAR: tl.constexpr):
 
     They are off by units in the last place of themselves or, if not all are near 0, of the softcap. Arithmetic is what
     this takes its time for. Where all are, as they mostly are, it is a polynomial (a minimax fit of tanh, of relative
-    error 6e-8), its coefficients scaled in place of the logits."""
+    error 6e-8, with fewer operations than `_tanh_near`), its coefficients scaled in place of the logits."""
     cap = softcap * LOG2_E
     x = given.to(tl.float32)
     if ALL_NEAR:
@@ -150,8 +150,8 @@ def gradient_of(
 def gradient_bounded(
     given, is_target, factor, c, V, scale, softcap, smoothing, SMOOTHED: tl.constexpr, ALL_NEAR: tl.constexpr
 ):  # fmt: skip
-    """The same by BOUNDED logits, and the effective ones. All of a row, the target among them, have to go the way that
-    their sum went: what they are off by then cancels."""
+    """The same by BOUNDED logits, and the effective ones. Where the target goes the way that the sum of its piece went,
+    what both are off by cancels."""
     x, slope = effective_bounded(given, True, scale, softcap, ALL_NEAR)
     g = tl.exp2(x) * factor
     if SMOOTHED:
