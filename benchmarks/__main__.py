@@ -1,8 +1,9 @@
 """`python -m benchmarks [OP ...] [--out FILE]`: the ops beside their peers, time and memory, as table and JSON lines.
 
-`..._ms` are as a user calls an op, `..._graph_ms` replayed from a CUDA graph, so without launches from Python.
-`..._of_copy` are shares of the rate of a large device copy, for the fewest bytes that the op must move, and
-`..._of_copy_at_size` shares of the speed of a copy that moves just as many, or of one for each of two passes.
+`..._ms` are as a user calls an op, alone; `..._row_ms` of one among calls that follow one another in a CUDA graph, each
+with tensors of its own, so without launches from Python and with memory as busy as in a model. `..._of_copy` are shares
+of the rate of a large device copy, for the fewest bytes that the op must move, and `..._of_copy_at_size` shares of the
+speed of a copy that moves just as many, alone or in a row as the op, or of one for each of two passes.
 `..._limit_ms` is the time of what nobody can leave out (of the linear losses their GEMMs), measured in turns with the
 op. `both` is forward and backward.
 """
@@ -25,7 +26,7 @@ from benchmarks.case import Call, Case, Passes
 from benchmarks.ops import CASES
 
 COLUMNS = (
-    *("forward_ms", "both_ms", "forward_of_copy", "both_of_copy", "forward_graph_of_copy", "both_graph_of_copy"),
+    *("forward_ms", "both_ms", "forward_of_copy", "both_of_copy", "forward_row_of_copy", "both_row_of_copy"),
     *("both_of_copy_at_size", "both_of_limit", "eager_us", "graph_us", "peak_mib", "error"),
 )
 REPEATS = 20
@@ -67,17 +68,29 @@ def _timed(case: Case, passes: Passes, copies: dict[str, float]) -> dict[str, An
     record["beyond_gradients_mib"] = record["peak_mib"] - sum(x.nbytes for x in passes.trained) / 2**20
     if case.bytes is None:
         return record
-    if not case.overwritten:
-        try:
-            record["forward_graph_ms"] = measure.milliseconds(measure.graphed(passes.forward))
-            record["both_graph_ms"] = measure.milliseconds(measure.graphed(passes.both))
-        except Exception as failure:  # A peer that waits for the device cannot be captured.
-            record["graph"] = f"{type(failure).__name__}: {failure}"[:200]
     for which, count in zip(("forward", "both"), case.bytes, strict=True):
-        for key in (key for key in (which, f"{which}_graph") if f"{key}_ms" in record):
+        if not case.overwritten:
+            every = [passes, *(passes.another() for _ in range(measure.row_length(count) - 1))]
+            try:
+                record[f"{which}_row_ms"] = measure.in_a_row([getattr(one, which) for one in every])
+            except Exception as failure:  # A peer that waits for the device cannot be captured.
+                record["row"] = f"{type(failure).__name__}: {failure}"[:200]
+        for key in (key for key in (which, f"{which}_row") if f"{key}_ms" in record):
             record[f"{key}_of_copy"] = count / record[f"{key}_ms"] * 1e3 / copies["copy_bytes_per_s"]
-            record[f"{key}_of_copy_at_size"] = copies[f"{which}_copy_ms"] / record[f"{key}_ms"]
+            record[f"{key}_of_copy_at_size"] = copies[f"{key}_copy_ms"] / record[f"{key}_ms"]
     return record
+
+
+def _copies(case: Case) -> dict[str, float]:
+    """Times of copies that move as much as the case: forward, and in both passes."""
+    if case.bytes is None or case.small:
+        return {}
+    forward, both = case.bytes
+    passes = (both,) if case.overwritten else (forward, both - forward)  # what is overwritten is done in one
+    found: dict[str, float] = {}
+    for kind, time in (("copy_ms", measure.copy_milliseconds), ("row_copy_ms", measure.copy_in_a_row_milliseconds)):
+        found |= {f"forward_{kind}": time(forward), f"both_{kind}": sum(map(time, passes))}
+    return found
 
 
 def measured(case: Case, only: list[str] | None, copy_rate: float, turn: int = 0) -> Iterator[dict[str, Any]]:
@@ -85,12 +98,7 @@ def measured(case: Case, only: list[str] | None, copy_rate: float, turn: int = 0
     `turn`: a card is coolest for the first."""
     torch.manual_seed(0)
     inputs = case.inputs()
-    copies: dict[str, float] = {"copy_bytes_per_s": copy_rate}
-    if case.bytes is not None and not case.small:
-        forward, both = case.bytes
-        copies["forward_copy_ms"] = measure.copy_milliseconds(forward)
-        passes = (both,) if case.overwritten else (forward, both - forward)  # what is overwritten is done in one
-        copies["both_copy_ms"] = sum(map(measure.copy_milliseconds, passes))
+    copies = {"copy_bytes_per_s": copy_rate, **_copies(case)}
     seeds, wanted = truth(case, inputs)
     asked = [provider for provider in case.providers if only is None or provider in only]
     first = turn % max(len(asked), 1)

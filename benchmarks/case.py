@@ -42,13 +42,18 @@ class Passes:
     def __init__(
         self, case: Case, provider: Call, inputs: tuple[Tensor, ...], seeds: list[Tensor] | None = None
     ) -> None:
-        self.provider = provider
+        self.case, self.provider = case, provider
         self.leaves = [x.detach() for x in inputs]
         self.trained = [x for i, x in enumerate(self.leaves) if x.is_floating_point() and i not in case.frozen]
         for leaf in self.trained:
             leaf.requires_grad_()
         self.target, self.kept = inputs[0], inputs[0].clone() if case.overwritten else None
         self.seeds = self._seeds() if seeds is None else seeds
+
+    def another(self) -> Passes:
+        """The same with copies of all inputs and seeds."""
+        inputs = tuple(x.detach().clone() for x in self.leaves)
+        return Passes(self.case, self.provider, inputs, [seed.clone() for seed in self.seeds])
 
     def _seeds(self) -> list[Tensor]:
         outputs = self._outputs()

@@ -1,15 +1,18 @@
-"""The least time of a training step on this very GPU, of limits that are measured here, one after another.
+"""The least time of a training step on this very GPU, of limits that are measured here.
 
-What it counts: the GEMMs of all projections, forward and for both gradients, through cuBLAS; attention by the fastest
-backend; the fewest bytes of norms, rotations, gated activations and the loss, and 14 bytes a parameter for AdamW in
-bf16, at the rate of a large device copy. Past attention in the last block only tokens with a target count. The
-embedding, biases and launches are left out.
+What it counts: attention by the fastest backend and the GEMMs of all projections, forward and for both gradients,
+through cuBLAS, in CUDA graphs of some blocks, at the clock that a second of such load leaves the card; the fewest bytes
+of norms, rotations, gated activations and the loss, and 14 bytes a parameter for AdamW in bf16, at the rate of a large
+device copy. Past attention in the last block only tokens with a target count. The embedding, biases and launches are
+left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,23 +26,63 @@ ADAMW_BYTES = 14
 """A parameter: it and two states read and written, its gradient read, all in bf16."""
 
 
-def gemm_ms(rows: int, size: int, width: int, gradients: str = "input weight") -> float:
-    """Time of x (rows, width) times a weight (size, width), and of the gradients named."""
+ROW = 4
+"""Equal blocks, or heads, that are timed in a row."""
+BOTH = ("input", "weight")
+"""The gradients of a projection."""
+
+Call = Callable[[], object]
+Shape = tuple[int, int, int]
+
+
+class Work(NamedTuple):
+    """Of a block: its attention, and rows, size and width of each projection."""
+
+    attention: attention.Case
+    projections: tuple[Shape, ...]
+
+
+def gemms(shape: Shape, gradients: Sequence[str] = BOTH) -> list[Call]:
+    """x (rows, width) times a weight (size, width), and the gradients named."""
+    rows, size, width = shape
     x, weight, gradient = random(rows, width), random(size, width) * width**-0.5, random(rows, size)
-    time = measure.milliseconds(lambda: x @ weight.t())
-    time += measure.milliseconds(lambda: gradient @ weight) if "input" in gradients else 0.0
-    return time + (measure.milliseconds(lambda: gradient.t() @ x) if "weight" in gradients else 0.0)
+    of_gradients: dict[str, Call] = {"input": lambda: gradient @ weight, "weight": lambda: gradient.t() @ x}
+    return [lambda: x @ weight.t(), *(of_gradients[name] for name in gradients)]
 
 
-def attention_ms(case: attention.Case, which: str = "both_ms") -> float:
-    """Forward and backward by the fastest backend, or only "forward_ms"."""
-    inputs, found = case.inputs(), []
-    for call in attention.providers(case).values():
+def fastest_attention(case: attention.Case, backward: bool = True) -> Call:
+    """Forward and, if wanted, backward by the fastest backend."""
+    *inputs, seed = case.inputs()
+    leaves = [x.requires_grad_(backward) for x in inputs]
+
+    def passes(provider: attention.Call) -> object:
+        out = provider(*leaves)
+        return torch.autograd.grad(out, leaves, seed) if backward else out
+
+    times: dict[Call, float] = {}
+    for provider in attention.providers(case).values():
+        call = partial(passes, provider)
         try:
-            found.append(attention.timed(case, {"alone": call}, inputs)["alone"][which])
-        except Exception:  # It cannot serve this case.
+            times[call] = measure.in_a_row(ROW * [call])
+        except Exception:  # It cannot serve this case, or not be captured.
             continue
-    return min(found)
+    return min(times, key=lambda call: times[call])
+
+
+def one_ms(calls: list[Call]) -> float:
+    """Time of all these calls, among repetitions of them."""
+    return measure.sustained(measure.graphed(lambda: [call() for call in ROW * calls])) / ROW
+
+
+def block_ms(work: Work, gradients: Sequence[str] = BOTH) -> float:
+    """Time of a block's attention and GEMMs."""
+    calls = [call for shape in work.projections for call in gemms(shape, gradients)]
+    return one_ms([*calls, fastest_attention(work.attention, bool(gradients))])
+
+
+def head_ms(shape: Shape, gradients: Sequence[str] = BOTH) -> float:
+    """Time of the GEMMs of a projection by itself."""
+    return one_ms(gemms(shape, gradients))
 
 
 def least_bytes(model: lm.CausalLM, tokens: int, targets: int) -> int:
@@ -60,13 +103,11 @@ def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> di
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     tokens = batch * length
     targets = int(tokens * (1 - ignored))
-    gemms = sum(count * gemm_ms(*shape) for shape, count in _projections(model, tokens, targets).items())
-    gemms += gemm_ms(targets, *model.head.weight.shape)
-    cases = _attentions(model, batch, length)
+    blocks = sum(count * block_ms(work) for work, count in _blocks(model, batch, length, targets).items())
     rate = measure.copy_rate() / 1e3
     parts = {
-        "gemms": gemms,
-        "attention": sum(count * attention_ms(case) for case, count in cases.items()),
+        "blocks": blocks,
+        "head": head_ms((targets, *model.head.weight.shape)),
         "memory_bound": least_bytes(model, tokens, targets) / rate,
         "optimizer": ADAMW_BYTES * sum(p.numel() for p in model.parameters()) / rate,
     }
@@ -80,17 +121,14 @@ def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     (vocab, hidden), tokens = model.head.weight.shape, batch * length
     targets = int(tokens * (1 - ignored))
-    gemms = sum(count * gemm_ms(*shape, "") for shape, count in _projections(model, tokens, tokens).items())
-    gemms += num_heads * (gemm_ms(targets, vocab, hidden) + gemm_ms(targets, hidden, hidden, "weight"))
-    attentions = _attentions(model, batch, length).items()
     moved = 4 * num_heads * targets * vocab
     for block in model.config.blocks:
         heads = block.attention.num_heads + block.attention.num_kv_heads
         moved += tokens * (16 * hidden + 4 * heads * block.attention.head_dim + 6 * getattr(block.mlp, "size", 0))
     rate = measure.copy_rate() / 1e3
     parts = {
-        "gemms": gemms,
-        "attention": sum(count * attention_ms(case, "forward_ms") for case, count in attentions),
+        "blocks": sum(count * block_ms(work, ()) for work, count in _blocks(model, batch, length, tokens).items()),
+        "heads": num_heads * (head_ms((targets, vocab, hidden)) + head_ms((targets, hidden, hidden), ("weight",))),
         "memory_bound": moved / rate,
         "optimizer": ADAMW_BYTES * num_heads * (vocab + hidden + 1) * hidden / rate,
     }
@@ -98,16 +136,17 @@ def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int
     return {"floor_ms": sum(parts.values())} | {f"floor_{name}_ms": part for name, part in parts.items()}
 
 
-def _projections(model: lm.CausalLM, tokens: int, targets: int) -> Counter[tuple[int, int, int]]:
-    """Rows, size and width of the layers' projections. `targets` are the rows past attention in the last block."""
-    last = cast(Block, model.blocks[-1])
-    late = {last.attention.o, *last.mlp.modules()}
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    return Counter((targets if m in late else tokens, m.out_features, m.in_features) for m in linears)
-
-
-def _attentions(model: lm.CausalLM, batch: int, length: int) -> Counter[attention.Case]:
-    return Counter(
-        attention.Case(batch, length, a.num_heads, a.num_kv_heads, a.head_dim, a.window, a.softcap)
-        for a in (block.attention for block in model.config.blocks)
-    )
+def _blocks(model: lm.CausalLM, batch: int, length: int, targets: int) -> Counter[Work]:
+    """How often there is which work. `targets` are the rows past attention in the last block."""
+    found: Counter[Work] = Counter()
+    blocks = cast(Iterable[Block], reversed(model.blocks))
+    for left, (block, config) in enumerate(zip(blocks, reversed(model.config.blocks), strict=True)):
+        a, late = config.attention, {block.attention.o, *block.mlp.modules()}
+        shapes = [
+            (batch * length if left or m not in late else targets, m.out_features, m.in_features)
+            for m in block.modules()
+            if isinstance(m, nn.Linear)
+        ]
+        case = attention.Case(batch, length, a.num_heads, a.num_kv_heads, a.head_dim, a.window, a.softcap)
+        found[Work(case, tuple(shapes))] += 1
+    return found

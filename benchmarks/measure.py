@@ -8,8 +8,9 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,9 @@ DEVICE = "cuda"
 RESULTS = Path(__file__).parent / "results"
 ERROR_LIMIT = 0.03
 """bf16 results farther than this from the fp32 ones, by `relative_error`, make a timing void."""
+IN_A_ROW = 2**30
+"""Bytes that calls timed in a row move together, at least: what one of them needs has left the cache since the last
+round."""
 
 
 def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
@@ -59,6 +63,16 @@ def one_after_another(call: Callable[[], Any], count: int) -> float:
     return float(statistics.median(start.elapsed_time(end) for start, end in pairwise(events)))
 
 
+def sustained(call: Callable[[], Any], seconds: float = 1.0) -> float:
+    """Median time of a call among others right before and after it, once they have gone on for so many seconds: a card
+    that draws all its power is slower then."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        call()
+        synchronize()
+    return one_after_another(call, 5)
+
+
 def taking_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = 3) -> dict[str, float]:
     """`milliseconds` of each, the median of some rounds in which they take turns: a card slows down as it gets hot, and
     what is measured minutes apart does not compare to a few per cent."""
@@ -91,6 +105,20 @@ def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
         for _ in range(times):
             call()
     return graph.replay
+
+
+def in_a_row(calls: Sequence[Callable[[], Any]]) -> float:
+    """Median time of one of `calls`, which follow one another in one CUDA graph, as the kernels of a model do. Each has
+    tensors of its own, and what it gives is kept until all are done, so that none finds anything in the cache.
+
+    Raises RuntimeError as `graphed` does.
+    """
+    return milliseconds(graphed(lambda: [call() for call in calls])) / len(calls)
+
+
+def row_length(count: int) -> int:
+    """How many calls that move `count` bytes each are timed in a row."""
+    return max(2, -(-IN_A_ROW // max(count, 1)))
 
 
 def eager_microseconds(call: Callable[[], Any], count: int = 100, rounds: int = 20) -> float:
@@ -133,11 +161,20 @@ def free() -> float:
     return torch.cuda.memory_allocated() / 2**30
 
 
-def copy_milliseconds(count: int) -> float:
-    """Time of a device copy that moves `count` bytes in all, half of them read and half written."""
+def _copy(count: int) -> Callable[[], Any]:
+    """A device copy that moves `count` bytes in all, half of them read and half written."""
     source = torch.randint(256, (max(count // 2, 1),), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return milliseconds(lambda: target.copy_(source))
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def copy_milliseconds(count: int) -> float:
+    """Time of a device copy that moves `count` bytes in all."""
+    return milliseconds(_copy(count))
+
+
+def copy_in_a_row_milliseconds(count: int) -> float:
+    """The same among others like it, as `in_a_row`."""
+    return in_a_row([_copy(count) for _ in range(row_length(count))])
 
 
 def copy_rate() -> float:

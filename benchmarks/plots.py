@@ -34,8 +34,8 @@ PLOTS = {
     "ops": Plot(
         "ops",
         {
-            ("forward_graph_of_copy", "forward_of_copy"): "forward, share of the copy rate (graphs, where recorded)",
-            ("both_graph_of_copy", "both_of_copy"): "forward + backward, the same",
+            ("forward_row_of_copy", "forward_of_copy"): "forward, share of the copy rate (in a row, where recorded)",
+            ("both_row_of_copy", "both_of_copy"): "forward + backward, the same",
         },
         _memory_bound,
         1.0,

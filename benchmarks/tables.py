@@ -20,7 +20,7 @@ TITLES = {
 }
 COLUMNS = {
     "ops": (
-        *("forward_ms", "both_ms", "forward_of_copy", "both_of_copy", "forward_graph_of_copy", "both_graph_of_copy"),
+        *("forward_ms", "both_ms", "forward_of_copy", "both_of_copy", "forward_row_of_copy", "both_row_of_copy"),
         *("both_of_copy_at_size", "both_limit_ms", "both_of_limit", "eager_us", "graph_us", "peak_mib"),
         *("beyond_gradients_mib", "error"),
     ),

@@ -62,10 +62,10 @@ class Results:
         self.commits = list(dict.fromkeys(r.get("commit") for r in reversed(records)))
         self.of_commits = {(r["case"], r["provider"], r.get("commit")): r for r in records}
 
-    def value(self, case: str, *keys: str, provider: str = "ligermodels") -> float | None:
-        """The first of `keys` that the record has."""
+    def value(self, case: str, key: str, provider: str = "ligermodels") -> float | None:
+        """What the record has at `key`."""
         record = self.records.get((case, provider), {})
-        return next((float(record[key]) for key in keys if key in record), None)
+        return float(record[key]) if key in record else None
 
     def ratio(self, case: str, key: str, provider: str, of: str | None = None) -> float | None:
         """Ours over that of a provider, in the same case or in the case `of`, of the last commit at which both were
@@ -97,12 +97,9 @@ def _ops(results: Results) -> Iterator[Row]:
                 ("forward", "both"), ("forward", "both passes"), MEMORY_BOUND[op], strict=True
             ):
                 # Called from Python, both passes of the smaller ones take as long as their launches.
-                graphed = results.value(case, f"{pass_}_graph_of_copy")
-                share = results.value(case, f"{pass_}_of_copy") if graphed is None else graphed
-                how = "" if graphed is None else ", in a CUDA graph"
-                whole, at_size = (results.value(case, f"{pass_}_of_copy{end}") for end in ("", "_at_size"))
-                copy = whole / at_size if whole and at_size else None
-                yield f"{case}, {name}, of the copy rate{how}", "≥", bound, share, copy
+                share, at_size = (results.value(case, f"{pass_}_row_of_copy{end}") for end in ("", "_at_size"))
+                copy = share / at_size if share and at_size else None
+                yield f"{case}, {name}, of the copy rate, in a row", "≥", bound, share, copy
         if provider == "ligermodels" and op == "small":
             yield f"{case}, from Python, over torch's time", "≤", 2, results.ratio(case, "eager_us", "torch")
             yield f"{case}, in a CUDA graph, over torch's time", "≤", 1, results.ratio(case, "graph_us", "torch")

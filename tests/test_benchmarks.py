@@ -3,10 +3,11 @@
 import argparse
 import importlib
 import json
+import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,10 +63,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "DEVICE", "cpu")
     monkeypatch.setattr(measure, "milliseconds", milliseconds)
     monkeypatch.setattr(measure, "one_after_another", lambda call, count: milliseconds(call))
+    monkeypatch.setattr(measure, "sustained", milliseconds)
     monkeypatch.setattr(measure, "graphed", lambda call, times=1: lambda: [call() for _ in range(times)])
     monkeypatch.setattr(measure, "eager_microseconds", lambda call: 1e3 * milliseconds(call))
     monkeypatch.setattr(measure, "peak_mib", lambda call: float(len(call())))
     monkeypatch.setattr(measure, "copy_rate", lambda: 1e10)
+    monkeypatch.setattr(measure, "IN_A_ROW", 1)
     monkeypatch.setattr(measure, "free", lambda: 0.0)
     monkeypatch.setattr(torch, "compile", lambda call, **options: call)
 
@@ -85,7 +88,7 @@ def test_ops_agree_with_torch(op: str) -> None:
             else:
                 wanted = {"forward_ms", "both_ms", "peak_mib"} | ({"both_of_limit"} if case.limit else set())
                 wanted |= {"both_of_copy", "both_of_copy_at_size"} if case.bytes else set()
-                wanted |= {"both_graph_of_copy_at_size"} if case.bytes and not case.overwritten else set()
+                wanted |= {"both_row_of_copy_at_size"} if case.bytes and not case.overwritten else set()
             assert wanted <= record.keys()
         json.dumps(records)
 
@@ -192,9 +195,18 @@ def test_attention_counts_pairs_that_see_each_other() -> None:
 
 
 def test_a_floor_counts_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama-3.2-1B at 4 x 4096 by the rates of one H200: some 70 thousand tokens a second."""
-    monkeypatch.setattr(floor, "gemm_ms", lambda rows, size, width: 6 * rows * size * width / 675e9)
-    monkeypatch.setattr(floor, "attention_ms", lambda case: 4e-9 * case.pairs * 64 * (1 / 496 + 2.5 / 481))
+    """Llama-3.2-1B at 4 x 4096, and Medusa on Llama-3-8B, by the rates of one H200."""
+
+    def head_ms(shape: floor.Shape, gradients: Sequence[str] = floor.BOTH) -> float:
+        return 2 * math.prod(shape) * (1 + len(gradients)) / 675e9
+
+    def block_ms(work: floor.Work, gradients: Sequence[str] = floor.BOTH) -> float:
+        pairs, dim = work.attention.pairs, work.attention.head_dim
+        flash = 1 / 496 + 2.5 / 481 if gradients else 1 / 626
+        return 4e-9 * pairs * dim * flash + sum(head_ms(shape, gradients) for shape in work.projections)
+
+    monkeypatch.setattr(floor, "head_ms", head_ms)
+    monkeypatch.setattr(floor, "block_ms", block_ms)
     monkeypatch.setattr(measure, "copy_rate", lambda: 4.28e12)
     found = floor.floor(CONFIGS["llama-3.2-1b"], 4, 4096, 0.0)
     assert 4 * 4096 / found["floor_ms"] * 1e3 == pytest.approx(70e3, rel=0.03)
@@ -205,14 +217,21 @@ def test_a_floor_counts_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["floor_ms"] - half["floor_ms"] == pytest.approx(
         8192 * (6 * weights / 675e9 + moved / 4.28e9), rel=1e-3
     )
-
-    def gemm_ms(rows: int, size: int, width: int, gradients: str = "input weight") -> float:
-        return 2 * rows * size * width * (1 + len(gradients.split())) / 675e9
-
-    monkeypatch.setattr(floor, "gemm_ms", gemm_ms)
-    monkeypatch.setattr(floor, "attention_ms", lambda case, which: 4e-9 * case.pairs * 128 / 626)
     found = floor.medusa_floor(CONFIGS["llama-3-8b"], 5, 4, 4096, 0.0)
     assert 4 * 4096 / found["floor_ms"] * 1e3 == pytest.approx(20.4e3, rel=0.03)
+
+
+def test_what_a_floor_measures() -> None:
+    """The GEMMs of projections, each as often as it is timed, and attention."""
+    for gradients, count in ((floor.BOTH, 3), (("weight",), 2), ((), 1)):
+        with FlopCounterMode(display=False) as counter:
+            assert floor.head_ms((6, 8, 10), gradients) > 0
+        assert counter.get_total_flops() == floor.ROW * count * 2 * 6 * 8 * 10
+    case = attention.Case(1, 6, 2, 1, 16)
+    for gradients, results in ((floor.BOTH, 3), ((), 1)):
+        found = floor.fastest_attention(case, bool(gradients))()
+        assert len(found if isinstance(found, tuple) else (found,)) == results
+        assert floor.block_ms(floor.Work(case, ((6, 8, 10), (6, 4, 8))), gradients) > 0
 
 
 def test_training_steps_of_ours_and_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,10 +38,35 @@ if OVERLAPS:  # Triton looks up what a function names even where it would not ru
 
     @triton.jit
     def after_previous_kernel():
-        """A kernel's first statement: wait until the kernels before it have ended, and what they wrote can be read."""
+        """Wait until the kernels before this one have ended, and what they wrote can be read: a kernel's first
+        statement, but for what it asks for."""
         let_next_kernel_start()
         if tl.target_info.cuda_capability_geq(9, 0):
             tl.extra.cuda.gdc_wait()
+
+    @triton.jit
+    def ask_for(start, count):
+        """Have `count` elements from `start` on brought to the L2 cache, unless they are no whole 16 bytes. It may come
+        before `after_previous_kernel`, for what that kernel still writes goes through the same cache."""
+        address = start.to(tl.int64)
+        size = tl.cast(count * (start.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+        thread = tl.where((address | size) % 16 == 0, 0, -1)
+        if tl.target_info.cuda_capability_geq(9, 0):
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred asks;
+                .reg .s32 own;
+                mov.s32 own, %tid.x;
+                setp.eq.s32 asks, own, $3;
+                @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+                mov.s32 $0, 0;
+                }""",
+                constraints="=r,l,r,r",
+                args=[address, size, thread],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 else:
 
@@ -52,6 +77,10 @@ else:
     @triton.jit
     def after_previous_kernel():
         """Kernels run one after another here."""
+
+    @triton.jit
+    def ask_for(start, count):
+        """Nothing: the kernel asks for it when it needs it."""
 
 
 def _hooks() -> Any:

@@ -4,15 +4,14 @@ from typing import Any
 
 import torch
 
-from ligermodels.ops.dispatch import tl, triton, use_kernels
-from ligermodels.ops.launcher import after_previous_kernel, kernel, let_next_kernel_start
+from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.launcher import after_previous_kernel, ask_for, kernel
 from ligermodels.ops.library import as_rows, empty_like, once_differentiable, opaque_op
 from ligermodels.ops.norm_rows import (
     MAX_KERNEL_WIDTH,
     backward_launch,
     check_rows,
     check_weight,
-    forward_launch,
     load_rows,
     store_rows,
     sum_rows,
@@ -80,24 +79,29 @@ def _layer_norm_forward_kernel(
     """Each program normalises ROWS rows. One reduction gives mean and variance, of the deviations from the row's first
     value: the farther that one is from the mean, the more they lose to rounding, or to squares beyond float32. Where it
     shows, the mean takes its place, and there is a second reduction."""
-    after_previous_kernel()
     row = tl.program_id(0).to(tl.int64) * ROWS
-    rows = row + tl.arange(0, ROWS)
+    for n in tl.static_range(ROWS):
+        ask_for(x + tl.minimum(row + n, M - 1) * x_stride, N)
+    after_previous_kernel()
+    rows, col = row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    if HAS_WEIGHT:
+        w = tl.load(weight + col, mask=col < N, other=0.0)
+    if HAS_BIAS:
+        b = tl.load(bias + col, mask=col < N, other=0.0)
     level = tl.load(x + rows * x_stride, mask=rows < M, other=0.0).to(tl.float32)
     v, rest, variance = _moments(x, x_stride, row, level, M, N, ROWS, BLOCK, WHOLE)
     near = (rest * rest <= variance * FAR) & (variance < float("inf"))
     if tl.min(near.to(tl.int32), axis=0) == 0:
         level += tl.where(near, 0.0, rest)  # a row's result does not depend on others
         v, rest, variance = _moments(x, x_stride, row, level, M, N, ROWS, BLOCK, WHOLE)
-    r = 1.0 / tl.sqrt(variance + eps)
+    r = tl.rsqrt(variance + eps)
     tl.store(mean + rows, level + rest, mask=rows < M)
     tl.store(rstd + rows, r, mask=rows < M)
     v = v * r[:, None] - (rest * r)[:, None]
-    col = tl.arange(0, BLOCK)  # weight and bias are asked for late: their registers would be those of rows on their way
     if HAS_WEIGHT:
-        v = v * tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        v = v * w.to(tl.float32)[None, :]
     if HAS_BIAS:
-        v = v + tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        v = v + b.to(tl.float32)[None, :]
     store_rows(y, v, row, M, N, ROWS, BLOCK)
 
 
@@ -110,7 +114,7 @@ def _layer_norm_backward_kernel(
     """Each program takes rows_per_program consecutive rows, ROWS at a time with STAGES of them on their way, and sums
     its own parts of the gradients of weight and bias, side by side if both are needed: no atomics, so equal bits in
     every run."""
-    let_next_kernel_start()  # not launched early: programs would crowd on the processors that are free first
+    after_previous_kernel()
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
@@ -159,12 +163,12 @@ def _layer_norm_forward(
     rows, weight = as_rows(x), None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     M, N = rows.shape
-    launch = forward_launch(M, N)
-    warps = min(max(launch.rows * launch.width // 1024, 4), 32)  # fewer than RMSNorm takes, as measured on an H200
-    _layer_norm_forward_kernel[(launch.programs,)](
+    width = power_of_2_above(N)  # rows and warps of a program as measured on an H200
+    together, warps = max(4096 // width, 2 if width <= 8192 else 1), min(max(width // 1024, 4), 32)
+    _layer_norm_forward_kernel[(-(-M // together),)](
         rows, rows.stride(0), weight, bias, y, mean, rstd, M, N, eps,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FAR=FAR_FLOAT32 if x.dtype == torch.float32 else FAR,
-        ROWS=launch.rows, BLOCK=launch.width, WHOLE=launch.width == N, num_warps=warps,
+        ROWS=together, BLOCK=width, WHOLE=width == N, num_warps=warps,
     )  # fmt: skip
     return y, mean, rstd
 
