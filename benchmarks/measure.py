@@ -161,20 +161,22 @@ def free() -> float:
     return torch.cuda.memory_allocated() / 2**30
 
 
-def _copy(count: int) -> Callable[[], Any]:
-    """A device copy that moves `count` bytes in all, half of them read and half written."""
-    source = torch.randint(256, (max(count // 2, 1),), dtype=torch.uint8, device=DEVICE)
-    return partial(torch.empty_like(source).copy_, source)
-
-
 def copy_milliseconds(count: int) -> float:
-    """Time of a device copy that moves `count` bytes in all."""
-    return milliseconds(_copy(count))
+    """Time of a device copy that moves `count` bytes in all, half of them read and half written."""
+    source = torch.randint(256, (max(count // 2, 1),), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return milliseconds(lambda: target.copy_(source))
 
 
 def copy_in_a_row_milliseconds(count: int) -> float:
-    """The same among others like it, as `in_a_row`."""
-    return in_a_row([_copy(count) for _ in range(row_length(count))])
+    """The same among others like it, as `in_a_row`, by a kernel: in graphs large copies are left to the copy engine,
+    which is slower."""
+
+    def copy() -> Callable[[], Any]:
+        source = torch.randint(2**62, (max(count // 16, 1),), device=DEVICE)
+        return partial(torch.bitwise_not, source, out=torch.empty_like(source))
+
+    return in_a_row([copy() for _ in range(row_length(count))])
 
 
 def copy_rate() -> float:
