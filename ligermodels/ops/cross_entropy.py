@@ -17,6 +17,7 @@ from ligermodels.ops.token_losses import (
 )
 from ligermodels.ops.token_losses_in_place import launch_in_place
 from ligermodels.ops.token_losses_kernels import launch_gradient, launch_rows, scale_
+from ligermodels.ops.weigh_rows import weigh_rows
 
 
 def cross_entropy(
@@ -52,7 +53,7 @@ def cross_entropy(
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     check_loss("cross_entropy", logits, "logits", target, token_weights, reduction, options)
-    coefficient = row_coefficients(target, ignore_index, reduction, token_weights, logits.dtype)
+    coefficient = weigh_rows(target, logits.shape[-1], ignore_index, reduction, token_weights, logits.dtype)
     if in_place and _can_overwrite(logits, reduction):
         loss, rank = _CrossEntropyInPlace.apply(logits, target, coefficient, options)
         return (loss, rank) if return_rank else loss
@@ -86,6 +87,7 @@ def cross_entropy_reference(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The specification of `cross_entropy`, in plain torch; the same arguments."""
     chosen = LossOptions(**options)
+    check_targets(target, logits.shape[-1], chosen.ignore_index)
     losses, rank = row_losses_reference(logits, target, chosen)
     losses = losses * row_coefficients(target, chosen.ignore_index, reduction, token_weights, logits.dtype)
     loss = losses if reduction == "none" else losses.sum()
@@ -119,7 +121,6 @@ def _cross_entropy_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each row's loss, max, log of the sum of exp(x - max), and rank."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
-    check_targets(target, logits.shape[-1], ignore_index)
     outputs = _forward_fake(logits, target, *options)
     launch_rows(as_rows(logits), target.contiguous(), *outputs, options)
     return outputs
@@ -188,7 +189,6 @@ class _CrossEntropyInPlace(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, coefficient: torch.Tensor, options: LossOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_targets(target, logits.shape[-1], options.ignore_index)
         losses = torch.empty_like(coefficient, memory_format=torch.contiguous_format)
         rank = target.new_empty(target.shape if options.return_rank else (0,))
         ctx.gradient = logits.detach()

@@ -15,9 +15,10 @@ from ligermodels.ops.cross_entropy import cross_entropy_reference
 from ligermodels.ops.dispatch import use_kernels
 from ligermodels.ops.gradient_sum import GradientSum
 from ligermodels.ops.library import as_rows, once_differentiable, opaque_op
-from ligermodels.ops.token_losses import LossOptions, Reduction, check_loss, check_targets, row_coefficients
+from ligermodels.ops.token_losses import LossOptions, Reduction, check_loss
 from ligermodels.ops.token_losses_in_place import launch_in_place
 from ligermodels.ops.token_losses_kernels import launch_rows, scale_
+from ligermodels.ops.weigh_rows import weigh_rows
 
 ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
 COLUMN_MULTIPLE = 16  # on CUDA logits are held in rows of a multiple of this, which keeps them aligned for odd V
@@ -64,7 +65,7 @@ def linear_cross_entropy(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     check_loss("linear_cross_entropy", hidden, "hidden", target, token_weights, reduction, options)
     _check_head(hidden, weight, bias, memory_budget)
-    coefficient = row_coefficients(target, ignore_index, reduction, token_weights, hidden.dtype)
+    coefficient = weigh_rows(target, weight.shape[0], ignore_index, reduction, token_weights, hidden.dtype)
     # Asked here, because inside autograd.Function.forward gradients are off and nothing tells what requires them.
     if num_targets is None:
         counted = not (target.is_cuda or torch.compiler.is_compiling())
@@ -149,7 +150,6 @@ def _linear_cross_entropy(
     """Each row's loss and rank, and the gradients of sum(coefficient * loss); what is not needed is empty."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     V, H = weight.shape
-    check_targets(target, V, ignore_index)
     losses = torch.empty_like(coefficient, memory_format=torch.contiguous_format)
     ranks = target.new_empty(target.shape if return_rank else (0,))
     dx = hidden.new_empty(hidden.shape if need_hidden else (0,))

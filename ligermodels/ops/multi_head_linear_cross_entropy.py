@@ -114,6 +114,7 @@ def multi_head_linear_cross_entropy_reference(
             x = x + silu(linear(x, w, b))
         w = weight if isinstance(weight, torch.Tensor) else weight[k]
         b = bias if bias is None or isinstance(bias, torch.Tensor) else bias[k]
+        check_targets(target, w.shape[0], chosen.ignore_index)
         loss, rank = row_losses_reference(linear(x, w, b), target, chosen)
         losses.append(loss)
         ranks.append(rank)

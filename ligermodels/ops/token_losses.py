@@ -32,7 +32,6 @@ def row_losses_reference(
     logits: torch.Tensor, target: torch.Tensor, options: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's loss, 0 for ignored rows, and its rank (empty unless asked for), in plain torch."""
-    check_targets(target, logits.shape[-1], options.ignore_index)
     x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
     if options.softcap is not None:
         x = options.softcap * torch.tanh(x / options.softcap)
@@ -114,12 +113,17 @@ def check_loss(
         raise InputError(f"{op}: logit_scale must be positive, got {options.logit_scale}")
 
 
+def not_a_target(num_classes: int, ignore_index: int) -> str:
+    """What an assertion on the device says."""
+    return f"a target is neither in [0, {num_classes}) nor ignore_index ({ignore_index})"
+
+
 def check_targets(target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
     """Raises InputError for a target that is no class and not ignored; on CUDA and in a compiled graph, an assertion
     of the device's own, without waiting for it."""
     good = (target.clamp(0, num_classes - 1) == target) | (target == ignore_index)
     if target.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(good.all(), f"a target is neither in [0, {num_classes}) nor ignore_index ({ignore_index})")
+        torch._assert_async(good.all(), not_a_target(num_classes, ignore_index))
     elif not good.all():
         bad = ~good
         index = bad.nonzero()[0].tolist()

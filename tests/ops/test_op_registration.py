@@ -75,17 +75,17 @@ CASES = {
     "cross_entropy": Case(
         lambda x: ops.cross_entropy(x, target(x), return_rank=True, label_smoothing=0.1),
         ((4, 50),),
-        ("cross_entropy_forward", "cross_entropy_backward"),
+        ("weigh_rows", "cross_entropy_forward", "cross_entropy_backward"),
     ),
     "linear_cross_entropy": Case(
         lambda h, w, b: ops.linear_cross_entropy(h, w, target(h), b, softcap=5.0, memory_budget=1),
         ((4, 8), (50, 8), (50,)),
-        ("linear_cross_entropy",),
+        ("weigh_rows", "linear_cross_entropy"),
     ),
     "linear_cross_entropy, each row": Case(
         lambda h, w: ops.linear_cross_entropy(h, w, target(h), reduction="none"),
         ((4, 8), (50, 8)),
-        ("linear_cross_entropy",) * 2,
+        ("weigh_rows", "linear_cross_entropy", "linear_cross_entropy"),
     ),
     "multi_head_linear_cross_entropy": Case(
         lambda h, w, v, b, c, d: ops.multi_head_linear_cross_entropy(
