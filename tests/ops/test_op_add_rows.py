@@ -6,14 +6,22 @@ from conftest import Where
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.ops.add_rows import BLOCK, ROWS
+from ligermodels.ops.add_rows import BLOCK, ROWS, WINDOW
 
 
 @pytest.mark.parametrize("H", [1, 70, 2 * BLOCK + 3])
 @pytest.mark.parametrize(
     "index",
-    [[3], [0, 19, 7, 7, 0, 7, 12], [5] * (2 * ROWS), [5] * (3 * ROWS + 1) + [4] * ROWS + [6] * (ROWS - 1) + [19], []],
-    ids=["one", "some", "the same", "many the same", "none"],
+    [
+        [3],
+        [0, 19, 7, 7, 0, 7, 12],
+        [5] * (2 * ROWS),
+        [5] * (3 * ROWS + 1) + [4] * ROWS + [6] * (ROWS - 1) + [19],
+        [5] * (3 * WINDOW + ROWS + 3) + [4] * (WINDOW - 1) + [9] * (2 * WINDOW),
+        [7] * (2 * WINDOW) + [8] * (WINDOW + 1) + [6] * WINDOW,
+        [],
+    ],
+    ids=["one", "some", "the same", "many the same", "windows", "whole windows", "none"],
 )
 def test_add_rows(where: Where, index: list[int], H: int) -> None:
     """Right to the rounding of the result, however many rows are added."""
@@ -44,13 +52,16 @@ def test_rows_that_are_not_there(kernels_device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("T", [1, 4, ROWS, ROWS + 2])
+@pytest.mark.parametrize("T", [1, 4, ROWS, ROWS + 2, WINDOW - 1, WINDOW, WINDOW + ROWS, 3 * WINDOW + 1])
 def test_nothing_past_the_index_counts(kernels_device: torch.device, T: int) -> None:
     """Though it is the same index, as memory that is not ours might be."""
-    x, rows = torch.zeros(3, 16, device=kernels_device), torch.ones(4 * ROWS, 16, device=kernels_device)
+    x, rows = torch.zeros(3, 16, device=kernels_device), torch.ones(4 * WINDOW, 16, device=kernels_device)
     index, order = torch.ones_like(rows[:, 0]).long(), torch.arange(len(rows), device=kernels_device)
     module = importlib.import_module("ligermodels.ops.add_rows")  # the op has its name
-    module._add_rows_kernel[(T, 1)](x, index, order, rows, 16, 3, T, 16, ROWS=ROWS, BLOCK=16, num_warps=4)
+    windows = torch.full_like(rows, WINDOW)
+    module._add_rows_kernel[(T, 1)](
+        x, index, order, rows, 16, windows, 3, T, 16, WINDOW=WINDOW, ROWS=ROWS, BLOCK=16, num_warps=4
+    )
     assert x.sum(1).tolist() == [0, 16 * T, 0]
 
 
