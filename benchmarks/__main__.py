@@ -70,11 +70,11 @@ def _timed(case: Case, passes: Passes, copies: dict[str, float]) -> dict[str, An
         return record
     for which, count in zip(("forward", "both"), case.bytes, strict=True):
         if not case.overwritten:
-            every = [passes, *(passes.another() for _ in range(measure.row_length(count) - 1))]
             try:
+                every = [passes, *(passes.another() for _ in range(measure.row_length(count) - 1))]
                 record[f"{which}_row_ms"] = measure.in_a_row([getattr(one, which) for one in every])
             except Exception as failure:  # A peer that waits for the device cannot be captured.
-                record["row"] = f"{type(failure).__name__}: {failure}"[:200]
+                record[f"{which}_row"] = f"{type(failure).__name__}: {failure}"[:200]
         for key in (key for key in (which, f"{which}_row") if f"{key}_ms" in record):
             record[f"{key}_of_copy"] = count / record[f"{key}_ms"] * 1e3 / copies["copy_bytes_per_s"]
             record[f"{key}_of_copy_at_size"] = copies[f"{key}_copy_ms"] / record[f"{key}_ms"]

@@ -27,7 +27,7 @@ ADAMW_BYTES = 14
 
 
 ROW = 4
-"""Equal blocks, or heads, that are timed in a row."""
+"""Equal blocks, or heads, that are timed in a row, on the same tensors: part of these may be in the cache."""
 BOTH = ("input", "weight")
 """The gradients of a projection."""
 
@@ -59,13 +59,15 @@ def fastest_attention(case: attention.Case, backward: bool = True) -> Call:
         out = provider(*leaves)
         return torch.autograd.grad(out, leaves, seed) if backward else out
 
-    times: dict[Call, float] = {}
+    times, failures = dict[Call, float](), list[Exception]()
     for provider in attention.providers(case).values():
         call = partial(passes, provider)
         try:
             times[call] = measure.in_a_row(ROW * [call])
-        except Exception:  # It cannot serve this case, or not be captured.
-            continue
+        except Exception as failure:  # It cannot serve this case, or not be captured.
+            failures.append(failure)
+    if not times:
+        raise RuntimeError(f"no backend of attention can be timed for {case.name}: {failures}")
     return min(times, key=lambda call: times[call])
 
 

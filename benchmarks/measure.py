@@ -108,8 +108,8 @@ def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
 
 
 def in_a_row(calls: Sequence[Callable[[], Any]]) -> float:
-    """Median time of one of `calls`, which follow one another in one CUDA graph, as the kernels of a model do. Each has
-    tensors of its own, and what it gives is kept until all are done, so that none finds anything in the cache.
+    """Median time of one of `calls`, which follow one another in one CUDA graph as the kernels of a model do. What they
+    give is kept until all are done; with tensors of its own to take, none finds anything in the cache.
 
     Raises RuntimeError as `graphed` does.
     """
@@ -118,7 +118,7 @@ def in_a_row(calls: Sequence[Callable[[], Any]]) -> float:
 
 def row_length(count: int) -> int:
     """How many calls that move `count` bytes each are timed in a row."""
-    return max(2, -(-IN_A_ROW // max(count, 1)))
+    return max(2, -(-IN_A_ROW // count))
 
 
 def eager_microseconds(call: Callable[[], Any], count: int = 100, rounds: int = 20) -> float:

@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import ligermodels as lm  # noqa: E402
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
 from benchmarks import attention, floor, losses, measure, ops, peers, profile, report, targets, training  # noqa: E402
@@ -91,6 +93,46 @@ def test_ops_agree_with_torch(op: str) -> None:
                 wanted |= {"both_row_of_copy_at_size"} if case.bytes and not case.overwritten else set()
             assert wanted <= record.keys()
         json.dumps(records)
+
+
+def test_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has tensors of its own, enough of them; each pass is compared to copies timed in the same way."""
+    monkeypatch.setattr(measure, "IN_A_ROW", 2**30)
+    assert [measure.row_length(count) for count in (2**20, 2**29, 2**29 + 1, 2**30, 2**33)] == [1024, 2, 2, 2, 2]
+    monkeypatch.setattr(measure, "row_length", lambda count: count // 100)
+    rows: list[tuple[str, list[Passes]]] = []
+
+    def in_a_row(calls: Sequence[Any]) -> float:
+        rows.append((calls[0].__name__, [call.__self__ for call in calls]))
+        return {"forward": 2.0, "both": 8.0}[calls[0].__name__]
+
+    monkeypatch.setattr(measure, "in_a_row", in_a_row)
+    monkeypatch.setattr(measure, "copy_milliseconds", lambda count: count / 1e3)
+    monkeypatch.setattr(measure, "copy_in_a_row_milliseconds", lambda count: count / 1e2)
+    case = Case("twice", lambda: (torch.randn(3, 5),), (200, 500), {"torch": lambda x: 2 * x})
+    (record,) = ops_benchmark.measured(case, None, 1e6)
+    assert [(name, len(every)) for name, every in rows] == [("forward", 2), ("both", 5)]
+    for _, every in rows:
+        for tensors in zip(*([*one.leaves, *one.seeds] for one in every), strict=True):
+            assert len({x.data_ptr() for x in tensors}) == len(every)
+            assert all(torch.equal(x, tensors[0]) for x in tensors)
+    assert record["forward_row_of_copy"] == pytest.approx(200 / 2.0 * 1e3 / 1e6)
+    assert record["both_row_of_copy"] == pytest.approx(500 / 8.0 * 1e3 / 1e6)
+    assert record["forward_row_of_copy_at_size"] == pytest.approx(200 / 1e2 / 2.0)
+    assert record["both_row_of_copy_at_size"] == pytest.approx(500 / 1e2 / 8.0)
+    assert record["forward_of_copy_at_size"] == pytest.approx(200 / 1e3 / record["forward_ms"])
+
+
+def test_one_of_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is made once in a row, and the time is that of one of them; a floor's is that of a round of its calls."""
+    made: list[str] = []
+    monkeypatch.setattr(measure, "milliseconds", lambda call: call() and 12.0)
+    monkeypatch.setattr(measure, "sustained", lambda call: call() and 12.0)
+    monkeypatch.setattr(measure, "graphed", lambda call: lambda: call() or True)
+    assert measure.in_a_row([lambda: made.append("a"), lambda: made.append("b")]) == 6.0 and made == ["a", "b"]
+    made.clear()
+    assert floor.one_ms([lambda: made.append("a"), lambda: made.append("b")]) == 12.0 / floor.ROW
+    assert made == ["a", "b"] * floor.ROW
 
 
 @pytest.mark.parametrize(
@@ -221,17 +263,53 @@ def test_a_floor_counts_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 * 4096 / found["floor_ms"] * 1e3 == pytest.approx(20.4e3, rel=0.03)
 
 
-def test_what_a_floor_measures() -> None:
-    """The GEMMs of projections, each as often as it is timed, and attention."""
-    for gradients, count in ((floor.BOTH, 3), (("weight",), 2), ((), 1)):
-        with FlopCounterMode(display=False) as counter:
-            assert floor.head_ms((6, 8, 10), gradients) > 0
-        assert counter.get_total_flops() == floor.ROW * count * 2 * 6 * 8 * 10
+def test_blocks_of_a_floor() -> None:
+    """Of Gemma 2 every other one has a window, and in the last one few tokens go past attention."""
+    model = lm.from_config(CONFIGS["gemma-2-2b"], dtype=torch.bfloat16, device="meta")
+    found = Counter[tuple[int | None, int]]()
+    for work, count in floor._blocks(model, 2, 8192, 100).items():
+        found[work.attention.window, sum(rows == 100 for rows, _, _ in work.projections)] += count
+        assert work.attention.batch * work.attention.length == 2 * 8192
+    assert found == {(4096, 0): 13, (None, 0): 12, (None, 3): 1}  # o, gate_up and down
+
+
+@pytest.mark.parametrize(("gradients", "results"), [(floor.BOTH, 3), (("weight",), 2), ((), 1)])
+def test_what_a_floor_measures(gradients: tuple[str, ...], results: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GEMMs of projections, and attention, each as often as it is timed."""
+    shapes, passes = ((6, 8, 10), (6, 4, 8)), list[bool]()
+    gemms = floor.ROW * results * sum(2 * math.prod(shape) for shape in shapes)
+    with FlopCounterMode(display=False) as counter:
+        assert sum(floor.head_ms(shape, gradients) for shape in shapes) > 0
+    assert counter.get_total_flops() == gemms
     case = attention.Case(1, 6, 2, 1, 16)
-    for gradients, results in ((floor.BOTH, 3), ((), 1)):
-        found = floor.fastest_attention(case, bool(gradients))()
-        assert len(found if isinstance(found, tuple) else (found,)) == results
-        assert floor.block_ms(floor.Work(case, ((6, 8, 10), (6, 4, 8))), gradients) > 0
+    found = floor.fastest_attention(case, bool(gradients))()
+    assert isinstance(found, tuple) == bool(gradients)
+    monkeypatch.setattr(floor, "fastest_attention", lambda case, backward: lambda: passes.append(backward))
+    with FlopCounterMode(display=False) as counter:
+        assert floor.block_ms(floor.Work(case, shapes), gradients) > 0
+    assert counter.get_total_flops() == gemms and passes == [bool(gradients)] * floor.ROW
+
+
+def test_the_fastest_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that can serve the case and be captured."""
+
+    def provider(name: str) -> Any:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if name == "broken":
+                raise RuntimeError(name)
+            return name
+
+        return call
+
+    names = ["slow", "broken", "fast", "slower"]
+    monkeypatch.setattr(attention, "providers", lambda case: {name: provider(name) for name in names})
+    times = {"slow": 3.0, "fast": 2.0, "slower": 4.0}
+    monkeypatch.setattr(measure, "in_a_row", lambda calls: times[calls[0]()])
+    case = attention.Case(1, 6, 2, 1, 16)
+    assert floor.fastest_attention(case, backward=False)() == "fast"
+    names[:] = ["broken"]
+    with pytest.raises(RuntimeError, match=r"no backend of attention.*broken"):
+        floor.fastest_attention(case, backward=False)
 
 
 def test_training_steps_of_ours_and_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ Triton does on NVIDIA GPUs: dtypes of tensors, whether an integer is 1, a multip
 constants. Triton's knobs, but for its launch hooks, count when a kernel is launched for the first time. Without such
 hooks it is not asked again at all: what Triton compiled is run, as torch's own compiler does it.
 
-From compute capability 9.0 on, a kernel that begins with `after_previous_kernel()` is launched while the one before it
-on its stream still runs, so that its programs are in place when that ends: programmatic dependent launch,
+From compute capability 9.0 on, a kernel that waits by `after_previous_kernel()` is launched while the one before it on
+its stream still runs, so that its programs are in place when that ends: programmatic dependent launch,
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization.
 """
 
@@ -46,8 +46,8 @@ if OVERLAPS:  # Triton looks up what a function names even where it would not ru
 
     @triton.jit
     def ask_for(start, count):
-        """Have `count` elements from `start` on brought to the L2 cache, unless they are no whole 16 bytes. It may come
-        before `after_previous_kernel`, for what that kernel still writes goes through the same cache."""
+        """Have `count` elements from `start` on, less than 2 GiB, brought to the L2 cache, unless they are no whole 16
+        bytes. It may come before `after_previous_kernel`: what that kernel still writes goes through the same cache."""
         address = start.to(tl.int64)
         size = tl.cast(count * (start.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
         thread = tl.where((address | size) % 16 == 0, 0, -1)

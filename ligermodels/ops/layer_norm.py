@@ -70,24 +70,35 @@ def _moments(x, x_stride, row, level, M, N, ROWS: tl.constexpr, BLOCK: tl.conste
     return v, mean, tl.maximum(squares / N - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@kernel
-def _layer_norm_forward_kernel(
-    x, x_stride, weight, bias, y, mean, rstd, M, N, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FAR: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Each program normalises ROWS rows. One reduction gives mean and variance, of the deviations from the row's first
-    value: the farther that one is from the mean, the more they lose to rounding, or to squares beyond float32. Where it
-    shows, the mean takes its place, and there is a second reduction."""
-    row = tl.program_id(0).to(tl.int64) * ROWS
-    for n in tl.static_range(ROWS):
-        ask_for(x + tl.minimum(row + n, M - 1) * x_stride, N)
-    after_previous_kernel()
-    rows, col = row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+@triton.jit
+def _weight_and_bias(weight, bias, N, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """What there is of them, (BLOCK,), in their own dtypes."""
+    col = tl.arange(0, BLOCK)
+    w, b = 1.0, 0.0
     if HAS_WEIGHT:
         w = tl.load(weight + col, mask=col < N, other=0.0)
     if HAS_BIAS:
         b = tl.load(bias + col, mask=col < N, other=0.0)
+    return w, b
+
+
+@kernel
+def _layer_norm_forward_kernel(
+    x, x_stride, weight, bias, y, mean, rstd, M, N, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FAR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Each program normalises ROWS rows, and asks for weight and bias EARLY, before them, or when it needs them. One
+    reduction gives mean and variance, of the deviations from the row's first value: the farther that one is from the
+    mean, the more they lose to rounding, or to squares beyond float32. Where it shows, the mean takes its place, and
+    there is a second reduction."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    for n in tl.static_range(ROWS if ROWS <= 2 else 0):  # more of them are short
+        ask_for(x + tl.minimum(row + n, M - 1) * x_stride, N)
+    after_previous_kernel()
+    rows = row + tl.arange(0, ROWS)
+    if EARLY:
+        w, b = _weight_and_bias(weight, bias, N, HAS_WEIGHT, HAS_BIAS, BLOCK)
     level = tl.load(x + rows * x_stride, mask=rows < M, other=0.0).to(tl.float32)
     v, rest, variance = _moments(x, x_stride, row, level, M, N, ROWS, BLOCK, WHOLE)
     near = (rest * rest <= variance * FAR) & (variance < float("inf"))
@@ -98,6 +109,8 @@ def _layer_norm_forward_kernel(
     tl.store(mean + rows, level + rest, mask=rows < M)
     tl.store(rstd + rows, r, mask=rows < M)
     v = v * r[:, None] - (rest * r)[:, None]
+    if not EARLY:  # their registers would be those of rows on their way
+        w, b = _weight_and_bias(weight, bias, N, HAS_WEIGHT, HAS_BIAS, BLOCK)
     if HAS_WEIGHT:
         v = v * w.to(tl.float32)[None, :]
     if HAS_BIAS:
@@ -163,12 +176,13 @@ def _layer_norm_forward(
     rows, weight = as_rows(x), None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     M, N = rows.shape
-    width = power_of_2_above(N)  # rows and warps of a program as measured on an H200
-    together, warps = max(4096 // width, 2 if width <= 8192 else 1), min(max(width // 1024, 4), 32)
+    width = power_of_2_above(N)
+    pairs = width == N and 2048 <= N <= 8192 and x.element_size() == 2  # which have the registers, on an H200
+    together = 2 if pairs else max(2048 // width, 1)
     _layer_norm_forward_kernel[(-(-M // together),)](
         rows, rows.stride(0), weight, bias, y, mean, rstd, M, N, eps,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FAR=FAR_FLOAT32 if x.dtype == torch.float32 else FAR,
-        ROWS=together, BLOCK=width, WHOLE=width == N, num_warps=warps,
+        ROWS=together, BLOCK=width, WHOLE=width == N, EARLY=pairs, num_warps=min(max(width // 1024, 4), 32),
     )  # fmt: skip
     return y, mean, rstd
 

@@ -238,8 +238,10 @@ def _cross_entropy_gradient_kernel(
                 g, _ = gradient_bounded(given, col == y, factor, c, V, scale, softcap, smoothing, SMOOTHED, True)
             else:
                 g, _ = gradient_bounded(given, col == y, factor, c, V, scale, softcap, smoothing, SMOOTHED, False)
-        else:
+        elif (y >= first) & (y < first + BLOCK):
             g = gradient_of(given, col == y, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
+        else:  # as mostly, and to look for the target would take longer than to read and write
+            g = gradient_of(given, False, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
         tl.store(out + col, g.to(gradient.dtype.element_ty), mask=col < V)
     else:
         tl.store(out + col, tl.zeros((BLOCK,), dtype=tl.float32).to(gradient.dtype.element_ty), mask=col < V)

@@ -229,7 +229,7 @@ def test_kernels_wait_before_anything_else(function: ast.FunctionDef) -> None:
     statements = [ast.unparse(s) for s in (function.body[1:] if ast.get_docstring(function) else function.body)]
     waits = [s for s in statements if "after_previous_kernel" in s or "let_next_kernel_start" in s]
     assert waits in (["after_previous_kernel()"], ["let_next_kernel_start()"])
-    before = "".join(statements[: statements.index(waits[0])])
+    before = "\n".join(statements[: statements.index(waits[0])])
     assert not before or "ask_for" in before
     assert set(re.findall(r"([\w.]+)\(", before)) <= {
         "tl.program_id",
