@@ -1,10 +1,10 @@
-"""The least time of a training step on this very GPU, of limits that are measured here.
+"""The least time of a training step on this very GPU: a step of nothing but what nobody can leave out.
 
-What it counts: attention by the fastest backend and the GEMMs of all projections, forward and for both gradients,
-through cuBLAS, in CUDA graphs of some blocks, at the clock that a second of such load leaves the card; the fewest bytes
-of norms, rotations, gated activations and the loss, and 14 bytes a parameter for AdamW in bf16, at the rate of a large
-device copy. Past attention in the last block only tokens with a target count. The embedding, biases and launches are
-left out.
+What is in it: attention by the fastest backend and the GEMMs of all projections, forward and for both gradients,
+through cuBLAS; in place of norms, rotations, gated activations and the loss a copy of the fewest bytes that they move;
+and in place of AdamW in bf16 one of 14 bytes a parameter. Past attention in the last block only tokens with a target
+count. The embedding, biases and launches are left out: it is one CUDA graph. It is timed among others like it, once the
+card has got as warm and slow as such steps make it; its parts by themselves, which draw less power, take less time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from ligermodels.layers import Block
 ADAMW_BYTES = 14
 """A parameter: it and two states read and written, its gradient read, all in bf16."""
 
-
-ROW = 4
-"""Equal blocks, or heads, that are timed in a row, on the same tensors: part of these may be in the cache."""
+ATTEMPTS = 4
+"""Calls of a backend of attention in a row, to find the fastest."""
+PASS = 2**31
+"""Bytes that a copy moves at most."""
 BOTH = ("input", "weight")
 """The gradients of a projection."""
 
@@ -63,7 +64,7 @@ def fastest_attention(case: attention.Case, backward: bool = True) -> Call:
     for provider in attention.providers(case).values():
         call = partial(passes, provider)
         try:
-            times[call] = measure.in_a_row(ROW * [call])
+            times[call] = measure.in_a_row(ATTEMPTS * [call])
         except Exception as failure:  # It cannot serve this case, or not be captured.
             failures.append(failure)
     if not times:
@@ -71,20 +72,30 @@ def fastest_attention(case: attention.Case, backward: bool = True) -> Call:
     return min(times, key=lambda call: times[call])
 
 
-def one_ms(calls: list[Call]) -> float:
-    """Time of all these calls, among repetitions of them."""
-    return measure.sustained(measure.graphed(lambda: [call() for call in ROW * calls])) / ROW
-
-
-def block_ms(work: Work, gradients: Sequence[str] = BOTH) -> float:
-    """Time of a block's attention and GEMMs."""
+def block(work: Work, gradients: Sequence[str] = BOTH) -> list[Call]:
+    """A block's attention and GEMMs."""
     calls = [call for shape in work.projections for call in gemms(shape, gradients)]
-    return one_ms([*calls, fastest_attention(work.attention, bool(gradients))])
+    return [*calls, fastest_attention(work.attention, bool(gradients))]
 
 
-def head_ms(shape: Shape, gradients: Sequence[str] = BOTH) -> float:
-    """Time of the GEMMs of a projection by itself."""
-    return one_ms(gemms(shape, gradients))
+def copies(count: int) -> list[Call]:
+    """What moves `count` bytes, half of them read and half written."""
+    whole, rest = divmod(count, PASS)
+    source = torch.randint(2**62, (min(count, PASS) // 16,), device=measure.DEVICE)
+    target = torch.empty_like(source)
+    return [
+        partial(torch.bitwise_not, source[: size // 16], out=target[: size // 16]) for size in (*whole * [PASS], rest)
+    ]
+
+
+def step_ms(calls: Sequence[Call]) -> float:
+    """Time of all these calls, whose results nobody keeps, among other such steps."""
+
+    def step() -> None:
+        for call in calls:
+            call()
+
+    return measure.sustained(measure.graphed(step))
 
 
 def least_bytes(model: lm.CausalLM, tokens: int, targets: int) -> int:
@@ -100,42 +111,32 @@ def least_bytes(model: lm.CausalLM, tokens: int, targets: int) -> int:
     return total
 
 
-def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> dict[str, float]:
-    """`floor_ms` of a step of a dense model, and its parts."""
+def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> float:
+    """Milliseconds of the least step of a dense model."""
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
-    tokens = batch * length
-    targets = int(tokens * (1 - ignored))
-    blocks = sum(count * block_ms(work) for work, count in _blocks(model, batch, length, targets).items())
-    rate = measure.copy_rate() / 1e3
-    parts = {
-        "blocks": blocks,
-        "head": head_ms((targets, *model.head.weight.shape)),
-        "memory_bound": least_bytes(model, tokens, targets) / rate,
-        "optimizer": ADAMW_BYTES * sum(p.numel() for p in model.parameters()) / rate,
-    }
-    measure.free()
-    return {"floor_ms": sum(parts.values())} | {f"floor_{name}_ms": part for name, part in parts.items()}
+    targets = int(batch * length * (1 - ignored))
+    of_a_block = copies(least_bytes(model, batch * length, targets) // len(model.blocks))
+    calls = gemms((targets, *model.head.weight.shape))
+    for work, count in _blocks(model, batch, length, targets).items():
+        calls += count * [*block(work), *of_a_block]
+    return step_ms([*calls, *copies(ADAMW_BYTES * sum(p.numel() for p in model.parameters()))])
 
 
-def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int, ignored: float) -> dict[str, float]:
-    """`floor_ms` of a step of Medusa stage 1: the backbone's forward pass, and heads of one ResBlock and an lm_head of
-    their own with the gradients that these need."""
+def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int, ignored: float) -> float:
+    """The same of Medusa stage 1: the backbone's forward pass, and heads of one ResBlock and an lm_head of their own
+    with the gradients that these need."""
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     (vocab, hidden), tokens = model.head.weight.shape, batch * length
     targets = int(tokens * (1 - ignored))
     moved = 4 * num_heads * targets * vocab
-    for block in model.config.blocks:
-        heads = block.attention.num_heads + block.attention.num_kv_heads
-        moved += tokens * (16 * hidden + 4 * heads * block.attention.head_dim + 6 * getattr(block.mlp, "size", 0))
-    rate = measure.copy_rate() / 1e3
-    parts = {
-        "blocks": sum(count * block_ms(work, ()) for work, count in _blocks(model, batch, length, tokens).items()),
-        "heads": num_heads * (head_ms((targets, vocab, hidden)) + head_ms((targets, hidden, hidden), ("weight",))),
-        "memory_bound": moved / rate,
-        "optimizer": ADAMW_BYTES * num_heads * (vocab + hidden + 1) * hidden / rate,
-    }
-    measure.free()
-    return {"floor_ms": sum(parts.values())} | {f"floor_{name}_ms": part for name, part in parts.items()}
+    for each in model.config.blocks:
+        heads = each.attention.num_heads + each.attention.num_kv_heads
+        moved += tokens * (16 * hidden + 4 * heads * each.attention.head_dim + 6 * getattr(each.mlp, "size", 0))
+    of_a_block = copies(moved // len(model.blocks))
+    calls = num_heads * [*gemms((targets, vocab, hidden)), *gemms((targets, hidden, hidden), ("weight",))]
+    for work, count in _blocks(model, batch, length, tokens).items():
+        calls += count * [*block(work, ()), *of_a_block]
+    return step_ms([*calls, *copies(ADAMW_BYTES * num_heads * (vocab + hidden + 1) * hidden)])
 
 
 def _blocks(model: lm.CausalLM, batch: int, length: int, targets: int) -> Counter[Work]:

@@ -124,7 +124,7 @@ def main() -> None:
     name = f"{arguments.model} {arguments.heads} heads {arguments.batch}x{arguments.length}"
     common, records = measure.facts(), []
     floors = {
-        ignored: medusa_floor(config, arguments.heads, arguments.batch, arguments.length, ignored)
+        ignored: {"floor_ms": medusa_floor(config, arguments.heads, arguments.batch, arguments.length, ignored)}
         for ignored in (arguments.ignored if arguments.floor else ())
     }
     print(floors, flush=True)

@@ -178,8 +178,8 @@ def main() -> None:
     common, records = measure.facts(), []
     floors: dict[Case, dict[str, float]] = {}
     for case in cases if arguments.floor else ():
-        floors[case] = floor(CONFIGS[case.model], case.batch, case.length, case.ignored)
-        print(case.name, {name: round(value, 2) for name, value in floors[case].items()}, flush=True)
+        floors[case] = {"floor_ms": floor(CONFIGS[case.model], case.batch, case.length, case.ignored)}
+        print(case.name, floors[case], flush=True)
     table = Table("case", "provider", *COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
         verifier = Verifier(folder)

@@ -124,15 +124,11 @@ def test_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_of_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is made once in a row, and the time is that of one of them; a floor's is that of a round of its calls."""
+    """Each is made once in a row, and the time is that of one of them."""
     made: list[str] = []
     monkeypatch.setattr(measure, "milliseconds", lambda call: call() and 12.0)
-    monkeypatch.setattr(measure, "sustained", lambda call: call() and 12.0)
-    monkeypatch.setattr(measure, "graphed", lambda call: lambda: call() or True)
+    monkeypatch.setattr(measure, "graphed", lambda call: call)
     assert measure.in_a_row([lambda: made.append("a"), lambda: made.append("b")]) == 6.0 and made == ["a", "b"]
-    made.clear()
-    assert floor.one_ms([lambda: made.append("a"), lambda: made.append("b")]) == 12.0 / floor.ROW
-    assert made == ["a", "b"] * floor.ROW
 
 
 @pytest.mark.parametrize(
@@ -239,28 +235,28 @@ def test_attention_counts_pairs_that_see_each_other() -> None:
 def test_a_floor_counts_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3.2-1B at 4 x 4096, and Medusa on Llama-3-8B, by the rates of one H200."""
 
-    def head_ms(shape: floor.Shape, gradients: Sequence[str] = floor.BOTH) -> float:
-        return 2 * math.prod(shape) * (1 + len(gradients)) / 675e9
+    def gemms(shape: floor.Shape, gradients: Sequence[str] = floor.BOTH) -> list[float]:
+        return [2 * math.prod(shape) * (1 + len(gradients)) / 675e9]
 
-    def block_ms(work: floor.Work, gradients: Sequence[str] = floor.BOTH) -> float:
-        pairs, dim = work.attention.pairs, work.attention.head_dim
-        flash = 1 / 496 + 2.5 / 481 if gradients else 1 / 626
-        return 4e-9 * pairs * dim * flash + sum(head_ms(shape, gradients) for shape in work.projections)
+    def fastest_attention(case: attention.Case, backward: bool) -> float:
+        return 4e-9 * case.pairs * case.head_dim * (1 / 496 + 2.5 / 481 if backward else 1 / 626)
 
-    monkeypatch.setattr(floor, "head_ms", head_ms)
-    monkeypatch.setattr(floor, "block_ms", block_ms)
-    monkeypatch.setattr(measure, "copy_rate", lambda: 4.28e12)
+    monkeypatch.setattr(floor, "gemms", gemms)
+    monkeypatch.setattr(floor, "fastest_attention", fastest_attention)
+    monkeypatch.setattr(floor, "copies", lambda count: [count / 4.28e9])
+    monkeypatch.setattr(floor, "step_ms", sum)
     found = floor.floor(CONFIGS["llama-3.2-1b"], 4, 4096, 0.0)
-    assert 4 * 4096 / found["floor_ms"] * 1e3 == pytest.approx(70e3, rel=0.03)
-    assert found["floor_optimizer_ms"] == pytest.approx(1.2358e9 * 14 / 4.28e9, rel=0.01)
+    assert 4 * 4096 / found * 1e3 == pytest.approx(70e3, rel=0.03)
     half = floor.floor(CONFIGS["llama-3.2-1b"], 4, 4096, 0.5)
     weights = 128256 * 2048 + 2048 * 2048 + 3 * 8192 * 2048  # of the head, and of o and the MLP of the last block
     moved = 4 * 128256 + 16 * (2048 + 2048 + 8192)
-    assert found["floor_ms"] - half["floor_ms"] == pytest.approx(
-        8192 * (6 * weights / 675e9 + moved / 4.28e9), rel=1e-3
-    )
+    assert found - half == pytest.approx(8192 * (6 * weights / 675e9 + moved / 4.28e9), rel=1e-3)
+    monkeypatch.setattr(floor, "ADAMW_BYTES", 0)
+    without = floor.floor(CONFIGS["llama-3.2-1b"], 4, 4096, 0.0)
+    assert found - without == pytest.approx(1.2358e9 * 14 / 4.28e9, rel=0.01)
+    monkeypatch.setattr(floor, "ADAMW_BYTES", 14)
     found = floor.medusa_floor(CONFIGS["llama-3-8b"], 5, 4, 4096, 0.0)
-    assert 4 * 4096 / found["floor_ms"] * 1e3 == pytest.approx(20.4e3, rel=0.03)
+    assert 4 * 4096 / found * 1e3 == pytest.approx(20.4e3, rel=0.03)
 
 
 def test_blocks_of_a_floor() -> None:
@@ -275,19 +271,18 @@ def test_blocks_of_a_floor() -> None:
 
 @pytest.mark.parametrize(("gradients", "results"), [(floor.BOTH, 3), (("weight",), 2), ((), 1)])
 def test_what_a_floor_measures(gradients: tuple[str, ...], results: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GEMMs of projections, and attention, each as often as it is timed."""
+    """GEMMs of projections, attention, and copies of as many bytes as it is told."""
     shapes, passes = ((6, 8, 10), (6, 4, 8)), list[bool]()
-    gemms = floor.ROW * results * sum(2 * math.prod(shape) for shape in shapes)
-    with FlopCounterMode(display=False) as counter:
-        assert sum(floor.head_ms(shape, gradients) for shape in shapes) > 0
-    assert counter.get_total_flops() == gemms
     case = attention.Case(1, 6, 2, 1, 16)
-    found = floor.fastest_attention(case, bool(gradients))()
-    assert isinstance(found, tuple) == bool(gradients)
+    assert isinstance(floor.fastest_attention(case, bool(gradients))(), tuple) == bool(gradients)
     monkeypatch.setattr(floor, "fastest_attention", lambda case, backward: lambda: passes.append(backward))
     with FlopCounterMode(display=False) as counter:
-        assert floor.block_ms(floor.Work(case, shapes), gradients) > 0
-    assert counter.get_total_flops() == gemms and passes == [bool(gradients)] * floor.ROW
+        assert floor.step_ms(floor.block(floor.Work(case, shapes), gradients)) > 0
+    assert counter.get_total_flops() == results * sum(2 * math.prod(shape) for shape in shapes)
+    assert passes == [bool(gradients)]
+    monkeypatch.setattr(floor, "PASS", 320)
+    assert [call().nbytes for call in floor.copies(2 * 320 + 96)] == [160, 160, 48]
+    assert [call().nbytes for call in floor.copies(96)] == [48]
 
 
 def test_the_fastest_attention(monkeypatch: pytest.MonkeyPatch) -> None:
