@@ -68,9 +68,8 @@ def _sum_rows_kernel(x, out, more, M, N, OUTS: tl.constexpr, ROWS: tl.constexpr,
 def sum_rows(x: torch.Tensor, *outs: torch.Tensor) -> None:
     """outs, one or two (N,) = the sum over M of x (M, N) or (M, 2, N), contiguous float32, rounded once."""
     M, N = x.shape[0], outs[0].shape[0]
-    programs, rows = -(-len(outs) * N // 32), min(power_of_2_above(M), 512)  # mostly all rows at once
-    warps = max(rows // 64, 4)
-    _sum_rows_kernel[(programs,)](x, outs[0], outs[-1], M, N, OUTS=len(outs), ROWS=rows, BLOCK=32, num_warps=warps)
+    programs, rows = -(-len(outs) * N // 32), min(power_of_2_above(M), 256)  # mostly all rows at once
+    _sum_rows_kernel[(programs,)](x, outs[0], outs[-1], M, N, OUTS=len(outs), ROWS=rows, BLOCK=32, num_warps=4)
 
 
 class Launch(NamedTuple):
