@@ -81,11 +81,7 @@ def block(work: Work, gradients: Sequence[str] = BOTH) -> list[Call]:
 def copies(count: int) -> list[Call]:
     """What moves `count` bytes, half of them read and half written."""
     whole, rest = divmod(count, PASS)
-    source = torch.randint(2**62, (min(count, PASS) // 16,), device=measure.DEVICE)
-    target = torch.empty_like(source)
-    return [
-        partial(torch.bitwise_not, source[: size // 16], out=target[: size // 16]) for size in (*whole * [PASS], rest)
-    ]
+    return [*(whole * [measure.moving(PASS)] if whole else ()), measure.moving(rest)]
 
 
 def step_ms(calls: Sequence[Call]) -> float:
