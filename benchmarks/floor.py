@@ -3,8 +3,8 @@
 What is in it: attention by the fastest backend and the GEMMs of all projections, forward and for both gradients,
 through cuBLAS; in place of norms, rotations, gated activations and the loss a copy of the fewest bytes that they move;
 and in place of AdamW in bf16 one of 14 bytes a parameter. Past attention in the last block only tokens with a target
-count. The embedding, biases and launches are left out: it is one CUDA graph. It is timed among others like it, once the
-card has got as warm and slow as such steps make it; its parts by themselves, which draw less power, take less time.
+count. The embedding, biases and launches are left out: it is one CUDA graph. It is timed among others like it, once a
+second of them has warmed the card; its parts by themselves, which draw less power, take less time.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
 from benchmarks import attention, floor, losses, measure, ops, peers, profile, report, targets, training  # noqa: E402
 from benchmarks.case import Case, Passes  # noqa: E402
-from benchmarks.measure import one_after_another  # noqa: E402
+from benchmarks.measure import one_after_another, sustained  # noqa: E402
 from benchmarks.models import CONFIGS  # noqa: E402
 
 TINY: dict[str, Callable[[], list[Case]]] = {
@@ -129,6 +129,16 @@ def test_one_of_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "milliseconds", lambda call: call() and 12.0)
     monkeypatch.setattr(measure, "graphed", lambda call: call)
     assert measure.in_a_row([lambda: made.append("a"), lambda: made.append("b")]) == 6.0 and made == ["a", "b"]
+    monkeypatch.setattr(measure, "sustained", lambda call: call() or 7.0)
+    assert floor.step_ms([lambda: made.append("c")] * 2) == 7.0 and made[2:] == ["c", "c"]
+
+
+def test_sustained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on for a while before it is timed."""
+    times: list[float] = []
+    monkeypatch.setattr(measure, "one_after_another", lambda call, count: call() or 3.0)
+    assert sustained(lambda: times.append(time.perf_counter()), seconds=0.05) == 3.0
+    assert len(times) > 2 and times[-1] - times[0] >= 0.04
 
 
 @pytest.mark.parametrize(
@@ -257,6 +267,9 @@ def test_a_floor_counts_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floor, "ADAMW_BYTES", 14)
     found = floor.medusa_floor(CONFIGS["llama-3-8b"], 5, 4, 4096, 0.0)
     assert 4 * 4096 / found * 1e3 == pytest.approx(20.4e3, rel=0.03)
+    half = floor.medusa_floor(CONFIGS["llama-3-8b"], 5, 4, 4096, 0.5)
+    of_a_head = (6 * 128256 * 4096 + 4 * 4096**2) / 675e9 + 4 * 128256 / 4.28e9
+    assert found - half == pytest.approx(5 * 8192 * of_a_head, rel=1e-3)
 
 
 def test_blocks_of_a_floor() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,15 @@ def test_a_checkpoint_brings_all_of_the_state_back(kind: str, tmp_path: Path) ->
     for at in (optimizer_of(other), optimizer_of(other)):
         checkpoints.load(6, other, at)
         assert steps(other, at) == after_six
-    assert checkpoints.about(6)["data"] == {"place": 6}
+    assert checkpoints.about(6)["data"] == {"place": 6} and checkpoints.steps() == [6, 10]
     with pytest.raises(CheckpointError, match=r"step-6: is of another model"):
         checkpoints.load(6, small(0, width=4), optimizer)
     if kind == "adamw":
         with pytest.raises(CheckpointError, match="of another optimiser"):
             checkpoints.load(6, other, adamw([other[1].weight], 1e-2))
+    shutil.copytree(tmp_path / "there" / "step-6", tmp_path / "there" / "step-3")  # as if killed before it was removed
+    checkpoints.load(10, other, at)
+    assert checkpoints.steps() == [6, 10]
 
 
 def test_checkpoints_of_torchs_adamw_and_of_ours_fit_either(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def cross_entropy(
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     check_loss("cross_entropy", logits, "logits", target, token_weights, reduction, options)
-    coefficient = weigh_rows(target, logits.shape[-1], ignore_index, reduction, token_weights, logits.dtype)
+    target, coefficient = weigh_rows(target, logits.shape[-1], ignore_index, reduction, token_weights, logits.dtype)
     if in_place and _can_overwrite(logits, reduction):
         loss, rank = _CrossEntropyInPlace.apply(logits, target, coefficient, options)
         return (loss, rank) if return_rank else loss
@@ -119,7 +119,8 @@ def _cross_entropy_forward(
     logit_scale: float,
     return_rank: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each row's loss, max, log of the sum of exp(x - max), and rank."""
+    """Each row's loss, max, log of the sum of exp(x - max), and rank. Targets have been checked: one that is none is
+    ignored."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     outputs = _forward_fake(logits, target, *options)
     launch_rows(as_rows(logits), target.contiguous(), *outputs, options)

@@ -65,7 +65,7 @@ def linear_cross_entropy(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     check_loss("linear_cross_entropy", hidden, "hidden", target, token_weights, reduction, options)
     _check_head(hidden, weight, bias, memory_budget)
-    coefficient = weigh_rows(target, weight.shape[0], ignore_index, reduction, token_weights, hidden.dtype)
+    target, coefficient = weigh_rows(target, weight.shape[0], ignore_index, reduction, token_weights, hidden.dtype)
     # Asked here, because inside autograd.Function.forward gradients are off and nothing tells what requires them.
     if num_targets is None:
         counted = not (target.is_cuda or torch.compiler.is_compiling())
@@ -147,7 +147,8 @@ def _linear_cross_entropy(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each row's loss and rank, and the gradients of sum(coefficient * loss); what is not needed is empty."""
+    """Each row's loss and rank, and the gradients of sum(coefficient * loss); what is not needed is empty. Targets have
+    been checked."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     V, H = weight.shape
     losses = torch.empty_like(coefficient, memory_format=torch.contiguous_format)

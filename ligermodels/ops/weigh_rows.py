@@ -1,5 +1,7 @@
 """What each row counts in a loss, and whether its target is one: in one kernel what takes torch a dozen small ones."""
 
+from typing import cast
+
 import torch
 
 from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
@@ -17,15 +19,13 @@ def weigh_rows(
     reduction: Reduction,
     token_weights: torch.Tensor | None,
     dtype: torch.dtype,
-) -> torch.Tensor:
-    """`row_coefficients` of targets that it checks as `check_targets` does."""
-    if dtype == torch.float64 or not use_kernels(target, token_weights):
-        check_targets(target, num_classes, ignore_index)
-        return row_coefficients(target, ignore_index, reduction, token_weights, dtype)
-    if not target.is_cuda:
-        check_targets(target, num_classes, ignore_index)  # which names the target
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets that have been checked as by `check_targets`, and their `row_coefficients`.
+
+    What goes on with these targets, contiguous copies, keeps the check in a compiled graph, whatever is used of it.
+    """
     weights = None if token_weights is None else token_weights.detach()
-    return _weigh_rows(target, weights, num_classes, ignore_index, reduction == "mean")
+    return _weigh_rows(target, weights, num_classes, ignore_index, reduction, dtype == torch.float64)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _weigh(target, weights, row, T, ignore_index, WEIGHTED: tl.constexpr):
 
 @kernel
 def _weigh_rows_kernel(
-    target, weights, coefficients, good, T, num_classes, ignore_index,
+    target, weights, checked, coefficients, good, T, num_classes, ignore_index,
     WEIGHTED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program weighs all rows, a second time if it takes the first to know what all of them weigh."""
@@ -58,33 +58,40 @@ def _weigh_rows_kernel(
     tl.store(good, 1 - tl.max(bad, axis=0))
     whole = tl.sum(total, axis=0)
     for first in range(0, T, BLOCK):
-        _, weight = _weigh(target, weights, first + block, T, ignore_index, WEIGHTED)
+        y, weight = _weigh(target, weights, first + block, T, ignore_index, WEIGHTED)
         if MEAN:
             weight = tl.where(whole != 0.0, weight / whole, 0.0)
+        tl.store(checked + first + block, y, mask=first + block < T)
         tl.store(coefficients + first + block, weight, mask=first + block < T)
 
 
 def _fake(
-    target: torch.Tensor, weights: torch.Tensor | None, num_classes: int, ignore_index: int, mean: bool
-) -> torch.Tensor:
-    return target.new_empty(target.shape, dtype=torch.float32)
+    target: torch.Tensor, weights: torch.Tensor | None, num_classes: int, ignore_index: int, reduction: str, wide: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.float64 if wide else torch.float32
+    return target.new_empty(target.shape), target.new_empty(target.shape, dtype=dtype)
 
 
 @opaque_op(_fake)
 def _weigh_rows(
-    target: torch.Tensor, weights: torch.Tensor | None, num_classes: int, ignore_index: int, mean: bool
-) -> torch.Tensor:
-    """The coefficients; a target that is none fails an assertion, on CUDA one of the device's own."""
-    coefficients = _fake(target, weights, num_classes, ignore_index, mean)
+    target: torch.Tensor, weights: torch.Tensor | None, num_classes: int, ignore_index: int, reduction: str, wide: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The targets and their coefficients, in float64 if they are to be `wide`. A target that is none raises InputError
+    on the CPU, and fails an assertion of the device's own on CUDA."""
+    checked, coefficients = _fake(target, weights, num_classes, ignore_index, reduction, wide)
     T = target.numel()
-    if T == 0:
-        return coefficients
+    kernels = T > 0 and not wide and use_kernels(target, weights)
+    if not (target.is_cuda and kernels):
+        check_targets(target, num_classes, ignore_index)  # which names the target
+    if not kernels:
+        chosen = cast(Reduction, reduction)
+        return checked.copy_(target), row_coefficients(target, ignore_index, chosen, weights, coefficients.dtype)
     good = target.new_empty((), dtype=torch.int32)
     block = min(power_of_2_above(T), MAX_BLOCK)
     _weigh_rows_kernel[(1,)](
-        target.contiguous(), None if weights is None else weights.contiguous(), coefficients, good,
-        T, num_classes, ignore_index, WEIGHTED=weights is not None, MEAN=mean, BLOCK=block,
+        target.contiguous(), None if weights is None else weights.contiguous(), checked, coefficients, good,
+        T, num_classes, ignore_index, WEIGHTED=weights is not None, MEAN=reduction == "mean", BLOCK=block,
         num_warps=max(block // 512, 1),
     )  # fmt: skip
     torch._assert_async(good, not_a_target(num_classes, ignore_index))
-    return coefficients
+    return checked, coefficients

@@ -87,6 +87,9 @@ class Checkpoints:
             _sync(self._folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
         for old in self.steps()[: -self._keep]:
             self._remove(self._folder / f"step-{old}")
 
@@ -114,7 +117,8 @@ class Checkpoints:
         return _read_json(path / RUN)
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Set parameters, the optimiser's state and the random generators to those of a checkpoint.
+        """Set parameters, the optimiser's state and the random generators to those of a checkpoint, and remove what is
+        older than are kept.
 
         Raises CheckpointError when it cannot be read, is not as it was written, or is of another model or optimiser.
         """
@@ -155,6 +159,7 @@ class Checkpoints:
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{path}: is of another optimiser: {error}") from None
         _set_generators(tensors)
+        self._remove_old()  # for which the process that wrote this one may have had no time
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -58,11 +58,11 @@ def test_nothing_past_the_index_counts(kernels_device: torch.device, T: int) -> 
     x, rows = torch.zeros(3, 16, device=kernels_device), torch.ones(4 * WINDOW, 16, device=kernels_device)
     index, order = torch.ones_like(rows[:, 0]).long(), torch.arange(len(rows), device=kernels_device)
     module = importlib.import_module("ligermodels.ops.add_rows")  # the op has its name
-    windows = torch.full_like(rows, WINDOW)
+    windows = torch.full_like(rows, 2 * WINDOW)  # twice what they are, to see who takes them
     module._add_rows_kernel[(T, 1)](
         x, index, order, rows, 16, windows, 3, T, 16, WINDOW=WINDOW, ROWS=ROWS, BLOCK=16, num_warps=4
     )
-    assert x.sum(1).tolist() == [0, 16 * T, 0]
+    assert x.sum(1).tolist() == [0, 16 * (T + max(T // WINDOW - 1, 0) * WINDOW), 0]  # but for the first one's window
 
 
 @pytest.mark.parametrize(
