@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.ops.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.dispatch import tl, triton, use_kernels
 from ligermodels.ops.launcher import after_previous_kernel, ask_for, kernel
 from ligermodels.ops.library import as_rows, empty_like, once_differentiable, opaque_op
 from ligermodels.ops.norm_rows import (
@@ -12,6 +12,7 @@ from ligermodels.ops.norm_rows import (
     backward_launch,
     check_rows,
     check_weight,
+    forward_launch,
     load_rows,
     store_rows,
     sum_rows,
@@ -176,13 +177,14 @@ def _layer_norm_forward(
     rows, weight = as_rows(x), None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     M, N = rows.shape
-    width = power_of_2_above(N)
-    pairs = width == N and 2048 <= N <= 8192 and x.element_size() == 2  # which have the registers, on an H200
-    together = 2 if pairs else max(2048 // width, 1)
+    launch = forward_launch(M, N)
+    pairs = launch.width == N and 2048 <= N <= 8192 and x.element_size() == 2  # which have the registers, on an H200
+    together = 2 if pairs else launch.rows
     _layer_norm_forward_kernel[(-(-M // together),)](
         rows, rows.stride(0), weight, bias, y, mean, rstd, M, N, eps,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FAR=FAR_FLOAT32 if x.dtype == torch.float32 else FAR,
-        ROWS=together, BLOCK=width, WHOLE=width == N, EARLY=pairs, num_warps=min(max(width // 1024, 4), 32),
+        ROWS=together, BLOCK=launch.width, WHOLE=launch.width == N, EARLY=pairs,
+        num_warps=min(max(launch.width // 1024, 4), 32),  # fewer than RMSNorm takes
     )  # fmt: skip
     return y, mean, rstd
 

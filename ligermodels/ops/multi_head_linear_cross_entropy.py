@@ -22,6 +22,7 @@ from ligermodels.ops.library import as_rows, once_differentiable, opaque_op
 from ligermodels.ops.linear_cross_entropy import COLUMN_MULTIPLE, SKIP_BELOW, chunk_rows, loss_in_place
 from ligermodels.ops.token_losses import LossOptions, check_loss, check_targets, row_coefficients, row_losses_reference
 from ligermodels.ops.token_losses_kernels import scale_
+from ligermodels.ops.weigh_rows import weigh_rows
 
 Block = tuple[torch.Tensor, torch.Tensor | None]
 OneOrEach = torch.Tensor | Sequence[torch.Tensor]
@@ -78,9 +79,9 @@ def multi_head_linear_cross_entropy(
         operands = [t.to(torch.get_autocast_dtype(hidden.device.type)) for t in operands]
     sizes = tuple(map(len, (weights, biases, block_weights, block_biases)))
     K, N = _check(operands, targets, sizes, token_weights, memory_budget, options)
-    coefficient, head_weights = _coefficients(
-        operands[0], targets, head_weights, normalizer, ignore_index, token_weights
-    )
+    V = operands[1].shape[0]
+    targets, row_weights = weigh_rows(targets, V, ignore_index, "sum", token_weights, operands[0].dtype)
+    coefficient, head_weights = _coefficients(row_weights, head_weights, normalizer)
     if num_targets is None:
         counted = not (targets.is_cuda or torch.compiler.is_compiling())
         num_targets = (targets != ignore_index).view(K, -1).sum(1).tolist() if counted else [N] * K
@@ -118,9 +119,8 @@ def multi_head_linear_cross_entropy_reference(
         loss, rank = row_losses_reference(linear(x, w, b), target, chosen)
         losses.append(loss)
         ranks.append(rank)
-    coefficient, head_weights = _coefficients(
-        hidden, targets, head_weights, normalizer, chosen.ignore_index, token_weights
-    )
+    row_weights = row_coefficients(targets, chosen.ignore_index, "sum", token_weights, hidden.dtype)
+    coefficient, head_weights = _coefficients(row_weights, head_weights, normalizer)
     head_losses = (torch.stack(losses) * coefficient).flatten(1).sum(1)
     rank = torch.stack(ranks) if chosen.return_rank else targets.new_empty(0)
     return (head_losses * head_weights).sum(), head_losses.detach(), rank
@@ -185,16 +185,11 @@ def _check(
 
 
 def _coefficients(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    head_weights: torch.Tensor | Sequence[float] | None,
-    normalizer: torch.Tensor | float | None,
-    ignore_index: int,
-    token_weights: torch.Tensor | None,
+    weights: torch.Tensor, head_weights: torch.Tensor | Sequence[float] | None, normalizer: torch.Tensor | float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(K, ...) what a row's loss counts in its head's, and (K,) what the head's counts in the whole."""
-    K = targets.shape[0]
-    weights = row_coefficients(targets, ignore_index, "sum", token_weights, hidden.dtype)
+    """(K, ...) what a row's loss counts in its head's, given what rows weigh, and (K,) what the head's counts in the
+    whole."""
+    K = weights.shape[0]
 
     def for_each_head(name: str, x: torch.Tensor | Sequence[float] | float) -> torch.Tensor:
         if isinstance(x, torch.Tensor):
@@ -208,7 +203,7 @@ def _coefficients(
         return x.expand(K)
 
     total = weights.flatten(1).sum(1) if normalizer is None else for_each_head("normalizer", normalizer)
-    total = total.view(K, *[1] * (targets.dim() - 1))
+    total = total.view(K, *[1] * (weights.dim() - 1))
     head_weights = for_each_head("head_weights", 1.0 if head_weights is None else head_weights)
     return torch.where(total != 0, weights / total, 0.0), head_weights
 
@@ -258,11 +253,11 @@ def _multi_head_linear_cross_entropy(
     num_targets: list[int],
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Each row's loss and rank, and the gradients of sum(coefficient * loss) by the operands; empty if not needed."""
+    """Each row's loss and rank, and the gradients of sum(coefficient * loss) by the operands; empty if not needed.
+    Targets have been checked."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     (V, H), K, rows = weights[0].shape, targets.shape[0], as_rows(hidden)
     N, L, need_hidden = rows.shape[0], len(block_weights) // K, needs[0]
-    check_targets(targets, V, ignore_index)
     flat, coefficients = targets.reshape(-1), coefficient.reshape(-1)  # row k * N + t is token t for head k
     losses = torch.zeros_like(coefficients)
     ranks = flat.new_full((K * N if return_rank else 0,), -1)

@@ -240,6 +240,15 @@ def test_kernels_wait_before_anything_else(function: ast.FunctionDef) -> None:
     }
 
 
+def test_asking_reads_nothing() -> None:
+    """`ask_for` may come before the wait: it computes addresses and prefetches."""
+    tree = ast.parse(Path(launcher.__file__).read_text(encoding="utf-8"))
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "ask_for"]
+    calls = {ast.unparse(n.func) for f in functions for n in ast.walk(f) if isinstance(n, ast.Call)}
+    ours = {"start.to", "tl.cast", "tl.where", "tl.target_info.cuda_capability_geq", "tl.inline_asm_elementwise"}
+    assert len(functions) == 2 and calls == ours
+
+
 @pytest.mark.parametrize(
     ("waits", "version", "capability", "early"),
     [

@@ -92,7 +92,7 @@ CASES = {
             h, w, torch.stack([target(h), target(h).roll(1)]), [[(v, b)], [(c, d)]], return_rank=True, memory_budget=1
         )[::2],
         ((4, 8), (50, 8), (8, 8), (8,), (8, 8), (8,)),
-        ("multi_head_linear_cross_entropy",),
+        ("weigh_rows", "multi_head_linear_cross_entropy"),
     ),
 }
 
