@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import measure
 from benchmarks.attention_cases import Case, cases
 from ligermodels import ops
-from ligermodels.ops.attention import AttentionRequest, backends, choose
+from ligermodels.ops.attention.attention import AttentionRequest, backends, choose
 
 COLUMNS = ("forward_ms", "both_ms", "forward_tflops", "backward_tflops", "best_forward", "best_both", "error")
 Call = Callable[..., Tensor]
@@ -73,7 +73,7 @@ def chosen(case: Case) -> str:
         head_dim=case.head_dim,
         query_length=case.length,
         key_length=case.length,
-        scale=case.head_dim**-0.5,
+        softmax_scale=case.head_dim**-0.5,
         window=case.window,
         softcap=case.softcap,
         masked=False,

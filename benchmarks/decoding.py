@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ligermodels as lm
 from benchmarks import measure
 from benchmarks.models import CONFIGS
-from ligermodels.generation.tree import default_tree
+from ligermodels.speculative.tree import default_tree
 
 SHORT, LONG, PROMPT = 8, 136, 128
 

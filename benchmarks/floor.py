@@ -20,7 +20,7 @@ from torch import nn
 import ligermodels as lm
 from benchmarks import attention, measure
 from benchmarks.case import random
-from ligermodels.layers import Block
+from ligermodels.layers import AttentionConfig, Block
 
 ADAMW_BYTES = 14
 """A parameter: it and two states read and written, its gradient read, all in bf16."""
@@ -100,8 +100,9 @@ def least_bytes(model: lm.CausalLM, tokens: int, targets: int) -> int:
     total = 16 * targets * config.hidden_size + 4 * targets * config.vocab_size
     for left, block in enumerate(reversed(config.blocks)):
         late = tokens if left else targets
-        heads = (block.attention.num_heads + block.attention.num_kv_heads) * block.attention.head_dim
-        total += (8 if block.attention.qk_norm is None else 10) * tokens * heads
+        a = cast(AttentionConfig, block.mixer)
+        heads = (a.num_heads + a.num_kv_heads) * a.head_dim
+        total += (8 if a.qk_norm is None else 10) * tokens * heads
         total += (16 * block.pre_norm * (tokens + late) + 10 * block.post_norm * 2 * late) * config.hidden_size
         total += 16 * late * getattr(block.mlp, "size", 0)
     return total
@@ -111,7 +112,7 @@ def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> fl
     """Milliseconds of the least step of a dense model."""
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     targets = int(batch * length * (1 - ignored))
-    of_a_block = copies(least_bytes(model, batch * length, targets) // len(model.blocks))
+    of_a_block = copies(least_bytes(model, batch * length, targets) // len(model.decoder.blocks))
     calls = gemms((targets, *model.head.weight.shape))
     for work, count in _blocks(model, batch, length, targets).items():
         calls += count * [*block(work), *of_a_block]
@@ -126,9 +127,10 @@ def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int
     targets = int(tokens * (1 - ignored))
     moved = 4 * num_heads * targets * vocab
     for each in model.config.blocks:
-        heads = each.attention.num_heads + each.attention.num_kv_heads
-        moved += tokens * (16 * hidden + 4 * heads * each.attention.head_dim + 6 * getattr(each.mlp, "size", 0))
-    of_a_block = copies(moved // len(model.blocks))
+        a = cast(AttentionConfig, each.mixer)
+        heads = a.num_heads + a.num_kv_heads
+        moved += tokens * (16 * hidden + 4 * heads * a.head_dim + 6 * getattr(each.mlp, "size", 0))
+    of_a_block = copies(moved // len(model.decoder.blocks))
     calls = num_heads * [*gemms((targets, vocab, hidden)), *gemms((targets, hidden, hidden), ("weight",))]
     for work, count in _blocks(model, batch, length, tokens).items():
         calls += count * [*block(work, ()), *of_a_block]
@@ -138,9 +140,9 @@ def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int
 def _blocks(model: lm.CausalLM, batch: int, length: int, targets: int) -> Counter[Work]:
     """How often there is which work. `targets` are the rows past attention in the last block."""
     found: Counter[Work] = Counter()
-    blocks = cast(Iterable[Block], reversed(model.blocks))
+    blocks = cast(Iterable[Block], reversed(model.decoder.blocks))
     for left, (block, config) in enumerate(zip(blocks, reversed(model.config.blocks), strict=True)):
-        a, late = config.attention, {block.attention.o, *block.mlp.modules()}
+        a, late = cast(AttentionConfig, config.mixer), {block.mixer.o, *block.mlp.modules()}
         shapes = [
             (batch * length if left or m not in late else targets, m.out_features, m.in_features)
             for m in block.modules()

@@ -51,7 +51,7 @@ COLUMNS = ("load_s", "ready_s", "host_peak_bytes", "host_after_bytes", "model_by
 def make(folder: Path, config: Mapping[str, Any], max_shard_size: str) -> None:
     """Write a checkpoint of `config` with random weights, shard by shard."""
     model = from_config(config, device="meta", dtype=torch.bfloat16)
-    assert model.origin is not None
+    assert model.export_spec is not None
 
     def weights(shape: tuple[int, ...]) -> torch.Tensor:
         bits = torch.empty(shape, dtype=torch.int16)
@@ -59,7 +59,7 @@ def make(folder: Path, config: Mapping[str, Any], max_shard_size: str) -> None:
 
     tensors = [
         (name, shape, dtype, lambda shape=shape: weights(shape))
-        for name, shape, dtype, _ in model.origin.weight_map.export(dict(model.named_parameters()))
+        for name, shape, dtype, _ in model.export_spec.weight_map.export(dict(model.named_parameters()))
     ]
     save_checkpoint(folder, tensors, max_shard_size=max_shard_size, files={"config.json": json.dumps(config)})
 

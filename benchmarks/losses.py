@@ -25,32 +25,6 @@ def cross_entropy(tokens: int, vocab: int) -> Case:
     )
 
 
-def cross_entropy_in_place(tokens: int, vocab: int, softcap: float | None = None) -> Case:
-    """Of logits whose place the gradient takes: they are read and written once.
-
-    What is timed begins with fresh logits, as a projection has just written them, so that no copy is in it.
-    """
-    liger = optional("liger_kernel.ops", "LigerCrossEntropyFunction")
-    quack = optional("quack", "cross_entropy") if softcap is None else None
-
-    def eager(x: Tensor, y: Tensor) -> Tensor:
-        return _eager(x if softcap is None else softcap * torch.tanh(x.float() / softcap), y)
-
-    return Case(
-        f"cross_entropy in place {tokens}x{vocab}" + (f" softcap {softcap:g}" if softcap else ""),
-        lambda: (random(tokens, vocab), integers(vocab, tokens)),
-        (2 * tokens * vocab, 4 * tokens * vocab),
-        providers(
-            # A leaf may not be overwritten, a view may.
-            lambda x, y: ops.cross_entropy(x.view_as(x), y, in_place=True, softcap=softcap),
-            eager,
-            liger=liger and (lambda x, y: liger.apply(x, y, None, -100, 0.0, 0.0, "mean", softcap)[0]),
-            quack=quack and (lambda x, y: quack(x, y, inplace_backward=True)),
-        ),
-        overwritten=True,
-    )
-
-
 def linear_cross_entropy(tokens: int, hidden: int, vocab: int, ignored: float = 0.0, frozen: str | None = None) -> Case:
     """Projection and loss. The limit is its GEMMs alone, of rows that have a target and for gradients that are needed;
     `frozen`, the "head" or the "hidden" states, needs none."""

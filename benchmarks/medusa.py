@@ -22,6 +22,7 @@ from benchmarks.floor import medusa_floor
 from benchmarks.models import CONFIGS
 from benchmarks.peers import PROVIDERS
 from ligermodels.layers import shift_labels
+from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training.fused_adamw import FusedAdamW
 
 DECAY, STEPS = 0.8, 6
@@ -70,12 +71,12 @@ def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callabl
         medusa = lm.MedusaModel.from_base(base, num_heads, lm_head="shared" if "shared" in provider else "own")
         joint = "stage 2" in provider
         if joint:
-            base.requires_grad_()
-            base.recompute = "activations"
+            base.activation_checkpointing = "selective"
         optimizer = FusedAdamW(medusa.parameters() if joint else medusa.head_parameters(), lr=1e-5)
-        return lambda ids, labels: medusa(ids, labels=labels, base_loss=joint).loss, optimizer
-    model = PROVIDERS["transformers + liger" if provider == "liger" else "transformers"](config, None)
-    heads = TorchHeads(model, num_heads, _liger_loss if provider == "liger" else _eager_loss)
+        model = JointMedusa(medusa) if joint else medusa
+        return lambda ids, labels: model(ids, labels=labels).loss, optimizer
+    peer = PROVIDERS["transformers + liger" if provider == "liger" else "transformers"](config, None)
+    heads = TorchHeads(peer, num_heads, _liger_loss if provider == "liger" else _eager_loss)
     trained = [p for p in heads.parameters() if p.requires_grad]
     return heads, torch.optim.AdamW(trained, lr=1e-5, fused=True)
 

@@ -29,7 +29,17 @@ COLUMNS = {
         "error",
     ),
     "training": (
-        *("step_ms", "tokens_per_s", "peak_gib", "floor_ms", "of_floor", "recompute", "in_backward", "error"),
+        *(
+            "step_ms",
+            "tokens_per_s",
+            "peak_gib",
+            "floor_ms",
+            "of_floor",
+            "recompute",
+            "activation_checkpointing",
+            "in_backward",
+            "error",
+        ),
         "profile_ms",
     ),
     "decoding": ("step_ms", "tokens_per_s", "of_limit", "of_plain"),

@@ -25,6 +25,7 @@ from benchmarks.floor import floor
 from benchmarks.models import CONFIGS
 from benchmarks.peers import PROVIDERS, transformers
 from benchmarks.profile import profile
+from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.training.fused_adamw import FusedAdamW
 
 ERROR_LIMIT = 0.05
@@ -40,7 +41,7 @@ class Case:
     batch: int
     length: int
     ignored: float = 0.0
-    recompute: str = "nothing"
+    activation_checkpointing: ActivationCheckpointing = "none"
     in_backward: bool = False
 
     @property
@@ -52,8 +53,8 @@ class Case:
 
 CASES = [
     Case("llama-3-8b", 1, 4096),
-    Case("llama-3-8b", 4, 4096, recompute="activations"),
-    Case("llama-3-8b", 5, 4096, recompute="activations"),
+    Case("llama-3-8b", 4, 4096, activation_checkpointing="selective"),
+    Case("llama-3-8b", 5, 4096, activation_checkpointing="selective"),
     Case("llama-3.2-1b", 4, 4096),
     Case("llama-3.2-1b", 4, 4096, ignored=0.5),
     Case("gemma-2-2b", 2, 4096),
@@ -67,7 +68,7 @@ def _loss_and_gradient(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | 
     """The loss, and the gradient of the first layer's input norm."""
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    names = ("blocks.0.attention_norm.weight", "model.layers.0.input_layernorm.weight")
+    names = ("decoder.blocks.0.mixer_norm.weight", "model.layers.0.input_layernorm.weight")
     found = next(p.grad for n, p in model.named_parameters() if n.removeprefix("_orig_mod.") in names)
     return loss.detach(), found
 
@@ -110,7 +111,7 @@ def run(case: Case, provider: str, profiled: bool = False) -> dict[str, Any]:
     optimizer: torch.optim.Optimizer
     handles = []
     if provider.startswith("ligermodels"):
-        getattr(model, "_orig_mod", model).recompute = case.recompute
+        getattr(model, "_orig_mod", model).activation_checkpointing = case.activation_checkpointing
         optimizer = FusedAdamW(model.parameters(), lr=1e-6)
         if case.in_backward:
             handles = optimizer.step_in_backward()
@@ -164,14 +165,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("cases", nargs="*", help="parts of the names of cases (all)")
     parser.add_argument("--providers", nargs="*", default=["ligermodels", "transformers + liger"], choices=PROVIDERS)
-    parser.add_argument("--recompute", help="what ours computes again, in place of what the cases say")
+    parser.add_argument("--activation-checkpointing", help="ours, in place of what the cases say")
     parser.add_argument("--in-backward", action="store_true", help="ours runs the optimizer in the backward pass")
     parser.add_argument("--floor", action="store_true", help="measure the floor of each case first")
     parser.add_argument("--profile", action="store_true", help="profile a step of ours")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     cases = [
-        replace(c, in_backward=arguments.in_backward, recompute=arguments.recompute or c.recompute)
+        replace(
+            c,
+            in_backward=arguments.in_backward,
+            activation_checkpointing=arguments.activation_checkpointing or c.activation_checkpointing,
+        )
         for c in CASES
         if not arguments.cases or any(part in c.name for part in arguments.cases)
     ]

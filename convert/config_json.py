@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 def are_token_ids(found: Any, *, several: bool) -> bool:
     """Whether it is a token's id, or with `several` a list of them, or null.
 
-    Whether the vocabulary has them is not asked: ids beyond it, and negative ones that mean none, occur.
+    Ids outside the vocabulary pass: published checkpoints have them, and negative ones that stand for none.
     """
     ids = found if several and isinstance(found, list) else [] if found is None else [found]
     return all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**31 for token in ids)
@@ -78,8 +78,8 @@ def check_generation(config: Mapping[str, Any]) -> None:
 LAYER_THETAS = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
 """Where the v4 schema keeps the base of each layer type. Its `rope_scaling` is that of full attention alone."""
 
-SYNONYMS = {"su": "longrope"}
-"""Older names of rope types."""
+OLDER_ROPE_TYPES = {"su": "longrope"}
+"""Older name of a rope type -> its present one."""
 
 
 def rope_parameters(
@@ -99,7 +99,7 @@ def rope_parameters(
     old, new = (_object(config, name) for name in ("rope_scaling", "rope_parameters"))
     nested = _layer_types(new)
     if layer_type is None:
-        if nested:
+        if nested := nested or _layer_types(old):
             raise ConfigError(f"rope_parameters: one rope for all layers is implemented, got one for each of {nested}")
         found = old or new
     elif new and not nested:
@@ -140,7 +140,7 @@ def _settings(found: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in found.items() if name not in ("type", "rope_type")}
     kind = found.get("rope_type") or found.get("type")
     if kind:
-        settings["rope_type"] = SYNONYMS.get(kind, kind) if isinstance(kind, str) else kind
+        settings["rope_type"] = OLDER_ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else kind
     return settings
 
 
@@ -153,18 +153,18 @@ def for_export(
     config: Mapping[str, Any],
     dtype: torch.dtype,
     default_theta: float | Mapping[str, float] = 10_000.0,
-    synonyms: Mapping[str, str] | None = None,
+    attribute_map: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """`config` with every field kept, the dtype set, and rope settings in both schemas.
 
-    A reader that knows only one schema would otherwise fall back to the default theta without a word. `default_theta`
+    A reader that knows only one schema would otherwise fall back to the default theta silently. `default_theta`
     has one base for each layer type in a family that has one rope for each. Scaling of other layers than those of full
-    attention, and an explicit `factor` of longrope, are beyond the v4 schema. `synonyms` has fields that v5 may write
-    under another name: v4's name -> v5's, which v4 would not read.
+    attention, and an explicit `factor` of longrope, are beyond the v4 schema. `attribute_map` has fields that v5 may
+    write under another name: v4's name -> v5's, which v4 would not read.
     """
     name = str(dtype).removeprefix("torch.")
     exported = {**config, "dtype": name, "torch_dtype": name}
-    for older, newer in (synonyms or {}).items():
+    for older, newer in (attribute_map or {}).items():
         if config.get(older) is None and config.get(newer) is not None:
             exported[older] = config[newer]
     thetas = default_theta if isinstance(default_theta, Mapping) else {}
@@ -187,3 +187,93 @@ def for_export(
             exported["original_max_position_embeddings"] = original
     exported["rope_scaling"] = None if main["rope_type"] == "default" else scaling
     return exported
+
+
+GENERATION: dict[str, Any] = {
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "max_new_tokens": None,
+    "max_length": None,
+}
+"""Options of `generate`, and what transformers takes where a checkpoint says nothing."""
+
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), lambda value: value != 0),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale"), lambda value: value != 1),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), bool),
+    **dict.fromkeys(("stop_strings", "token_healing", "constraints", "force_words_ids"), bool),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "dola_layers", "max_time"), lambda value: True),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), lambda value: True),
+}
+"""Options of `generate` that are not implemented -> whether a value, not null, changes the output."""
+
+UNSUPPORTED_SAMPLING: dict[str, Callable[[Any], bool]] = {
+    "typical_p": lambda value: value != 1,
+    "epsilon_cutoff": lambda value: value != 0,
+    "eta_cutoff": lambda value: value != 0,
+    "top_h": lambda value: True,
+}
+"""The same, for options that count only when tokens are sampled."""
+
+
+def generation_defaults(
+    generation_config: Mapping[str, Any] | None, hf_config: Mapping[str, Any], *, do_sample: bool | None = None
+) -> dict[str, Any]:
+    """The options that transformers' `generate` takes of a checkpoint, for a call that gives none.
+
+    Args:
+        generation_config: generation_config.json; None where there is none, and `hf_config` has the options, if any.
+        hf_config: config.json; it has the token ids that generation_config.json does not name too.
+        do_sample: what the caller says, if anything: some options matter only when tokens are sampled.
+
+    Returns:
+        The options of GENERATION, those not set with its values; `eos_token_id` and `pad_token_id`. A `max_length`
+        includes the prompt; `max_new_tokens` wins over it.
+
+    Raises:
+        ConfigError: an option has a bad value; or options are set that change the output and are not implemented, all
+            of which are named.
+    """
+    check_generation(generation_config or {})
+    where = "config.json" if generation_config is None else "generation_config.json"
+    found = hf_config if generation_config is None else generation_config
+    options = {name: _first(found.get(name), default) for name, default in GENERATION.items()}
+    for name, value in options.items():
+        if not _is_option(name, value):
+            raise ConfigError(f"{where}: field {name!r} is not usable for generation: {short(value)}")
+    samples = options["do_sample"] if do_sample is None else do_sample
+    if unsupported := _unsupported(found, samples):
+        raise ConfigError(
+            f"{where}: options of generation that are not implemented: {', '.join(unsupported)}; remove them to "
+            "generate without"
+        )
+    ids = {**hf_config, **(generation_config or {})}
+    return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
+
+
+def _is_option(name: str, value: Any) -> bool:
+    """Whether an option of GENERATION may have this value."""
+    if value is None or name == "do_sample":
+        return value is None or isinstance(value, bool)
+    whole = name in ("top_k", "max_new_tokens", "max_length")
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return False
+    if name in ("top_p", "min_p"):
+        return 0 <= value <= 1
+    return value >= 0 if name in ("top_k", "temperature") else 0 < value < 1e9
+
+
+def _unsupported(options: Mapping[str, Any], samples: bool) -> list[str]:
+    """Options that change the output, and are not implemented, as "name = value"."""
+    tests = {**UNSUPPORTED, **UNSUPPORTED_SAMPLING} if samples else dict(UNSUPPORTED)
+    if not samples and options.get("top_k") not in (0, 1):
+        tests["penalty_alpha"] = lambda value: value != 0  # Contrastive search.
+    return [
+        f"{name} = {short(options[name])}"
+        for name, changes in tests.items()
+        if options.get(name) is not None and changes(options[name])
+    ]

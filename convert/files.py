@@ -32,10 +32,10 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What may stand beside the weights and belongs to them."""
+"""Further files of a checkpoint: configs and the tokenizer."""
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What does so where a model takes more than text."""
+"""Further files of a model that takes more than text."""
 
 CHECKPOINT = (*WEIGHTS, *COMPANIONS, *PROCESSORS)
 """Patterns of all the files of a checkpoint."""
@@ -51,7 +51,7 @@ def read_index(folder: Path) -> dict[str, str]:
             return dict(index)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass
-    raise CheckpointError(f"{path}: is not JSON whose 'weight_map' names, for each tensor, a file beside it")
+    raise CheckpointError(f"{path}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
     (RevisionNotFoundError, "has no revision {revision!r}"),
     (DisabledRepoError, "is disabled on the hub"),
     (HFValidationError, "neither a local folder nor a repo id, which is owner/name"),
-    (OfflineModeIsEnabled, "is not in the cache, and the hub is not asked (local_files_only or HF_HUB_OFFLINE)"),
+    (OfflineModeIsEnabled, "is not in the cache, and the hub is not used (local_files_only or HF_HUB_OFFLINE)"),
     (LocalEntryNotFoundError, "is not in the cache, and {endpoint} cannot be reached: {cause}"),
     (EntryNotFoundError, "lacks a file: {error}"),
     (Exception, "download failed, run again to retry: {kind}: {error}"),
@@ -87,7 +87,7 @@ def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, An
     _require(name, commit, "config.json", options)
     if weights:
         _snapshot(name, commit, (SINGLE, INDEX), options)
-        # As in transformers: a single file wins over an index beside it.
+        # As in transformers: a single file wins over an index.
         sharded = not (folder / SINGLE).is_file() and (folder / INDEX).is_file()
         files = sorted(set(read_index(folder).values())) if sharded else [SINGLE]
         if sharded:

@@ -83,7 +83,7 @@ class Checkpoint:
         self._open_files = ExitStack()
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
-        # As in transformers: a single file wins over an index beside it.
+        # As in transformers: a single file wins over an index.
         alone = (self.folder / single).is_file()
         if not alone and not (self.folder / INDEX).is_file():
             raise CheckpointError(_no_weights(self.folder))
@@ -129,7 +129,7 @@ class Checkpoint:
         header = self._header(name)
         found = self._bytes(header.file, header.start, header.end)
         if header.start % header.dtype.itemsize:
-            found = found.clone()  # The format asks for no alignment; the processor might.
+            found = found.clone()  # The format does not align tensors; the processor may need it.
         return found.view(header.dtype).view(header.shape)
 
     def read_together(self, names: Sequence[str]) -> Tensor | None:

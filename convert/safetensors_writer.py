@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ligermodels.convert.files import INDEX, written_whole
+from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, InputError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -34,6 +36,7 @@ def save_checkpoint(
     files: Mapping[str, bytes | str | Path] | None = None,
     overwrite: bool = False,
     check: Callable[[Path], object] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Write `model.safetensors`, or shards of at most `max_shard_size` and their index, named as transformers does.
 
@@ -45,11 +48,14 @@ def save_checkpoint(
         files: name -> content, or the path of a file to copy.
         overwrite: replace a checkpoint in `folder`; files there that are no part of one stay.
         check: called with the folder that holds the files before they become those of `folder`; may raise.
+        ranks: the ranks that all call this, of which one writes; by default this one alone.
 
     Raises:
         CheckpointError: `folder` is a file, is not empty, or cannot be written (a full disk); nothing is left behind.
+            Or another rank failed.
         InputError: `max_shard_size` is not a size.
     """
+    ranks, where = ranks or Ranks(), os.fspath(folder)
     limit, found, files = parse_size(max_shard_size), list(tensors), files or {}
     by_name = {key: (shape, dtype, read) for key, shape, dtype, read in found}
     if not found or len(by_name) < len(found):
@@ -63,14 +69,24 @@ def save_checkpoint(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         files = {**files, INDEX: json.dumps(index, indent=2, sort_keys=True) + "\n"}
-    needed = split.metadata["total_size"] + sum(map(_size, files.values()))
-    with written_whole(Path(folder), needed, overwrite=overwrite) as temporary:
-        for file, content in files.items():
-            _write(temporary / file, content)
+    temporary = Path()
+    with ExitStack() as opened:
+        with ranks.step(where):
+            if ranks.writes:
+                needed = split.metadata["total_size"] + sum(map(_size, files.values()))
+                temporary = opened.enter_context(written_whole(Path(folder), needed, overwrite=overwrite))
+                for file, content in files.items():
+                    _write(temporary / file, content)
         for file, keys in split.filename_to_tensors.items():
-            _write_shard(temporary / file, {key: by_name[key][2] for key in keys})
-        if check is not None:
-            check(temporary)
+            with ranks.step(where):
+                fetched = ranks.fetch({key: by_name[key][2] for key in keys})
+                if ranks.writes:
+                    _write_shard(temporary / file, fetched)
+                del fetched
+        with ranks.step(where):
+            if check is not None and ranks.writes:
+                check(temporary)
+            opened.close()  # The files become those of `folder`.
 
 
 def parse_size(size: int | str) -> int:
@@ -82,13 +98,12 @@ def parse_size(size: int | str) -> int:
     return size if isinstance(size, int) else count
 
 
-def _write_shard(path: Path, reads: Mapping[str, Callable[[], Tensor]]) -> None:
-    tensors: dict[str, Tensor] = {}
+def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     places: set[int] = set()
-    for name, read in reads.items():
-        tensor = read().detach().cpu().contiguous()
+    for name, tensor in tensors.items():
         # The library refuses tensors that share memory, as a projection does that is written under several names.
-        tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor
+        if tensor.data_ptr() in places:
+            tensors[name] = tensor.clone()
         places.add(tensor.data_ptr())
     try:
         save_file(tensors, path, metadata={"format": "pt"})

@@ -1,41 +1,44 @@
 """Native transformer models on the project's own Triton ops; Hugging Face checkpoints in and out."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ligermodels import errors
+from ligermodels.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ligermodels.archs.medusa import MedusaModel, MedusaOutput
-    from ligermodels.model import CausalLM, CausalLMOutput, DecoderConfig
+    from ligermodels.archs.causal_lm import CausalLM
+    from ligermodels.archs.decoder import Decoder, DecoderConfig
+    from ligermodels.archs.output import CausalLMOutput
     from ligermodels.pretrained import from_config, from_pretrained
+    from ligermodels.speculative.joint import JointMedusa
+    from ligermodels.speculative.medusa import MedusaModel
+    from ligermodels.speculative.output import MedusaOutput
 
 __version__ = "0.1.0"
+
+# torch takes a second or more to import: `ligermodels --help` and the errors do without.
+_names, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "archs.causal_lm": ("CausalLM",),
+        "archs.decoder": ("Decoder", "DecoderConfig"),
+        "archs.output": ("CausalLMOutput",),
+        "pretrained": ("from_config", "from_pretrained"),
+        "speculative.joint": ("JointMedusa",),
+        "speculative.medusa": ("MedusaModel",),
+        "speculative.output": ("MedusaOutput",),
+    },
+)
 
 __all__ = [
     "CausalLM",
     "CausalLMOutput",
+    "Decoder",
     "DecoderConfig",
+    "JointMedusa",
     "MedusaModel",
     "MedusaOutput",
     "errors",
     "from_config",
     "from_pretrained",
 ]
-
-_HOMES = {
-    "CausalLM": "model",
-    "CausalLMOutput": "model",
-    "DecoderConfig": "model",
-    "MedusaModel": "archs.medusa",
-    "MedusaOutput": "archs.medusa",
-    "from_config": "pretrained",
-    "from_pretrained": "pretrained",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # torch takes a second or more to import: `ligermodels --help` and the errors do without.
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

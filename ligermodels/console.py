@@ -1,4 +1,4 @@
-"""What commands show: tables and progress bars on a terminal, plain lines without control characters elsewhere."""
+"""Output of commands: tables and progress bars on a terminal, plain lines elsewhere."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Table
 
 
-class Update(Protocol):
-    """Called with the amount done, the amount in all, and perhaps a few words on how it goes."""
+class ProgressUpdate(Protocol):
+    """Called with the amount done, the total, and an optional note."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output, or the stream of messages. Off a terminal lines are as long as they need to be."""
+    """Standard output or standard error. Lines are not wrapped off a terminal."""
     found = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not found.is_terminal:
         found.width = 1000
@@ -27,12 +27,12 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def say(message: str) -> None:
-    """A line on standard error, where it does not mix with a command's results."""
+    """Print a line on standard error, apart from the command's results."""
     console(stderr=True).print(message, soft_wrap=True)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> None:
-    """Print `rows` on standard output, under the names of their `columns`; those of index in `numbers` to the right."""
+    """Print a table on standard output; columns with an index in `numbers` are right-aligned."""
     screen = console()
     table = Table(box=SIMPLE_HEAD if screen.is_terminal else None, pad_edge=False, show_header=any(columns))
     right = set(numbers)
@@ -47,7 +47,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers
 
 
 def print_json(content: Any) -> None:
-    """Print `content` on standard output as JSON, which has no nan and no infinity: they become null."""
+    """Print `content` on standard output as JSON; nan and infinity become null."""
     print(json.dumps(_finite(content), ensure_ascii=False, indent=2))
 
 
@@ -60,8 +60,8 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def progress(what: str, *, in_bytes: bool = False) -> Iterator[Update]:
-    """A bar on standard error, moved by calling what is yielded. Off a terminal a line for each note, and no more."""
+def progress(what: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
+    """A progress bar on standard error, moved by calling what is yielded. Off a terminal, a line for each note."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield lambda done, total, note="": say(f"{what}: {done} of {total}, {note}") if note else None

@@ -9,6 +9,10 @@ class ConfigError(LigerModelsError, ValueError):
     """A model configuration has a missing, contradictory or unsupported field."""
 
 
+class ConfigWarning(UserWarning):
+    """A model configuration has a field that is not known and not used."""
+
+
 class CheckpointError(LigerModelsError, ValueError):
     """A checkpoint's files or tensors are missing, damaged or do not fit the model."""
 

@@ -6,26 +6,34 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ligermodels.archs import family_of
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import dtype_of, read_json
+from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
-from ligermodels.convert.medusa_profiles import without_heads
-from ligermodels.convert.origin import Origin, Whole
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError
-from ligermodels.model import CausalLM, DecoderConfig
-from ligermodels.ops.attention import backends
+from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import allocate, initialize_buffers, skip_init
+from ligermodels.ops.attention.attention import backends
+from ligermodels.speculative.profiles import without_heads
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
+
+
+@runtime_checkable
+class HasConfigDict(Protocol):
+    """A config object with its fields as a dict, as transformers' `PretrainedConfig` is."""
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 def from_pretrained(
@@ -69,37 +77,48 @@ def from_pretrained(
     config = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
     with Checkpoint(folder) as checkpoint:
         weight_map = choose_layout(found, config, checkpoint.headers)
-        beside = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
+        extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
         nested = family_of(hf_config).text is not None
-        whole = Whole(folder.absolute(), found, weight_map, sorted(beside), nested, _present(folder, PROCESSORS))
-        model = _skeleton(config, replace(_origin(hf_config, config, folder, weight_map), whole=whole))
-        weight_map.plan(checkpoint.headers, dict(model.named_parameters()))
-        _allocate(model, dtype_of(hf_config) if dtype is None else dtype, device)
-        weight_map.load(checkpoint, dict(model.named_parameters()), progress=progress, mapped=mapped)
+        source = SourceCheckpoint(
+            folder.absolute(), found, weight_map, sorted(extra), nested, _present(folder, PROCESSORS)
+        )
+        model = _skeleton(config, replace(_export_spec(hf_config, config, folder, weight_map), source=source))
+        weight_map.plan(checkpoint.headers, persistent_tensors(model))
+        allocate(model, dtype_of(hf_config) if dtype is None else dtype, device)
+        initialize_buffers(model, config.initializer_range)
+        weight_map.load(checkpoint, persistent_tensors(model), progress=progress, mapped=mapped)
     return model.eval()
 
 
 def from_config(
-    config: Mapping[str, Any] | str | os.PathLike[str],
+    config: Mapping[str, Any] | str | os.PathLike[str] | HasConfigDict,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     attention: str = "auto",
 ) -> CausalLM:
-    """A model with random weights from a Hugging Face config: a dict, a JSON file, or a folder that holds config.json.
+    """A model with random weights from a Hugging Face config.
 
-    Raises ConfigError, naming the field or file.
+    Args:
+        config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`.
+        dtype, device, attention: as of `from_pretrained`.
+
+    Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached.
     """
+    folder = None
     if isinstance(config, Mapping):
-        hf_config, folder = dict(config), None
+        hf_config = dict(config)
+    elif isinstance(config, HasConfigDict):
+        hf_config = dict(config.to_dict())
+    elif os.fspath(config).endswith(".json") or Path(config).is_file():
+        hf_config = read_json(Path(config))
     else:
-        path = Path(config)
-        folder = path if path.is_dir() else None
-        hf_config = read_json(path / "config.json" if path.is_dir() else path)
+        folder = hub.resolve(config, weights=False)
+        hf_config = read_json(folder / "config.json")
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
-    model = _skeleton(composed, _origin(hf_config, composed, folder, family.layouts(composed)[0]))
-    _allocate(model, dtype_of(hf_config) if dtype is None else dtype, device)
+    model = _skeleton(composed, _export_spec(hf_config, composed, folder, family.weight_maps(composed)[0]))
+    allocate(model, dtype_of(hf_config) if dtype is None else dtype, device)
     model.reset_parameters()
     return model
 
@@ -107,53 +126,38 @@ def from_config(
 def choose_layout(hf_config: Mapping[str, Any], config: DecoderConfig, names: Collection[str]) -> WeightMap:
     """Of the layouts in which this family's checkpoints are found, the one that lacks the fewest of its tensors."""
     _, heads = without_heads(hf_config)
-    layouts = family_of(hf_config).layouts(config)
+    layouts = family_of(hf_config).weight_maps(config)
     layout = min(layouts, key=lambda layout: len(layout.sources() - set(names)))
     return replace(layout, ignored=[*layout.ignored, *heads])
 
 
-class _NoInitialisation(TorchFunctionMode):
-    """Leaves new parameters as they are: on the meta device, filling them would first import half of torch."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
-def _skeleton(config: DecoderConfig, origin: Origin) -> CausalLM:
+def _skeleton(config: DecoderConfig, spec: ExportSpec) -> CausalLM:
     """The model on the meta device; ConfigError when a tensor would have more elements than can be counted."""
     try:
-        with torch.device("meta"), _NoInitialisation():
-            return CausalLM(config, origin)
+        with torch.device("meta"), skip_init():
+            return CausalLM(config, spec)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config.json: hidden_size, or a size beside it, is too large: {reason}") from None
 
 
-def _allocate(model: CausalLM, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a model on the meta device memory, as it comes; `to_empty` would import half of torch for that."""
-    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device=device))
-
-
-def _origin(hf_config: dict[str, Any], config: DecoderConfig, folder: Path | None, weight_map: WeightMap) -> Origin:
+def _export_spec(
+    hf_config: dict[str, Any], config: DecoderConfig, folder: Path | None, weight_map: WeightMap
+) -> ExportSpec:
     """What the model goes back out as: the layout it came in, or that of the language model alone."""
     text = family_of(hf_config).text
     if text is not None:
         hf_config = text(hf_config)
-        weight_map = family_of(hf_config).layouts(config)[0]
+        weight_map = family_of(hf_config).weight_maps(config)[0]
     files = _present(folder, COMPANIONS) if folder else {}
     files.pop("config.json", None)
     generation = files.pop("generation_config.json", None)
-    return Origin(
+    return ExportSpec(
         hf_config=hf_config,
         weight_map=weight_map,
         generation_config=None if generation is None else read_json(generation),
         default_theta=family_of(hf_config).default_theta,
-        synonyms=family_of(hf_config).synonyms,
+        attribute_map=family_of(hf_config).attribute_map,
         files=files,
     )
 
@@ -169,5 +173,5 @@ def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:
     if not backends().get(backend, False):
         ready = ", ".join(name for name, installed in backends().items() if installed)
         raise BackendError(f"attention backend {backend!r} is not installed or unknown; installed: {ready}")
-    blocks = (replace(block, attention=replace(block.attention, backend=backend)) for block in config.blocks)
+    blocks = (replace(block, mixer=block.mixer.with_attention_backend(backend)) for block in config.blocks)
     return replace(config, blocks=tuple(blocks))

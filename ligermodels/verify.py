@@ -1,4 +1,4 @@
-"""A checkpoint here and in transformers, compared module by module: where do they part?"""
+"""A checkpoint here and in transformers, compared module by module."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from torch import Tensor, nn
 
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, CheckpointError, InputError
+from ligermodels.layers.norm import LayerNormAdd, RMSNormAdd
 from ligermodels.pretrained import from_pretrained
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative error that rounding explains. Both models make their rotary tables in fp32, whatever their dtype."""
 
 LOGITS = "logits"
+
+_NOT_COMPARED = (nn.Linear, RMSNormAdd, LayerNormAdd)
+"""Projections, whose outputs the modules around them return; and norms whose output has the residual added to it."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,14 @@ class Report:
     tokens: int
 
     @property
-    def parting(self) -> Place | None:
+    def first_mismatch(self) -> Place | None:
         """The first place whose error is above the tolerance; None when there is none."""
         return next((place for place in self.places if not place.error <= self.tolerance), None)
 
     @property
     def passed(self) -> bool:
-        """Whether the models agree everywhere."""
-        return self.parting is None
+        """Whether the models match everywhere."""
+        return self.first_mismatch is None
 
 
 def verify(
@@ -87,7 +91,7 @@ def verify(
     if ids.numel() == 0:
         raise InputError("verify needs at least one token")
     ids = ids.to(device)
-    names = modules_in_common(model.origin.weight_map) if model.origin else {}
+    names = modules_in_common(model.export_spec.weight_map) if model.export_spec else {}
     ours = _outputs(model, names, ids)
     del model
 
@@ -114,14 +118,17 @@ def verify(
 def modules_in_common(weights: WeightMap) -> dict[str, str]:
     """Modules here and their names in transformers, read off a weight map: what holds a weight here holds it there.
 
-    One made of several (q, k and v) tells which modules hold them all, and any weight those around its own module.
+    One made of several (q, k and v) tells which modules hold them all, and any weight those around its own module. A
+    weight under another name (a norm of queries, part of the module that also rotates them) tells nothing.
     """
     found: dict[str, str] = {}
-    for entry in weights.entries:
-        here = entry.target.split(".")[:-1]
-        there = os.path.commonpath([part.source.replace(".", "/") for part in entry.parts]).split("/")
-        if len(entry.parts) == 1:
-            there = there[:-1]  # From the weight to its module.
+    for mapping in weights.mappings:
+        here = mapping.target.split(".")[:-1]
+        there = os.path.commonpath([view.source.replace(".", "/") for view in mapping.views]).split("/")
+        if len(mapping.views) == 1:
+            *there, name = there  # From the weight to its module.
+            if name != mapping.target.rpartition(".")[2]:
+                continue
         else:
             here = here[:-1]
         while here and there:
@@ -132,9 +139,7 @@ def modules_in_common(weights: WeightMap) -> dict[str, str]:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """max |ours - theirs| / max |theirs|; nan for different shapes. Heads may come before tokens or after."""
-    if ours.ndim == 4 and ours.shape != theirs.shape:
-        theirs = theirs.transpose(1, 2)
+    """max |ours - theirs| / max |theirs|; nan for different shapes."""
     if ours.shape != theirs.shape:
         return math.nan
     difference, scale = (ours.double() - theirs.double()).abs().max().item(), theirs.double().abs().max().item()
@@ -143,10 +148,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, Tensor]:
-    """What the modules called `names` give, in the order in which they do; and the logits.
-
-    Projections are left out: what they give, the modules around them return.
-    """
+    """What the modules called `names` give, but those _NOT_COMPARED, in the order in which they do; and the logits."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -157,7 +159,7 @@ def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, T
 
     modules = dict(model.named_modules())
     for name in names:
-        if name in modules and not isinstance(modules[name], nn.Linear):
+        if name in modules and not isinstance(modules[name], _NOT_COMPARED):
             modules[name].register_forward_hook(keep(name))
     found[LOGITS] = model(ids).logits.cpu()
     return found

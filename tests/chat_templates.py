@@ -6,8 +6,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from ligermodels.chat import ChatTemplate
-from ligermodels.tokenizer import Tokenizer
+from ligermodels.data.chat import ChatTemplate
+from ligermodels.data.tokenizer import Tokenizer
 
 LLAMA_3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"

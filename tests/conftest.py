@@ -48,9 +48,9 @@ def reference_ops() -> Iterator[None]:
     if HAS_CUDA:
         yield
         return
-    from ligermodels.ops import dispatch  # defines every kernel, with the interpreter still asked for
+    from ligermodels.ops.runtime import dispatch  # defines every kernel, with the interpreter still asked for
 
-    with pytest.MonkeyPatch.context() as environment, dispatch.force("reference"):
+    with pytest.MonkeyPatch.context() as environment, dispatch.set_backend("reference"):
         environment.delenv("TRITON_INTERPRET")
         yield
 
@@ -61,9 +61,9 @@ def interpreted_kernels(request: pytest.FixtureRequest, reference_ops: None) -> 
     if HAS_CUDA or not request.node.get_closest_marker("kernels"):
         yield
         return
-    from ligermodels.ops import dispatch
+    from ligermodels.ops.runtime import dispatch
 
-    with pytest.MonkeyPatch.context() as environment, dispatch.force(None):
+    with pytest.MonkeyPatch.context() as environment, dispatch.set_backend(None):
         environment.setenv("TRITON_INTERPRET", "1")
         yield
 
@@ -109,7 +109,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def children() -> Any:
     """Processes that have imported everything before they begin."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ligermodels.training.run", "ligermodels.cli", "runs"])
+    context.set_forkserver_preload(["ligermodels.training.medusa", "ligermodels.cli", "runs"])
     first = context.Process(target=int)  # With it the server starts.
     first.start()
     first.join()

@@ -1,4 +1,4 @@
-"""Runs on a tiny model: its folder and data, the recipe, and what a run has left."""
+"""Runs on a tiny model: its folder and data, the recipe, and the files of a run."""
 
 import json
 import os
@@ -41,12 +41,12 @@ def recipe_for(base: Path, data: Path, **changes: Any) -> Recipe:
         "base": str(base),
         "data": (str(data),),
         "max_bad_lines": 1,
-        "held_out": 0.2,
-        "heads": 3,
+        "validation_fraction": 0.2,
+        "num_heads": 3,
         "learning_rate": 5e-3,
         "weight_decay": 0.01,
         "steps": 12,
-        "length": 16,
+        "seq_len": 16,
         "batch_tokens": 64,
         "micro_batch_tokens": 32,
         "evaluate_every": 5,
@@ -69,7 +69,8 @@ def losses(out: Path) -> list[tuple[int, float, float]]:
 
 def scores(out: Path) -> list[tuple[int, list[float]]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["top-1"], line["top-5"]) for line in lines if "top-1" in line]
+    keys = ("step", "validation_top1", "validation_top5")
+    return [tuple(line[key] for key in keys) for line in lines if "validation_top1" in line]
 
 
 def equal_heads(one: Path, other: Path) -> bool:

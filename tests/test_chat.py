@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ligermodels.chat import ChatTemplate, encode_chat
+from ligermodels.data.chat import ChatTemplate, encode_chat
+from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.tokenizer import Tokenizer
 
 CHAT = [
     {"role": "user", "content": "Hi there!"},
@@ -224,7 +224,7 @@ AWKWARD: dict[str, tuple[str, list[dict], list[str]]] = {
         ["<|im_end|>", " Hello, you? <|im_end|>", "I am\n\nfine<|im_end|>"],
     ),
     "two turns in a row": (CHATML, [CHAT[0], CHAT[1], CHAT[1]], [" Hello, you? <|im_end|>"] * 2),
-    "calls of tools": (
+    "tool calls": (
         TEMPLATES["qwen2.5"],
         [*WITH_TOOLS, {**CALL, "content": "Now"}],
         [
@@ -313,8 +313,8 @@ def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -
         (TEMPLATES["gemma-2"], [*CHAT, CHAT[3]], "must alternate"),
         (TEMPLATES["gemma-2"], [SYSTEM, CHAT[1]], "System role not supported"),
         (TEMPLATES["llama-3.1"], [CHAT[0], {**CHAT[1], "tool_calls": []}], "single tool-calls"),
-        (TEMPLATES["llama-3"], WITH_TOOLS, "does not write the calls of tools in message 1"),
-        (LOOP + "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}", WITH_TOOLS, "calls of tools"),
+        (TEMPLATES["llama-3"], WITH_TOOLS, "does not write the tool calls in message 1"),
+        (LOOP + "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}", WITH_TOOLS, "tool calls"),
         ("{{ messages[0].content.x.y }}", CHAT, "x"),
         ("{{ ''.__class__.__mro__ }}", CHAT, "unsafe"),
         ("{{ messages.append(1) }}", CHAT, "unsafe|not safely callable"),
@@ -344,5 +344,5 @@ def test_where_the_words_of_the_system_go(system: str) -> None:
 
 def test_noncharacters_are_refused() -> None:
     for mark in "\ufdd0\ufdd1\ufdd2":
-        with pytest.raises(InputError, match="no character"):
+        with pytest.raises(InputError, match="noncharacters"):
             ChatTemplate(CHATML).spans([{"role": "user", "content": f"a{mark}"}], special=re.compile("<"))

@@ -57,7 +57,7 @@ def test_a_checkpoint_brings_all_of_the_state_back(kind: str, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"step-6: is of another model"):
         checkpoints.load(6, small(0, width=4), optimizer)
     if kind == "adamw":
-        with pytest.raises(CheckpointError, match="of another optimiser"):
+        with pytest.raises(CheckpointError, match="of another optimizer"):
             checkpoints.load(6, other, adamw([other[1].weight], 1e-2))
     shutil.copytree(tmp_path / "there" / "step-6", tmp_path / "there" / "step-3")  # as if killed before it was removed
     checkpoints.load(10, other, at)
@@ -106,7 +106,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         for content in (kept[:-9] + bytes([kept[-9] ^ 4]) + kept[-8:], b""):
             path.write_bytes(content)
             with pytest.raises(
-                CheckpointError, match=rf"step-1/{re.escape(name)}: is damaged.*; remove .*step-1 to go"
+                CheckpointError, match=rf"step-1/{re.escape(name)}: is damaged.*; remove .*step-1 to resume"
             ):
                 checkpoints.load(1, model, optimizer)
         path.unlink()

@@ -22,8 +22,8 @@ from zoo import make_checkpoint
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.console import progress
+from ligermodels.data.tokenizer import TextStream, Tokenizer
 from ligermodels.errors import LigerModelsError
-from ligermodels.tokenizer import TextStream, Tokenizer
 
 CORPUS = Path(__file__).read_text()
 CONFIG = {**BASE, "vocab_size": 307, "hidden_size": 48, "num_hidden_layers": 2, "rope_theta": 777.0}
@@ -74,7 +74,7 @@ def test_info_counts_what_the_checkpoint_holds(checkpoint: Path, broken: Path) -
     tensors = load_file(checkpoint / "model.safetensors")
     model = lm.from_pretrained(checkpoint)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    cache = sum(layer.nbytes for layer in model.new_cache(1, 1).layers)
+    cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in model.new_state(1, 1).layers)
     assert found == {
         "checkpoint": str(checkpoint),
         "model_type": "llama",
@@ -106,16 +106,20 @@ def test_info_counts_what_the_checkpoint_holds(checkpoint: Path, broken: Path) -
 
 def test_verify_tells_where_models_part(checkpoint: Path, broken: Path) -> None:
     agreed = ok(run("verify", checkpoint, "--tokens", 9, "--text", __file__)).stdout
-    assert "They agree on 9 tokens" in agreed and "blocks.1.mlp " in agreed
+    assert "Match: 9 tokens" in agreed and "decoder.blocks.1.mlp " in agreed
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] += 1
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     differs = run("verify", checkpoint, "--reference", broken)
     assert differs.exit_code == 1
-    assert "They part at blocks.1.mlp:" in differs.stdout
+    assert "First mismatch: decoder.blocks.1.mlp:" in differs.stdout
     found = run("verify", checkpoint, "--reference", broken, "--json")
-    assert json.loads(found.stdout)["errors"]["blocks.1.mlp"] > 1e-4 > json.loads(found.stdout)["errors"]["blocks.0"]
-    assert (found.exit_code, json.loads(found.stdout)["first_difference"]) == (1, "blocks.1.mlp")
+    assert (
+        json.loads(found.stdout)["errors"]["decoder.blocks.1.mlp"]
+        > 1e-4
+        > json.loads(found.stdout)["errors"]["decoder.blocks.0"]
+    )
+    assert (found.exit_code, json.loads(found.stdout)["first_difference"]) == (1, "decoder.blocks.1.mlp")
     ok(run("verify", checkpoint, "--reference", broken, "--tolerance", 1e3))
 
 
@@ -159,7 +163,8 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) ->
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": part}) + "\n" for part in CORPUS.split("\n\n\n")))
     heads = tmp_path / "heads"
-    setting = ["--heads", 3, "--lm-head", "shared", "--length", 50, "--batch-tokens", 200, "--held-out", 0.2]
+    setting = ["--num-heads", 3, "--lm-head", "shared", "--seq-len", 50, "--batch-tokens", 200]
+    setting += ["--validation-fraction", 0.2]
     trained = ok(
         run("medusa", "train", checkpoint, "--data", data, "--out", heads, *setting, "--steps", 12, "--lr", 0.02)
     )
@@ -181,7 +186,7 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) ->
     prompt = ["--prompt", "def ", "--max-new-tokens", 11]
     fast = ok(run("generate", checkpoint, "--medusa", heads, *prompt))
     assert fast.stdout == ok(run("generate", checkpoint, *prompt)).stdout
-    assert "tokens a step" in fast.stderr
+    assert "tokens per step" in fast.stderr
 
     ok(run("medusa", "export", checkpoint, heads, tmp_path / "vllm", "--profile", "vllm"))
     exported = load_file(tmp_path / "vllm" / "model.safetensors")
@@ -249,11 +254,11 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
         ["medusa", "train", "{folder}", "--out", "{folder}", "--data", "x"],
         "--overwrite",
     ),
-    "training begun": (begin("heads/checkpoints/step-3/run.json"), [*TRAIN, "x"], "--resume goes on"),
+    "training begun": (begin("heads/checkpoints/step-3/run.json"), [*TRAIN, "x"], "--resume continues"),
     "data begun": (
         begin(".own.jsonl.progress", ".own.jsonl.partial"),
-        ["medusa", "generate-data", "{folder}", "--data", "x", "--out", "{folder}/own.jsonl"],
-        "--resume goes on",
+        ["medusa", "self-distillation-data", "{folder}", "--data", "x", "--out", "{folder}/own.jsonl"],
+        "--resume continues",
     ),
     "empty prompt": (None, ["generate", "{folder}", "--prompt", "x", "--prompt", ""], "prompt 2 is empty"),
     "empty input": (None, ["generate", "{folder}"], "prompt 1 is empty"),
@@ -262,7 +267,7 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
     "no data": (None, [*TRAIN, "{folder}/nothing.txt"], "nothing.txt"),
     "data not text": (None, [*TRAIN, "{folder}/model.safetensors"], "model.safetensors: not UTF-8"),
     "text not text": (None, ["verify", "{folder}", "--text", "{folder}/model.safetensors"], "not UTF-8"),
-    "one document": (None, [*TRAIN, __file__], "--held-out 0"),
+    "one document": (None, [*TRAIN, __file__], "--validation-fraction 0"),
     "no heads": (None, [*GENERATE, "--medusa", "{folder}"], "no Medusa heads"),
     "backend": (None, [*GENERATE, "--attention", "fastest"], "'fastest'"),
     "format": (None, ["medusa", "export", "{folder}", "{folder}/heads", "{folder}/out", "--profile", "vlm"], ""),
@@ -291,7 +296,7 @@ def test_bad_input_is_one_line_and_exit_code_1(broken: Path, case: str) -> None:
         ("generate x --prompt a --dtype int3", "float32"),
         ("generate x --prompt a --device gpu", "gpu"),
         ("generate x --prompt a --max-new-tokens 0", "max-new-tokens"),
-        ("generate x --prompt a --temperature 2", "--sample"),
+        ("generate x --prompt a --greedy --temperature 2", "--sample"),
         ("generate x --prompt a --medusa y --sample", "--medusa"),
         ("medusa train x --out y", "--data"),
         ("medusa train x --out y --data z --lm-head mine", "shared"),
@@ -314,7 +319,7 @@ def test_interrupted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lm.CausalLM, "hidden_states", interrupted)
+    monkeypatch.setattr(lm.CausalLM, "forward", interrupted)
     result = run("generate", checkpoint, "--prompt", "x")
     assert (result.exit_code, result.output) == (130, "error: interrupted\n")
 

@@ -14,12 +14,15 @@ from chat_templates import add_bos, template_of, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ligermodels.chat import ChatTemplate, encode_chat
+from ligermodels.data import corpus
+from ligermodels.data.batches import Batch
+from ligermodels.data.chat import ChatTemplate, encode_chat
+from ligermodels.data.corpus import Corpus, permutation
+from ligermodels.data.documents import Documents, TokenDocuments, Tokens
+from ligermodels.data.packing import PackedBatches, Prefetcher
+from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import shift_labels
-from ligermodels.tokenizer import Tokenizer
-from ligermodels.training import Ahead, Batch, Corpus, Documents, Stream, corpus, read_documents
-from ligermodels.training.corpus import permutation
 
 CHAT = [{"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}]
 
@@ -104,19 +107,17 @@ PACKED = ("is compressed: unpack", b'{"text": "a"}')
 )
 def test_files_that_are_no_lines_are_refused(tmp_path: Path, name: str, words: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    for read in (Corpus, lambda paths: list(read_documents(paths))):
-        with pytest.raises(InputError, match=rf"{name}: {words}"):
-            read([tmp_path / name])
+    with pytest.raises(InputError, match=rf"{name}: {words}"):
+        Corpus([tmp_path / name])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.json", "a.ndjson"])
 def test_json_lines_have_many_names(tmp_path: Path, name: str) -> None:
     found = Corpus([jsonl(tmp_path / name, {"text": "a"}, {"text": "b"})])
     assert len(found) == 2 and found.read(1)[1:] == (True, True, True)
-    assert list(read_documents([tmp_path / name])) == ["a", "b"]
 
 
-def test_what_is_held_out_is_fixed_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_validation_split_is_fixed_and_by_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "PIECE", 8)
     paths = [jsonl(tmp_path / "lines.jsonl", *({"text": str(i)} for i in range(30)))]
     for i in range(20):
@@ -132,7 +133,7 @@ def test_what_is_held_out_is_fixed_and_whole(tmp_path: Path, monkeypatch: pytest
     two = Corpus([paths[3], paths[5]])
     for fraction in (0.01, 0.99):
         assert all(len({two.name(i).split(":")[0] for i in side}) == 1 for side in two.split(fraction, 0))
-    with pytest.raises(InputError, match=r"1 document.*--held-out 0"):
+    with pytest.raises(InputError, match=r"1 document.*--validation-fraction 0"):
         Corpus([paths[5]]).split(0.1, 0)
 
 
@@ -182,7 +183,7 @@ def test_lines_with_nothing_to_learn_are_counted_apart(tmp_path: Path, tokenizer
         assert len(said) == 2 and said[1].startswith(f"{len(empty)} documents in all hold nothing to learn")
         assert said[0].startswith(f"{tmp_path}/a.jsonl:1: nothing to learn: the assistant does not say a word")
     with pytest.raises(InputError, match="nothing to learn in any of the 4 documents"):
-        next(Stream(documents, np.arange(4), length=5, rows=1))
+        next(PackedBatches(documents, np.arange(4), seq_len=5, batch_size=1))
     assert documents.records([0, 2]) == [None, None]
 
 
@@ -247,7 +248,7 @@ class Made(Documents):
         for d in indices:
             ids = [100 * int(d) + i for i in range(self.lengths[d])]
             labels = [-100 if d % 2 and i % 3 else token for i, token in enumerate(ids)]
-            found.append(corpus.Tokens(ids, labels) if ids else None)
+            found.append(Tokens(ids, labels) if ids else None)
         return found
 
 
@@ -278,12 +279,12 @@ def test_the_stream_is_full_exact_and_goes_on_from_anywhere(
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ligermodels.training.stream.AT_ONCE", at_once)
+        patched.setattr("ligermodels.data.packing.AT_ONCE", at_once)
 
-        def stream(documents: Made | None = None) -> Stream:
+        def stream(documents: Made | None = None) -> PackedBatches:
             indices = np.arange(len(lengths))
-            return Stream(
-                documents or Made(lengths, folder), indices, length=length, rows=rows, seed=seed, epochs=epochs
+            return PackedBatches(
+                documents or Made(lengths, folder), indices, seq_len=length, batch_size=rows, seed=seed, epochs=epochs
             )
 
         source = stream()
@@ -326,11 +327,21 @@ def test_the_stream_is_full_exact_and_goes_on_from_anywhere(
             assert all(equal(a, b) for a, b in zip(again, batches[done:], strict=True))
 
 
+def test_documents_in_memory() -> None:
+    documents = TokenDocuments([[1, 2, 3], [], [4, 5]])
+    batch = next(PackedBatches(documents, seq_len=4, batch_size=2, epochs=1))
+    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2, 3, 4, 5]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 4, 5] and batch.where() == "document 0, document 2"
+    chunks = TokenDocuments.chunks([range(5), range(1), range(10, 14)], 2)
+    assert chunks.documents == [[0, 1], [2, 3], [10, 11], [12, 13]]
+    assert chunks.fingerprint == TokenDocuments(chunks.documents).fingerprint != documents.fingerprint
+
+
 def test_orders_differ_by_seed_and_by_epoch(tmp_path: Path) -> None:
     documents = Made([3] * 50, tmp_path)
 
     def starts(seed: int | None) -> list[list[int]]:
-        source = Stream(documents, np.arange(0, 50, 2), length=5, rows=3, seed=seed, epochs=2)
+        source = PackedBatches(documents, np.arange(0, 50, 2), seq_len=5, batch_size=3, seed=seed, epochs=2)
         tokens = [token for batch in source for token in batch["input_ids"][0].tolist()]
         found = [token // 100 for token in tokens if token % 100 == 0]
         return [found[:25], found[25:]]
@@ -344,28 +355,28 @@ def test_orders_differ_by_seed_and_by_epoch(tmp_path: Path) -> None:
 def test_a_stream_of_nothing_or_of_something_else_is_an_error(tmp_path: Path) -> None:
     documents = Made([0, 0], tmp_path)
     with pytest.raises(InputError, match="nothing to learn in any of the 2"):
-        next(Stream(documents, np.arange(2), length=5, rows=1))
+        next(PackedBatches(documents, np.arange(2), seq_len=5, batch_size=1))
     with pytest.raises(InputError, match="no document"):
-        Stream(documents, np.arange(0), length=5, rows=1)
-    with pytest.raises(InputError, match="length=0"):
-        Stream(documents, np.arange(2), length=0, rows=1)
-    one = Stream(Made([3, 3], tmp_path), np.arange(2), length=5, rows=1, seed=1)
+        PackedBatches(documents, np.arange(0), seq_len=5, batch_size=1)
+    with pytest.raises(InputError, match="seq_len=0"):
+        PackedBatches(documents, np.arange(2), seq_len=0, batch_size=1)
+    one = PackedBatches(Made([3, 3], tmp_path), np.arange(2), seq_len=5, batch_size=1, seed=1)
     state = one.state_dict()
     for other in (
-        Stream(Made([3, 3], tmp_path), np.arange(2), length=5, rows=1, seed=2),
-        Stream(Made([3, 3], tmp_path), np.arange(1), length=5, rows=1, seed=1),
-        Stream(Made([3, 33], tmp_path), np.arange(2), length=5, rows=1, seed=1),
+        PackedBatches(Made([3, 3], tmp_path), np.arange(2), seq_len=5, batch_size=1, seed=2),
+        PackedBatches(Made([3, 3], tmp_path), np.arange(1), seq_len=5, batch_size=1, seed=1),
+        PackedBatches(Made([3, 33], tmp_path), np.arange(2), seq_len=5, batch_size=1, seed=1),
     ):
-        with pytest.raises(InputError, match="not what the run began with"):
+        with pytest.raises(InputError, match="not what the run started with"):
             other.load_state_dict(state)
 
 
 def test_unusable_lines_stay_counted_when_a_run_goes_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
     found = Corpus([jsonl(tmp_path / "a.jsonl", {"text": "Hi"}, 5, {"text": "am"}, 6)])
 
-    def stream(limit: int, indices: list[int]) -> Stream:
+    def stream(limit: int, indices: list[int]) -> PackedBatches:
         documents = Documents(found, tokenizer, max_bad_lines=limit, on_bad_line=str)
-        return Stream(documents, np.array(indices), length=2, rows=1)
+        return PackedBatches(documents, np.array(indices), seq_len=2, batch_size=1)
 
     first = stream(1, [0, 1])
     next(first)
@@ -382,25 +393,25 @@ def test_unusable_lines_stay_counted_when_a_run_goes_on(tmp_path: Path, tokenize
 
 
 def test_a_batch_tells_where_it_is_from(tmp_path: Path) -> None:
-    source = Stream(Made([3, 4, 9, 2], tmp_path), np.arange(4), length=5, rows=2)
+    source = PackedBatches(Made([3, 4, 9, 2], tmp_path), np.arange(4), seq_len=5, batch_size=2)
     next(source)
     assert next(source).where() == f"{tmp_path}/made.jsonl:3, {tmp_path}/made.jsonl:4, {tmp_path}/made.jsonl:1"
 
 
 def test_batches_made_ahead_are_the_same(tmp_path: Path) -> None:
-    def stream() -> Stream:
-        return Stream(Made([3, 8, 1, 5], tmp_path), np.arange(4), length=5, rows=1, seed=1, epochs=3)
+    def stream() -> PackedBatches:
+        return PackedBatches(Made([3, 8, 1, 5], tmp_path), np.arange(4), seq_len=5, batch_size=1, seed=1, epochs=3)
 
     plain, states = stream(), []
     wanted = [(batch, plain.state_dict()) for batch in plain]
-    ahead = Ahead(stream())
+    ahead = Prefetcher(stream())
     for batch, state in wanted:
         states.append(ahead.state_dict())
         assert equal(next(ahead), batch) and ahead.state_dict() == state
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(ahead)
-    again = Ahead(stream())
+    again = Prefetcher(stream())
     again.load_state_dict(states[4])
     assert [b["input_ids"].tolist() for b in again] == [b["input_ids"].tolist() for b, _ in wanted[4:]]
     with pytest.raises(InputError, match="taken already"):
@@ -408,7 +419,7 @@ def test_batches_made_ahead_are_the_same(tmp_path: Path) -> None:
 
 
 def test_errors_of_the_thread_arrive(tmp_path: Path) -> None:
-    ahead = Ahead(Stream(Made([0], tmp_path), np.arange(1), length=5, rows=1))
+    ahead = Prefetcher(PackedBatches(Made([0], tmp_path), np.arange(1), seq_len=5, batch_size=1))
     with pytest.raises(InputError, match="nothing to learn"):
         next(ahead)
 
@@ -420,7 +431,7 @@ def test_the_data_stays_on_disk(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "big.txt").write_text("Hello there, you\n" * 600_000)  # 10 MB
     tracemalloc.start()
     found = Corpus([path, tmp_path / "big.txt"])
-    source = Stream(Documents(found, tokenizer), found.split(0.1, 0)[0], length=512, rows=2, seed=0)
+    source = PackedBatches(Documents(found, tokenizer), found.split(0.1, 0)[0], seq_len=512, batch_size=2, seed=0)
     for _ in islice(source, 3):
         pass
     peak = tracemalloc.get_traced_memory()[1]

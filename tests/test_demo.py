@@ -11,27 +11,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ligermodels as lm
 from ligermodels.demo import END, DemoSettings, follower_baseline, frequency_baseline, run_demo
 from ligermodels.errors import CheckpointError, LigerModelsError
-from ligermodels.training import pack
 
 TINY = DemoSettings(
     corpus_bytes=300_000,
     vocab_size=400,
     hidden_size=64,
-    layers=2,
-    length=64,
-    rows_per_batch=2,
+    num_layers=2,
+    seq_len=64,
+    batch_size=2,
     steps=20,
-    heads=2,
+    num_heads=2,
     head_steps=5,
     joint_steps=5,
     tree_nodes=5,
     prompts=5,
     prompt_tokens=9,
     new_tokens=12,
-    held_out=0.4,
-    held_out_tokens=256,
+    validation_fraction=0.4,
+    validation_tokens=256,
     tokens_per_step=0.0,
-    is_trained=False,
+    check_accuracy=False,
 )
 
 
@@ -66,20 +65,20 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
 
     # The same again in the same place, but for a bar that it cannot pass: an error after the work, not before.
     # So little training cannot pass for much either.
-    with pytest.raises(LigerModelsError, match=r"tokens a step.*than the best guess from the current token alone"):
-        run_demo(folder, replace(TINY, tokens_per_step=99.0, is_trained=True))
+    with pytest.raises(LigerModelsError, match=r"tokens per step.*than the best guess from the current token alone"):
+        run_demo(folder, replace(TINY, tokens_per_step=99.0, check_accuracy=True))
     again = json.loads((folder / "demo.json").read_text())
-    assert again["loss"] == results["loss"] and again["checks"]["it gives more than 99.0 tokens a step"] is False
+    assert again["loss"] == results["loss"] and again["checks"]["it gives more than 99.0 tokens per step"] is False
     assert len(again["checks"]) == 9 and again["joint"] == results["joint"]
 
 
 def test_baselines_by_hand() -> None:
-    rows = pack([[1, 2, 3, 1, 2, 4, 1, 2, 3], [1, 5]], 99)
-    held = pack([[1, 9, 3, 2, 4, 2], [1, 2, 3]], 5)  # Pieces 1 9 3 2 4, 2, 1 2 3.
-    # Of what is two after 1, 9, 3 and 1 again: after 1 it is 3 two times of three, after 3 it is 2, after 9 unknown.
-    assert [follower_baseline(rows, held, 2, k) for k in (1, 2)] == [2 / 4, 2 / 4]
-    assert frequency_baseline(rows, held, 1) == 2 / 9
-    assert all(not follower_baseline(rows, pack([[7, 3, 9, 9]], 9), ahead, 1) for ahead in (1, 2, 3))
+    training = [[1, 2, 3, 1, 2, 4, 1, 2, 3], [1, 5]]
+    validation = [[1, 9, 3, 2, 4], [2], [1, 2, 3]]
+    # Two after 1, 9, 3 and 1: after 1 it is 3 in two of three cases, after 3 it is 2, after 9 unknown.
+    assert [follower_baseline(training, validation, 2, k) for k in (1, 2)] == [2 / 4, 2 / 4]
+    assert frequency_baseline(training, validation, 1) == 2 / 9
+    assert all(not follower_baseline(training, [[7, 3, 9, 9]], ahead, 1) for ahead in (1, 2, 3))
 
 
 def test_demo_leaves_other_peoples_files_alone(tmp_path: Path) -> None:

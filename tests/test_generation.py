@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,51 +19,72 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.generation import KVCache, Tree, chain, default_tree, generate, graph, medusa_generate, sample
-from ligermodels.generation.acceptance import Typical
+from ligermodels.generation import DecodingState, generate, graph, sample
 from ligermodels.generation.sampling import warp
-from ligermodels.generation.speculative import TreeStep
+from ligermodels.layers import KVCache, LayerConfig, TreeTokens
+from ligermodels.speculative.acceptance import Typical
+from ligermodels.speculative.decoding import TreeStep, medusa_generate
+from ligermodels.speculative.tree import Tree, chain, default_tree
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 13, 12, 4, 2, 3, 2
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9], [7, 9]]
 
 
+@dataclass(frozen=True)
+class ToyMixer(LayerConfig):
+    """Keeps keys and values; what was not written must not be seen."""
+
+    def build(self, hidden_size: int) -> nn.Module:
+        sizes = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+        return nn.ModuleList(nn.Linear(hidden_size, size, dtype=torch.float64) for size in sizes)
+
+    def new_state(self, num_layers: int, batch_size: int, max_length: int, **options: Any) -> KVCache:
+        del options["hidden_size"]
+        cache = KVCache(num_layers, batch_size, max_length, KV_HEADS, HEAD_DIM, **options)
+        for layer in range(num_layers):
+            for stored in vars(cache.layer(layer)).values():
+                stored.fill_(1e30)
+        return cache
+
+
 class Toy(nn.Module):
-    """The least that is a Decoder: two attention layers in fp64, grouped queries, positions added to the embedding."""
+    """The least that is a DecodingModel: two attention layers in fp64, grouped queries, positions added to the
+    embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self.embed = nn.Embedding(VOCAB, HIDDEN, dtype=torch.float64)
-        sizes = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
-        self.qkv = nn.ModuleList(
-            nn.ModuleList(nn.Linear(HIDDEN, size, dtype=torch.float64) for size in sizes) for _ in range(LAYERS)
-        )
+        self.qkv = nn.ModuleList(ToyMixer().build(HIDDEN) for _ in range(LAYERS))
         self.head = nn.Linear(HIDDEN, VOCAB, dtype=torch.float64)
         self.dropout = nn.Dropout(0.5)  # in training mode nothing would agree
         self.passes: list[tuple[int, int]] = []  # shape of the ids in each call
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=1.0)
 
-    def hidden_states(
+    def forward(
         self,
         input_ids: Tensor,
         *,
+        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: KVCache | None = None,
-        tree_mask: Tensor | None = None,
-    ) -> Tensor:
+        token_indices: Tensor | None = None,
+        state: DecodingState | None = None,
+        tree: TreeTokens | None = None,
+        return_logits: bool = True,
+        return_last_hidden_state: bool = True,
+    ) -> SimpleNamespace:
         rows, length = input_ids.shape
         self.passes.append((rows, length))
-        start = torch.zeros(rows, dtype=torch.long)
-        if cache is not None:
-            start = start + (cache.length if cache.lengths is None else cache.lengths)
+        decoding = state is not None and state.cache_seqlens is not None
+        assert attention_mask is None or not decoding
+        start = state.cache_seqlens if decoding else torch.zeros(rows, dtype=torch.long)
         if position_ids is None:
-            position_ids = start[:, None] + torch.arange(length)
+            position_ids = start[:, None] + (torch.arange(length) if tree is None else tree.depth)
         assert position_ids.shape == (rows, length)
-        total = length if cache is None or cache.lengths is None else cache.max_length
+        total = state.max_length if decoding else length
         mask = torch.arange(total) < start[:, None, None].expand(rows, length, 1)
-        own = torch.ones(length, length, dtype=torch.bool).tril() if tree_mask is None else tree_mask
+        own = torch.ones(length, length, dtype=torch.bool).tril() if tree is None else tree.mask
         for row, first in enumerate(start.tolist()):
             mask[row, :, first : first + length] = own
         angles = position_ids[..., None] / torch.arange(1, HIDDEN + 1).double()
@@ -72,24 +94,30 @@ class Toy(nn.Module):
                 projection(x).unflatten(-1, (heads, HEAD_DIM))
                 for projection, heads in zip(projections, (HEADS, KV_HEADS, KV_HEADS), strict=True)
             )
-            if cache is not None and cache.lengths is not None:
-                cache.write(layer, k, v)
-                k, v = cache.layers[layer].clone().clamp(max=1e9)
-            elif cache is not None:
-                k, v = cache.update(layer, k, v)
+            if decoding:
+                cache = state.layers[layer]
+                for row, first in enumerate(start.tolist()):
+                    cache.keys[row, first : first + length] = k[row]
+                    cache.values[row, first : first + length] = v[row]
+                k, v = (stored.clone().clamp(max=1e9) for stored in (cache.keys, cache.values))
+            elif state is not None:
+                state.layers[layer].fill(k, v)
             k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=2) for t in (k, v))
             scores = torch.einsum("bthd,bshd->bhts", q, k).masked_fill(~mask[:, None], -math.inf)
             x = self.dropout(x + torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2))
-        if cache is not None:
-            cache.advance(length)
+        if state is not None:
+            state.after(length, None if attention_mask is None else attention_mask.long().sum(1), tree)
+        if token_indices is not None:
+            x = x.flatten(0, 1)[None, token_indices]
         assert x.isfinite().all()
-        return x
+        return SimpleNamespace(last_hidden_state=x, logits=self.head(x))
 
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        cache = KVCache([(KV_HEADS, HEAD_DIM)] * LAYERS, batch_size, max_length, dtype=torch.float64)
-        for stored in cache.layers:
-            stored.fill_(1e30)  # what was not written must not be seen
-        return cache
+    def hidden_states(self, input_ids: Tensor) -> Tensor:
+        return self(input_ids).last_hidden_state
+
+    def new_state(self, batch_size: int, max_length: int) -> DecodingState:
+        options = {"hidden_size": HIDDEN, "dtype": torch.float64, "device": torch.device("cpu")}
+        return DecodingState([ToyMixer()] * LAYERS, batch_size, max_length, **options)
 
 
 @pytest.fixture
@@ -138,7 +166,7 @@ def test_batch_equals_recomputed_rows(model: Toy, prompts: list[list[int]], new_
 def test_rows_end_at_eos(model: Toy, eos: int | list[int], pad: int | None) -> None:
     stops = [eos] if isinstance(eos, int) else eos
     expected = [recomputed(model, prompt, 23, stops) for prompt in PROMPTS]
-    out = generate(model, PROMPTS, max_new_tokens=23, eos_token_ids=eos, pad_token_id=pad)
+    out = generate(model, PROMPTS, max_new_tokens=23, eos_token_id=eos, pad_token_id=pad)
     assert out.tolist() == batched(PROMPTS, expected, stops[0] if pad is None else pad)
 
 
@@ -254,7 +282,7 @@ def test_running_ahead_of_the_device_changes_nothing(
         monkeypatch.setattr(graph, "AHEAD", ("cpu", "cuda") if ahead else ())
         found.append([])
         for end in ends:
-            options: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_ids": end, "pad_token_id": 12}
+            options: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": end, "pad_token_id": 12}
             model.passes.clear()
             plain = generate(model, prompts, **options).tolist()
             passes = len(model.passes)
@@ -391,7 +419,7 @@ def test_medusa_equals_generate_in_batches_with_eos(
     model: Toy, rank_of: Callable[[int, int], int | None], eos: list[int], pad: int | None
 ) -> None:
     propose = prophet(model, PROMPTS, 23, rank_of)
-    options: dict[str, Any] = {"max_new_tokens": 23, "eos_token_ids": eos, "pad_token_id": pad}
+    options: dict[str, Any] = {"max_new_tokens": 23, "eos_token_id": eos, "pad_token_id": pad}
     expected = generate(model, PROMPTS, **options)
     out = medusa_generate(model, propose, PROMPTS, tree=TREES["bushy"], **options)
     assert out.sequences.equal(expected)
@@ -406,8 +434,8 @@ def test_rows_accept_different_counts_in_one_step(model: Toy) -> None:
     """What the tests above rest on: in most steps, under `partly`, rows do not gain the same number of tokens."""
     propose = prophet(model, PROMPTS, 40, partly)
     tree = TREES["bushy"]
-    cache = model.new_cache(4, 60 + len(tree))
-    step = TreeStep(model.eval(), propose, cache, tree, 40, [])
+    state = model.new_state(4, 60 + len(tree))
+    step = TreeStep(model.eval(), propose, state, tree, 40, [])
     ids = torch.tensor(batched(PROMPTS, [[]] * 4, 0))
     rows = step.start(ids, torch.arange(7) >= 7 - torch.tensor([[len(prompt)] for prompt in PROMPTS]))
     gained = []
@@ -429,7 +457,7 @@ def test_a_step_waits_for_nothing(typical: Typical | None) -> None:
     tree, vocab = TREES["bushy"], model.config.vocab_size
     heads = torch.empty(model.config.hidden_size, 3 * vocab, device="meta")
     step = TreeStep(
-        model, lambda h: (h @ heads).unflatten(1, (3, vocab)), model.new_cache(3, 40), tree, 9, [2, 5], typical
+        model, lambda h: (h @ heads).unflatten(1, (3, vocab)), model.new_state(3, 40), tree, 9, [2, 5], typical
     )
     rows = step.start(torch.zeros(3, 7, dtype=torch.long, device="meta"), torch.ones(3, 7, dtype=bool, device="meta"))
     places = list(map(id, vars(rows).values()))
@@ -510,7 +538,7 @@ def test_typical_rule_by_hand(temperature: float, epsilon: float, delta: float) 
     logits[0, 0, ::2] = -math.inf
     logits[1, 1] = 0.0
     tokens, parent = torch.randint(VOCAB, (2, 60)), torch.randint(5, (60,))
-    right, log_p = Typical(temperature, epsilon, delta).judge(logits, tokens, parent)
+    right, log_p = Typical(temperature, epsilon, delta).accept_mask(logits, tokens, parent)
     found = 0
     for row in range(2):
         for node in range(60):
@@ -600,60 +628,63 @@ def test_bad_acceptance(model: Toy, options: dict[str, float], message: str) -> 
     assert not model.passes
 
 
-# -- cache -------------------------------------------------------------------------------------------------------------
+# -- decoding states ---------------------------------------------------------------------------------------------------
 
 
-def filled(batch: int, slots: int, count: int) -> tuple[KVCache, list[tuple[Tensor, Tensor]]]:
-    """A cache of two unlike layers with `count` slots written, in two goes, and what was written."""
-    sizes = [(2, 3), (1, 5)]
-    cache = KVCache(sizes, batch, slots)
-    written = [(torch.randn(batch, count, *size), torch.randn(batch, count, *size)) for size in sizes]
-    for part in (slice(0, 2), slice(2, count)):
-        for layer, (k, v) in enumerate(written):
-            keys, values = cache.update(layer, k[:, part], v[:, part])
-            assert keys.equal(k[:, : part.stop]) and values.equal(v[:, : part.stop])
-        cache.advance(part.stop - part.start)
-    return cache, written
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama-3.1", "mistral-window", "gemma3_text", "qwen3", "olmo2"])
+def test_passes_with_a_state_are_one_pass_over_the_whole_sequence(name: str) -> None:
+    """A prefill of two lengths, two tokens, a tree of which each sequence keeps another path, and one token more."""
+    model = lm.from_config({**CONFIGS[name], "initializer_range": 0.3}, dtype=torch.float64).eval()
+    vocab, tree, max_length = model.config.vocab_size, TREES["bushy"], 40
+    tokens, prompts, nodes = (torch.randint(3, vocab, (2, n)) for n in (3, 21, len(tree)))
+    lengths, kept = torch.tensor([21, 13]), tree.route[tree.depth == 3][:2]
+    state = model.new_state(2, max_length)
+    for _ in range(2):  # the second time after `reset`
+        texts = [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)]
+
+        def alone(texts: list[list[int]], n: int) -> Tensor:
+            return torch.stack([model(torch.tensor([text])).logits[0, -n:] for text in texts])
+
+        mask = torch.arange(21) < lengths[:, None]
+        found = model(prompts, attention_mask=mask, state=state).logits
+        torch.testing.assert_close(found[[0, 1], lengths - 1], alone(texts, 1)[:, 0])
+        assert state.cache_seqlens.equal(lengths)
+        texts = [text + row[:2].tolist() for text, row in zip(texts, tokens, strict=True)]
+        torch.testing.assert_close(model(tokens[:, :2], state=state).logits, alone(texts, 2))
+        assert state.cache_seqlens.equal(lengths + 2)
+
+        found = model(nodes, state=state, tree=TreeTokens(tree.mask, tree.parent, tree.depth)).logits
+        for node in range(len(tree)):
+            path = tree.mask[node].nonzero()[:, 0]
+            branches = [text + row[path].tolist() for text, row in zip(texts, nodes, strict=True)]
+            torch.testing.assert_close(found[:, node], alone(branches, 1)[:, 0])
+        assert state.cache_seqlens.equal(lengths + 2)
+        state.commit(state.cache_seqlens[:, None] + kept)
+        state.cache_seqlens += 4
+        texts = [text + row[path].tolist() for text, row, path in zip(texts, nodes, kept, strict=True)]
+        texts = [text + row[2:].tolist() for text, row in zip(texts, tokens, strict=True)]
+        torch.testing.assert_close(model(tokens[:, 2:], state=state).logits, alone(texts, 1))
+        state.reset()
 
 
-def test_cache_rows_of_different_lengths() -> None:
-    cache, written = filled(2, 12, 7)
-    lengths = torch.tensor([3, 7])
-    new = [(torch.randn(2, 4, *k.shape[2:]), torch.randn(2, 4, *k.shape[2:])) for k, _ in written]
-    with cache.rows(lengths):
-        for layer, (k, v) in enumerate(new):
-            cache.write(layer, k, v)
-        cache.advance(4)
-    assert cache.length == 7 and cache.lengths is None
-    for old, fresh, now in zip(written, new, cache.layers, strict=True):
-        for kind in range(2):
-            for row, length in enumerate([3, 7]):
-                assert now[kind][row, :length].equal(old[kind][row, :length])
-                assert now[kind][row, length : length + 4].equal(fresh[kind][row])
-    # Accepted paths go to the front, over one another.
-    paths = torch.tensor([[0, 2, 3], [0, 1, 1]])
-    cache.compact(lengths[:, None] + paths)
-    for fresh, now in zip(new, cache.layers, strict=True):
-        for kind in range(2):
-            for row, length in enumerate([3, 7]):
-                assert now[kind][row, length : length + 3].equal(fresh[kind][row, paths[row]])
-    cache.clear()
-    assert cache.update(0, *(t[:, :1] for t in written[0]))[0].shape[1] == 1
-
-
-def test_cache_errors() -> None:
-    cache, written = filled(2, 8, 7)
-    k, v = written[0]
-    with pytest.raises(InputError, match=r"7 slots are filled and 2 more are needed.*made for 8"):
-        cache.update(0, k[:, :2], v[:, :2])
-    with pytest.raises(InputError, match="full"):
-        cache.advance(2)
-    for bad_k, bad_v, name in ((k[:1, :1], v[:, :1], "k"), (k[:, :1], v[:, :1, :1], "v")):
-        with pytest.raises(InputError, match=f"{name} of layer 0 has shape"):
-            cache.update(0, bad_k, bad_v)
-    with pytest.raises(InputError, match="use it within KVCache"):
-        cache.write(0, k, v)
-    assert cache.length == 7 and cache.lengths is None
-    for heads, batch, slots in (([], 1, 1), ([(1, 1)], 0, 1), ([(1, 1)], 1, 0)):
-        with pytest.raises(InputError, match="needs layers, rows and slots"):
-            KVCache(heads, batch, slots)
+@torch.no_grad()
+def test_state_errors() -> None:
+    model, ids = lm.from_config(CONFIGS["llama-3.1"]), torch.ones(2, 7, dtype=torch.long)
+    for sizes in ((0, 1), (1, 0)):
+        with pytest.raises(InputError, match="needs sequences and tokens"):
+            model.new_state(*sizes)
+    with pytest.raises(InputError, match=r"full: it was made for 6 tokens a sequence, 7 more .*larger max_length"):
+        model(ids, state=model.new_state(2, 6))
+    with pytest.raises(InputError, match="of 3 sequences, the inputs are 2"):
+        model(ids, state=model.new_state(3, 9))
+    with pytest.raises(InputError, match="padding on the right only"):
+        model(ids, attention_mask=torch.tensor([[1] * 7, [0] + [1] * 6]), state=model.new_state(2, 9))
+    state = model.new_state(2, 9)
+    with pytest.raises(InputError, match="labels: a decoding state is for generation"):
+        model(ids, labels=ids, state=state)
+    model(ids, state=state)
+    with pytest.raises(InputError, match="full: it was made for 9 tokens a sequence, 3 more do not fit beside 7"):
+        model(ids[:, :3], state=state)
+    with pytest.raises(InputError, match="a decoding pass takes tokens without padding"):
+        model(ids[:, :1], attention_mask=ids[:, :1], state=state)

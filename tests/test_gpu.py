@@ -37,7 +37,7 @@ def test_family(config: str, compiled: bool, tmp_path: Path) -> None:
             found = {"loss": loss.detach(), "logits": side(at).logits}
         if side is step:
             gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-            ours = {name: read() for name, _, _, read in model.origin.weight_map.export(gradients)}
+            ours = {name: read() for name, _, _, read in model.export_spec.weight_map.export(gradients)}
             found |= stored_as(oracle, ours)
         else:
             found |= {name: parameter.grad for name, parameter in side.named_parameters()}
@@ -71,7 +71,7 @@ def test_packing_generation_and_medusa(tmp_path: Path) -> None:
     assert relative_error(together, apart) < 1e-5
 
     prompts = [[5, 9, 11], [77], list(range(30, 50))]
-    plain = model.generate(prompts, max_new_tokens=40, eos_token_ids=None, pad_token_id=0)
+    plain = model.generate(prompts, max_new_tokens=40, eos_token_id=None, pad_token_id=0)
     wanted = oracle.generate(torch.tensor([prompts[2]]), max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert torch.equal(plain[2].cpu(), wanted[0])
     medusa = lm.MedusaModel.from_base(model, 3)
@@ -80,7 +80,7 @@ def test_packing_generation_and_medusa(tmp_path: Path) -> None:
         optimizer.zero_grad()
         medusa(plain, labels=plain).loss.backward()
         optimizer.step()
-    out = medusa.generate(prompts, max_new_tokens=40, eos_token_ids=None, pad_token_id=0, return_stats=True)
+    out = medusa.generate(prompts, max_new_tokens=40, eos_token_id=None, pad_token_id=0, return_stats=True)
     assert torch.equal(out.sequences, plain)
     assert out.tokens_per_step > 1.2
 
@@ -90,7 +90,7 @@ def test_generation_by_graphs(config: str, tmp_path: Path) -> None:
     """Plain and tree decoding replayed as CUDA graphs: the tokens of the CPU, rows of several lengths, one sliding."""
     make_checkpoint(tmp_path / "model", CONFIGS[config])
     prompts = [[5, 9, 11], [77], list(range(30, 50))]
-    options = {"max_new_tokens": 24, "eos_token_ids": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
     found = []
     for device in ("cpu", "cuda"):
         model = lm.from_pretrained(tmp_path / "model", dtype=torch.float32, device=device)
@@ -113,7 +113,8 @@ def test_an_optimizer_beside_the_backward_pass_is_in_nobodys_way() -> None:
     ends = []
     for inside in (False, True):
         torch.manual_seed(0)
-        model = lm.from_config(config, dtype=torch.bfloat16, device="cuda")
+        # The backward passes of other backends may add up in another order each time.
+        model = lm.from_config(config, dtype=torch.bfloat16, device="cuda", attention="reference")
         optimizer = FusedAdamW(model.parameters(), lr=1e-3)
         if inside:
             optimizer.step_in_backward()

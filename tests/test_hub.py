@@ -168,8 +168,8 @@ def test_each_failure_has_its_error(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "reason"),
     [
-        ({"local_files_only": True}, {}, r"not in the cache, and the hub is not asked (local_files_only"),
-        ({}, {"HF_HUB_OFFLINE": "1"}, "not in the cache, and the hub is not asked"),
+        ({"local_files_only": True}, {}, r"not in the cache, and the hub is not used (local_files_only"),
+        ({}, {"HF_HUB_OFFLINE": "1"}, "not in the cache, and the hub is not used"),
         ({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "not in the cache, and http://127.0.0.1:9 cannot be reached: "),
     ],
 )

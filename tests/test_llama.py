@@ -13,12 +13,7 @@ from zoo import BASE, LLAMAS, make_checkpoint, relative_error
 import ligermodels as lm
 
 TOLERANCE = 1e-5
-MODULES = {
-    "attention_norm": "input_layernorm",
-    "attention": "self_attn",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp": "mlp",
-}
+MODULES = {"mixer_norm": "input_layernorm", "mixer": "self_attn", "mlp_norm": "post_attention_layernorm", "mlp": "mlp"}
 
 
 @pytest.fixture(scope="module", params=LLAMAS)
@@ -34,10 +29,10 @@ def tokens(batch: int = 3, length: int = 41) -> torch.Tensor:
 
 def test_inverse_frequencies_are_equal(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
     _, oracle, model = pair
-    assert torch.equal(model.ropes[0].inv_freq, oracle.model.rotary_emb.inv_freq)
+    assert torch.equal(model.decoder.ropes[0].inv_freq, oracle.model.rotary_emb.inv_freq)
     # Casting a model must not round its frequencies.
     cast = lm.CausalLM(model.config).to(torch.bfloat16)
-    assert torch.equal(cast.ropes[0].inv_freq, oracle.model.rotary_emb.inv_freq)
+    assert torch.equal(cast.decoder.ropes[0].inv_freq, oracle.model.rotary_emb.inv_freq)
 
 
 def test_every_module_and_the_logits(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
@@ -50,9 +45,9 @@ def test_every_module_and_the_logits(pair: tuple[Path, LlamaForCausalLM, lm.Caus
 
         return module.register_forward_hook(keep)
 
-    hooks = [watch("ours", "embed", model.embed), watch("theirs", "embed", oracle.model.embed_tokens)]
-    hooks += [watch("ours", "norm", model.norm), watch("theirs", "norm", oracle.model.norm)]
-    for i, (block, layer) in enumerate(zip(model.blocks, oracle.model.layers, strict=True)):
+    hooks = [watch("ours", "embed", model.decoder.embed), watch("theirs", "embed", oracle.model.embed_tokens)]
+    hooks += [watch("ours", "norm", model.decoder.norm), watch("theirs", "norm", oracle.model.norm)]
+    for i, (block, layer) in enumerate(zip(model.decoder.blocks, oracle.model.layers, strict=True)):
         hooks += [watch("ours", f"{i}", block), watch("theirs", f"{i}", layer)]
         for ours, theirs in MODULES.items():
             hooks.append(watch("ours", f"{i}.{ours}", getattr(block, ours)))
@@ -162,15 +157,15 @@ def test_compiled_as_one_graph(tmp_path: Path) -> None:
 
 def test_from_config_and_inputs_embeds() -> None:
     model = lm.from_config(LLAMAS["llama-3.2"], dtype=torch.float64)
-    assert model.head.weight is model.embed.weight
-    assert model.to(torch.float32).head.weight is model.embed.weight
-    assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.head.weight is model.decoder.embed.weight
+    assert model.to(torch.float32).head.weight is model.decoder.embed.weight
+    assert model.decoder.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
     ids = tokens()
-    assert torch.equal(model(inputs_embeds=model.embed(ids)).logits, model(ids).logits)
+    assert torch.equal(model(inputs_embeds=model.decoder.embed(ids)).logits, model(ids).logits)
 
 
 def test_attention_backend_is_chosen_by_what_it_can_do() -> None:
-    from ligermodels.ops.attention import AttentionRequest, choose
+    from ligermodels.ops.attention.attention import AttentionRequest, choose
 
     request = AttentionRequest("cpu", torch.float32, 64, 8, 8, 0.125, None, None, False, False)
     assert choose(request).name == "sdpa"

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,11 @@ from torch import Tensor
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
-from ligermodels.convert import upload
+from ligermodels.convert import loading
 from ligermodels.convert.files import SINGLE
+from ligermodels.convert.mappings import TensorView, WeightMapping
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.weight_map import Entry, Part, WeightMap
+from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent
@@ -66,14 +66,14 @@ def test_what_lies_in_the_file_as_it_is_wanted_is_mapped(tmp_path: Path) -> None
     before = file.read_bytes()
     model = lm.from_pretrained(tmp_path)
     names = dict(model.named_parameters())
-    assert mapped(model, file) == {name for name in names if "qkv" not in name}
-    assert model.head.weight is model.embed.weight
+    assert mapped(model, file) == {name for name in names if "qkv" not in name and "gate_up" not in name}
+    assert model.head.weight is model.decoder.embed.weight
     assert not mapped(lm.from_pretrained(tmp_path, dtype=torch.bfloat16), file)
     assert not mapped(lm.from_pretrained(tmp_path, mapped=False), file)
 
     # Writing to the weights changes no file; and a checkpoint that takes the place of theirs does not change them.
     with torch.no_grad():
-        model.norm.weight.fill_(3)
+        model.decoder.norm.weight.fill_(3)
     kept = {name: parameter.detach().clone() for name, parameter in names.items()}
     assert file.read_bytes() == before
     model.save_pretrained(tmp_path, overwrite=True)
@@ -101,7 +101,7 @@ def test_parts_that_are_apart_or_misaligned_are_copied(tmp_path: Path) -> None:
         start, end = header[name]["data_offsets"]
         header[name]["data_offsets"] = [len(data), len(data) + end - start]
         data += raw[8 + length + start : 8 + length + end]
-    for shift, expected in ((0, {"embed.weight", "blocks.1.mlp.down.weight"}), (1, set())):
+    for shift, expected in ((0, {"decoder.embed.weight", "decoder.blocks.1.mlp.down.weight"}), (1, set())):
         text = json.dumps(header).encode()
         text += b" " * ((shift - len(text)) % 8)
         file.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -119,14 +119,14 @@ def test_parts_in_another_order_than_in_the_file(tmp_path: Path) -> None:
     def rows(start: int) -> Callable[[Tensor], Tensor]:
         return lambda tensor: tensor[start : start + 4]
 
-    entries = [
-        Entry("swapped", (Part("a", rows(4)), Part("b", rows(0)))),
-        Entry("first", (Part("c", lambda tensor: tensor),)),
-        Entry("second", (Part("c", lambda tensor: tensor, start=1),)),
+    mappings = [
+        WeightMapping("swapped", (TensorView("a", rows(4)), TensorView("b", rows(0)))),
+        WeightMapping("first", (TensorView("c", lambda tensor: tensor),)),
+        WeightMapping("second", (TensorView("c", lambda tensor: tensor, start=1),)),
     ]
     state = {"swapped": torch.zeros(8, 3), "first": torch.zeros(1, 3), "second": torch.zeros(3, 3)}
     with Checkpoint(tmp_path) as checkpoint:
-        WeightMap(entries).load(checkpoint, state, mapped=True)
+        WeightMap(mappings).load(checkpoint, state, mapped=True)
     assert torch.equal(state["swapped"], torch.cat([tensors["b"], tensors["a"]]))
     assert torch.equal(torch.cat([state["first"], state["second"]]), tensors["c"])
 
@@ -192,17 +192,20 @@ def test_uploading_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", Standin)
     monkeypatch.setattr(torch.cuda, "Event", Standin)
-    monkeypatch.setattr(upload, "BUFFER_BYTES", 60)
+    monkeypatch.setattr(loading, "BUFFER_BYTES", 60)
     wide = torch.zeros(5, 4, 9, dtype=dtype)
     targets = [wide[:, 1:3], wide[:, 0], torch.zeros(15), torch.zeros(16), torch.zeros(()), torch.zeros(0, 3)]
     sources = [torch.randn(target.shape) for target in targets]
 
-    def read(source: Tensor, start: int, buffer: memoryview) -> None:
-        assert 0 < len(buffer) <= 60
-        buffer[:] = source.numpy().tobytes()[start : start + len(buffer)]
+    class Stored:
+        read = read_together = None
 
-    uploads = [upload.Upload(t, torch.float32, partial(read, s)) for t, s in zip(targets, sources, strict=True)]
-    done = list(upload.upload(uploads, torch.device("cpu")))
+        def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+            assert 0 < len(buffer) <= 60
+            buffer[:] = (b"skip" + sources[int(name)].numpy().tobytes())[start : start + len(buffer)]
+
+    pieces = [loading.Piece(target, str(i), 1, torch.float32, False) for i, target in enumerate(targets)]
+    done = list(loading.upload(Stored(), pieces, torch.device("cpu")))
     assert done == sorted((source.nbytes for source in sources), reverse=True)
     assert all(torch.equal(t, s.to(t.dtype)) for t, s in zip(targets, sources, strict=True))
     assert not wide[:, 3].any()
@@ -213,7 +216,7 @@ def test_uploading_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_to_a_gpu(family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes as on the host, with buffers that hold a fraction of a tensor."""
-    monkeypatch.setattr(upload, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(loading, "BUFFER_BYTES", 1000)
     make_checkpoint(tmp_path, CONFIGS[family])
     wanted = lm.from_pretrained(tmp_path, dtype=dtype).state_dict()
     seen: list[tuple[int, int]] = []

@@ -16,20 +16,15 @@ from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
 from ligermodels.cli import app, plot
+from ligermodels.data.documents import Documents
+from ligermodels.data.packing import PackedBatches
+from ligermodels.data.prompts import opening_prompts
 from ligermodels.errors import BackendError, InputError
-from ligermodels.generation import Tree, chain, expected_tokens, grow
-from ligermodels.training import (
-    HeadScores,
-    OwnText,
-    Stream,
-    decoding,
-    documents_of,
-    evaluate_own_text,
-    opening_prompts,
-    race,
-    train_heads,
-    trial,
-)
+from ligermodels.speculative import benchmark as decoding
+from ligermodels.speculative.benchmark import ContinuationScores, benchmark_decoding, evaluate_continuations, fit_tree
+from ligermodels.speculative.evaluation import HeadScores
+from ligermodels.speculative.tree import Tree, chain, expected_tokens, grow
+from ligermodels.training import train_heads
 
 PROMPTS = [[5, 9, 11], [77], list(range(30, 50)), [3, 4]]
 
@@ -41,7 +36,7 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> lm.MedusaModel:
     make_checkpoint(folder, {**CONFIGS["llama-3.1"], "vocab_size": 307})
     base = lm.from_pretrained(folder, dtype=torch.float64)
     model = lm.MedusaModel.from_base(base, 3, 1)
-    text = base.generate(PROMPTS[:2], max_new_tokens=40, eos_token_ids=None, pad_token_id=0)
+    text = base.generate(PROMPTS[:2], max_new_tokens=40, eos_token_id=None, pad_token_id=0)
     optimizer = torch.optim.Adam(model.head_parameters(), lr=3e-3)
     for _ in range(25):
         optimizer.zero_grad()
@@ -55,10 +50,10 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> lm.MedusaModel:
 
 @pytest.mark.parametrize("new_tokens", [2, 9, 40])
 def test_a_replay_of_the_same_prompts_is_lossless(medusa: lm.MedusaModel, new_tokens: int) -> None:
-    own = evaluate_own_text(medusa, PROMPTS, max_new_tokens=new_tokens)
+    own = evaluate_continuations(medusa, PROMPTS, max_new_tokens=new_tokens)
     assert own.lengths == [new_tokens] * 4
     for tree in (grow(own.scores.hits, 20), chain(3), Tree.from_paths([])):
-        outcome = race(medusa, PROMPTS, tree=tree, max_new_tokens=new_tokens)
+        outcome = benchmark_decoding(medusa, PROMPTS, tree=tree, max_new_tokens=new_tokens)
         assert outcome.same == 4
         assert own.tokens_per_step(tree) == pytest.approx(outcome.tokens_per_step)
     if new_tokens == 40:
@@ -66,11 +61,11 @@ def test_a_replay_of_the_same_prompts_is_lossless(medusa: lm.MedusaModel, new_to
 
 
 def test_a_replay_knows_of_rows_that_end(medusa: lm.MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = medusa.base.generate(PROMPTS, max_new_tokens=40, eos_token_ids=None, pad_token_id=0)[:, -40:].tolist()
-    defaults = {"eos_token_ids": [text[0][17], text[2][5]], "pad_token_id": 0}
-    monkeypatch.setattr(medusa.base, "generation_defaults", lambda: defaults)
-    own = evaluate_own_text(medusa, PROMPTS, max_new_tokens=40)
-    ends = [next((i + 1 for i, t in enumerate(row) if t in defaults["eos_token_ids"]), 40) for row in text]
+    text = medusa.base.generate(PROMPTS, max_new_tokens=40, eos_token_id=None, pad_token_id=0)[:, -40:].tolist()
+    defaults = {"eos_token_id": [text[0][17], text[2][5]], "pad_token_id": 0}
+    monkeypatch.setattr(medusa.base, "generation_defaults", lambda do_sample=None: defaults)
+    own = evaluate_continuations(medusa, PROMPTS, max_new_tokens=40)
+    ends = [next((i + 1 for i, t in enumerate(row) if t in defaults["eos_token_id"]), 40) for row in text]
     assert own.lengths == ends and len(set(ends)) > 2
     tree = grow(own.scores.hits, 20)
     out = medusa.generate(PROMPTS, 40, tree=tree, return_stats=True)
@@ -79,10 +74,10 @@ def test_a_replay_knows_of_rows_that_end(medusa: lm.MedusaModel, monkeypatch: py
 
 def test_scores_on_own_text_by_hand(medusa: lm.MedusaModel) -> None:
     """Head i at a place is scored on the token i + 2 on, if that is a new one, and not the model's first."""
-    own = evaluate_own_text(medusa, PROMPTS, max_new_tokens=12)
+    own = evaluate_continuations(medusa, PROMPTS, max_new_tokens=12)
     hits, counts = torch.zeros(3, 10), torch.zeros(3)
     for prompt, ranks in zip(PROMPTS, own.ranks, strict=True):
-        text = medusa.base.generate([prompt], 12, eos_token_ids=None)
+        text = medusa.base.generate([prompt], 12, eos_token_id=None)
         with torch.no_grad():
             logits = medusa(text).logits[:, 0]
         assert ranks.shape == (3, 13)
@@ -108,31 +103,32 @@ def test_steps_are_walked_as_decoding_does() -> None:
     scores = HeadScores(torch.zeros(2), torch.zeros(2, 10), torch.ones(2))
     # Columns are places. From place 0, ranks 0 and 1: two accepted, on to place 3; there none; at place 4 one; the end.
     ranks = torch.tensor([[0, 0, 0, 2, 1, 0, -1], [1, 0, 0, 0, 0, -1, -1]])
-    own = OwnText(scores, [ranks, ranks[:, :1]], [7, 1])
+    own = ContinuationScores(scores, [ranks, ranks[:, :1]], [7, 1])
     assert own.tokens_per_step(Tree.from_paths([(0,), (1,), (0, 1)])) == 6 / 3
     assert own.tokens_per_step(chain(2)) == 6 / 3  # Places 0, 2 and 5: one, two and one accepted.
     assert own.tokens_per_step(chain(1)) == 6 / 4  # Places 0, 2, 4 and 5.
-    assert math.isnan(OwnText(scores, [ranks[:, :1]], [1]).tokens_per_step(chain(2)))
+    assert math.isnan(ContinuationScores(scores, [ranks[:, :1]], [1]).tokens_per_step(chain(2)))
 
 
 def test_a_prediction_is_of_other_prompts_and_can_fail(medusa: lm.MedusaModel) -> None:
     """Heads that know the first half by heart and nothing of the second: what the one promises the other denies."""
     known, unknown = PROMPTS[:2], PROMPTS[2:]
-    tried = trial(medusa, [known[0], unknown[0], known[1], unknown[1]], nodes=20, max_new_tokens=30)
-    own = evaluate_own_text(medusa, known, max_new_tokens=30)
+    tried = fit_tree(medusa, [known[0], unknown[0], known[1], unknown[1]], nodes=20, max_new_tokens=30)
+    own = evaluate_continuations(medusa, known, max_new_tokens=30)
     assert tried.tree == grow(own.scores.hits, 20) and tried.predicted == own.tokens_per_step(tried.tree)
     assert tried.expected == expected_tokens(tried.tree, own.scores.hits)
-    outcome = race(medusa, unknown, tree=tried.tree, max_new_tokens=30)
-    assert tried.race.prompts == tried.race.same == 2 and tried.race.tokens_per_step == outcome.tokens_per_step
-    assert tried.predicted > 1.2 * tried.race.tokens_per_step
-    swapped = trial(medusa, [unknown[0], known[0], unknown[1], known[1]], nodes=20, max_new_tokens=30)
-    assert swapped.predicted < swapped.race.tokens_per_step
+    outcome = benchmark_decoding(medusa, unknown, tree=tried.tree, max_new_tokens=30)
+    assert tried.benchmark.prompts == tried.benchmark.same == 2
+    assert tried.benchmark.tokens_per_step == outcome.tokens_per_step
+    assert tried.predicted > 1.2 * tried.benchmark.tokens_per_step
+    swapped = fit_tree(medusa, [unknown[0], known[0], unknown[1], known[1]], nodes=20, max_new_tokens=30)
+    assert swapped.predicted < swapped.benchmark.tokens_per_step
 
 
 def test_prompts_are_continued_in_small_batches(medusa: lm.MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = evaluate_own_text(medusa, PROMPTS, max_new_tokens=9)
+    whole = evaluate_continuations(medusa, PROMPTS, max_new_tokens=9)
     monkeypatch.setattr(decoding, "AT_ONCE", 3)
-    parts = evaluate_own_text(medusa, PROMPTS, max_new_tokens=9)
+    parts = evaluate_continuations(medusa, PROMPTS, max_new_tokens=9)
     assert parts.lengths == whole.lengths and torch.equal(parts.scores.hits, whole.scores.hits)
     assert all(torch.equal(a, b) for a, b in zip(parts.ranks, whole.ranks, strict=True))
 
@@ -148,15 +144,15 @@ def test_a_race_warms_up_with_its_own_tree(monkeypatch: pytest.MonkeyPatch) -> N
         return generate(*args, **options)
 
     monkeypatch.setattr(medusa, "generate", watched)
-    assert race(medusa, [[1, 2], [3]], tree=chain(2), max_new_tokens=9).same == 2
+    assert benchmark_decoding(medusa, [[1, 2], [3]], tree=chain(2), max_new_tokens=9).same == 2
     assert trees == [chain(2)] * 3
 
 
 def test_nothing_to_continue(medusa: lm.MedusaModel) -> None:
     with pytest.raises(InputError, match="no prompt"):
-        evaluate_own_text(medusa, [], max_new_tokens=3)
+        evaluate_continuations(medusa, [], max_new_tokens=3)
     with pytest.raises(InputError, match="two prompts or more"):
-        trial(medusa, PROMPTS[:1], nodes=3, max_new_tokens=3)
+        fit_tree(medusa, PROMPTS[:1], nodes=3, max_new_tokens=3)
 
 
 def test_prompts_are_what_a_model_is_asked(base: Path, tmp_path: Path) -> None:
@@ -179,7 +175,7 @@ def test_prompts_are_what_a_model_is_asked(base: Path, tmp_path: Path) -> None:
     ]
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no json\n")
-    documents = documents_of(base, [file], max_bad_lines=9, on_bad_line=lambda message: None)
+    documents = Documents.of_checkpoint(base, [file], max_bad_lines=9, on_bad_line=lambda message: None)
     indices, tokenizer = documents.corpus.split(0, 0)[0], documents.tokenizer
     add_bos(tokenizer, "<|endoftext|>")  # Which makes a token of an empty text.
 
@@ -248,7 +244,7 @@ def test_a_picture_is_written_whole(generation: bool, tmp_path: Path, monkeypatc
 
 
 def test_a_picture_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path, message in (("a.jpg", ".png"), ("nowhere/a.png", "not there"), ("folder.png", "is a folder")):
+    for path, message in (("a.jpg", ".png"), ("nowhere/a.png", "does not exist"), ("folder.png", "is a folder")):
         (tmp_path / "folder.png").mkdir(exist_ok=True)
         with pytest.raises(InputError, match=message):
             plot.require_plotting(tmp_path / path)
@@ -278,22 +274,22 @@ def test_eval_export_and_generate(medusa: lm.MedusaModel, tmp_path: Path, monkey
     )
     evaluate = ["medusa", "eval", base, tmp_path / "heads", "--data", tmp_path / "data.jsonl"]
     assert "data.jsonl:11" in run(*evaluate, code=1).stderr
-    options = ["--length", 16, "--prompts", 7, "--max-new-tokens", 9, "--batch-size", 2, "--max-bad-lines", 1]
+    options = ["--seq-len", 16, "--prompts", 7, "--max-new-tokens", 9, "--batch-size", 2, "--max-bad-lines", 1]
     shown = run(*evaluate, *options, "--plot", tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
     assert "speed-up" in shown.stdout and "predicted" in shown.stdout and "data.jsonl:11" in shown.stderr
 
     # Batches come and go: there are many, and never more than a few at once.
     alive: list[weakref.ref[Any]] = []
-    following = Stream.__next__
+    following = PackedBatches.__next__
 
-    def watched(stream: Stream) -> Any:
+    def watched(stream: PackedBatches) -> Any:
         assert sum(each() is not None for each in alive) <= 2
         batch = following(stream)
         alive.append(weakref.ref(batch))
         return batch
 
-    monkeypatch.setattr(Stream, "__next__", watched)
+    monkeypatch.setattr(PackedBatches, "__next__", watched)
     found = json.loads(run(*evaluate, *options, "--json").stdout)
     assert len(alive) > 20
     assert (found["generation"]["prompts"], found["generation"]["same"]) == (3, 3)  # Four were predicted from.
@@ -317,7 +313,7 @@ def test_eval_export_and_generate(medusa: lm.MedusaModel, tmp_path: Path, monkey
     assert hot["steps"] < cold["steps"]
 
 
-def test_eval_on_what_a_run_held_out(base: Path, data: Path, tmp_path: Path) -> None:
+def test_eval_on_the_validation_split_of_a_run(base: Path, data: Path, tmp_path: Path) -> None:
     """Read as the run read it: the very scores of the run, and more of them."""
     template = tmp_path / "dated.jinja"
     template.write_text(
@@ -326,37 +322,36 @@ def test_eval_on_what_a_run_held_out(base: Path, data: Path, tmp_path: Path) -> 
     )
     (tmp_path / "data.jsonl").write_bytes(data.read_bytes())
     recipe, out = recipe_for(base, tmp_path / "data.jsonl", chat_template=str(template)), tmp_path / "out"
-    scores = train_heads(recipe, out).scores
-    assert scores is not None
+    scores = train_heads(recipe, out).evaluation.scores
     evaluate = ["medusa", "eval", base, out, "--prompts", 0, "--json"]
-    found = json.loads(run(*evaluate, "--held-out-of", out).stdout)
+    found = json.loads(run(*evaluate, "--validation-of", out).stdout)
     assert found["targets"] == scores.counts.tolist()
     for k in range(1, 11):
         assert found["accuracies"][str(k)] == pytest.approx(scores.accuracy(k).tolist(), rel=1e-9)
-    dated = json.loads(run(*evaluate, "--held-out-of", out, "--date", "1999-01-01").stdout)
+    dated = json.loads(run(*evaluate, "--validation-of", out, "--date", "1999-01-01").stdout)
     assert dated["losses"] != found["losses"] == pytest.approx(scores.losses.tolist(), rel=1e-5)
-    assert "YYYY-MM-DD" in run(*evaluate, "--held-out-of", out, "--date", "soon", code=1).stderr
+    assert "YYYY-MM-DD" in run(*evaluate, "--validation-of", out, "--date", "soon", code=1).stderr
 
-    assert "--held-out-of" in run(*evaluate, code=2).stderr
+    assert "--validation-of" in run(*evaluate, code=2).stderr
     assert "--prompts" in run("medusa", "eval", base, out, "--data", data, "--prompts", 1, code=2).stderr
-    train_heads(recipe.changed({"held_out": 0, "steps": 1}), tmp_path / "all")
-    assert "held nothing out" in run(*evaluate, "--held-out-of", tmp_path / "all", code=1).stderr
+    train_heads(recipe.changed({"validation_fraction": 0, "steps": 1}), tmp_path / "all")
+    assert "has no validation split" in run(*evaluate, "--validation-of", tmp_path / "all", code=1).stderr
 
 
-def test_what_a_run_held_out_is_told_by_its_content(base: Path, data: Path, tmp_path: Path) -> None:
+def test_the_validation_split_of_a_run_is_known_by_content(base: Path, data: Path, tmp_path: Path) -> None:
     """Though no checkpoint is left, and wherever the data are."""
     file, moved, out = tmp_path / "data.jsonl", tmp_path / "moved.jsonl", tmp_path / "out"
     file.write_bytes(data.read_bytes())
     train_heads(recipe_for(base, file, steps=1, checkpoint_every=None), out)
     assert not (out / "checkpoints").exists()
-    evaluate = ["medusa", "eval", base, out, "--prompts", 0, "--json", "--held-out-of", out]
+    evaluate = ["medusa", "eval", base, out, "--prompts", 0, "--json", "--validation-of", out]
     found = json.loads(run(*evaluate).stdout)
     file.rename(moved)
     assert "data.jsonl: cannot be read" in run(*evaluate, code=1).stderr
     assert json.loads(run(*evaluate, "--data", moved).stdout) == found
     with moved.open("a") as lines:
         lines.write('\n{"text": "one more"}\n')
-    assert "data: not what the run began with" in run(*evaluate, "--data", moved, code=1).stderr
+    assert "data: not what the run started with" in run(*evaluate, "--data", moved, code=1).stderr
     for content, words in (("[]", "not an object"), ("{}", "is damaged"), (None, "no such file")):
         (out / "content.json").unlink() if content is None else (out / "content.json").write_text(content)
         assert re.search(rf"content\.json: .*{words}", run(*evaluate, "--data", data, code=1).stderr)

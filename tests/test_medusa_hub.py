@@ -12,7 +12,7 @@ import ligermodels as lm
 CHILD = """
 import json, sys, time
 time.sleep = lambda seconds: None  # huggingface_hub pauses before it tries again.
-from ligermodels.convert.medusa_hub import heads_folder
+from ligermodels.speculative.hub import heads_folder
 for arguments in json.loads(sys.argv[1]):
     try:
         print(json.dumps(["folder", str(heads_folder(**arguments))]))

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from zoo import BASE, CONFIGS, make_checkpoint
 
 import ligermodels as lm
-from ligermodels.archs import medusa_checkpoint
-from ligermodels.convert import medusa_files, safetensors_writer
-from ligermodels.convert.medusa_files import open_heads
-from ligermodels.convert.medusa_profiles import PROFILES, Fill
+from ligermodels.convert import safetensors_writer
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.speculative import checkpoint as medusa_checkpoint
+from ligermodels.speculative import files as medusa_files
+from ligermodels.speculative.files import open_heads
+from ligermodels.speculative.profiles import PROFILES, Fill
 
 HIDDEN, VOCAB = BASE["hidden_size"], BASE["vocab_size"]
 NAME = "owner/base"
@@ -199,10 +200,10 @@ def test_a_whole_checkpoint_opens_everywhere(base: lm.CausalLM, tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"not expected.*medusa_head\.0"):
         lm.from_pretrained(folder)
-    base.origin, origin = None, base.origin
-    with pytest.raises(ConfigError, match="origin"):
+    base.export_spec, spec = None, base.export_spec
+    with pytest.raises(ConfigError, match="export_spec"):
         model.export(tmp_path / "x", "full-hf")
-    base.origin = origin
+    base.export_spec = spec
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ def test_a_wrong_file_is_not_left_behind(
             "setting": lambda config: {**config, "num_heads" if "num_heads" in config else "medusa_num_heads": 9},
             "misread": lambda config: {**config, "architectures": ["X"], "num_attention_heads": 7},
         }[fault]
-        for module in (medusa_files, lm.convert.origin):
+        for module in (medusa_files, lm.convert.export_spec):
             monkeypatch.setattr(module, "as_json", lambda config: write(wrong(config)))
     with pytest.raises(CheckpointError, match=f"not be in the {profile} format"):
         heads(base, "shared", 2, 1).export(tmp_path / "out", profile, base_model=NAME)

@@ -11,16 +11,17 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from ligermodels.convert.weight_map import WeightMap, experts_gate_up, rename, stack
+from ligermodels.convert.mappings import experts_gate_up, experts_gate_up_in_one, rename, stack
+from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import Context, MoE, MoEConfig, load_balancing_loss
+from ligermodels.layers import ForwardContext, MoE, MoEConfig, RouterOutput, load_balancing_loss
 
 HIDDEN, SIZE = 22, 13
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.kernels])]
 FUSED = WeightMap(
     [
         rename("router.weight", "gate.weight"),
-        rename("gate_up", "experts.gate_up_proj"),
+        experts_gate_up_in_one("gate_up", "experts.gate_up_proj"),
         rename("down", "experts.down_proj"),
     ]
 )
@@ -61,16 +62,24 @@ def make_oracle(case: Case, hidden: int = HIDDEN, size: int = SIZE) -> nn.Module
 def make_ours(case: Case, oracle: nn.Module, hidden: int = HIDDEN, size: int = SIZE) -> MoE:
     layer = MoEConfig(case.num_experts, case.top_k, size, normalize=case.normalize).build(hidden)
     assert isinstance(layer, MoE)
-    for name, _, _, read in FUSED.export(dict(layer.named_parameters())):
-        read().copy_(oracle.get_parameter(name).detach())
+    with torch.no_grad():
+        layer.router.weight.copy_(oracle.gate.weight)
+        gate, up = oracle.experts.gate_up_proj.chunk(2, dim=1)
+        layer.gate_up.copy_(torch.stack([gate, up], dim=2).flatten(1, 2))  # in pairs
+        layer.down.copy_(oracle.experts.down_proj)
     return layer
+
+
+def output_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """Without what the router said."""
+    return layer(x)[0] if isinstance(layer, MoE) else layer(x)
 
 
 def outcome(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Output and all gradients, by transformers' names."""
     layer.zero_grad()
     x = x.detach().clone().requires_grad_()
-    y = layer(x)
+    y = output_of(layer, x)
     assert y.shape == x.shape and y.dtype == x.dtype
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
@@ -128,7 +137,7 @@ def test_gradients_in_fp64() -> None:
     names = dict(layer.named_parameters())
 
     def call(x: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))[0]
 
     wide = [parameter.detach().mul(20).requires_grad_() for parameter in names.values()]
     assert torch.autograd.gradcheck(call, (x, *wide))
@@ -140,14 +149,13 @@ def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
     layer = make_ours(case, make_oracle(case))
     x = torch.randn(*case.tokens, HIDDEN)
     leaves = {"x": x, **dict(layer.named_parameters())}
-    wanted = outcome(layer, x)
+    wanted = {"x": outcome(layer, x)["x"], **{name: p.grad for name, p in layer.named_parameters()}}
     layer.zero_grad()
     for name, leaf in leaves.items():
         leaf.requires_grad_(name == trained)
-    y = layer(x)
+    y = output_of(layer, x)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
-    theirs = {"router.weight": "gate.weight", "gate_up": "experts.gate_up_proj", "down": "experts.down_proj"}
-    assert torch.equal(leaves[trained].grad, wanted[theirs.get(trained, trained)])
+    assert torch.equal(leaves[trained].grad, wanted[trained])
     assert all(leaf.grad is None for name, leaf in leaves.items() if name != trained)
 
 
@@ -157,8 +165,8 @@ def test_compiled() -> None:
     torch._dynamo.reset()
 
     def call(x: Tensor) -> tuple[Tensor, Tensor]:
-        context = Context()
-        return layer(x, context), load_balancing_loss(context.router_logits, case.num_experts, case.top_k)
+        y, router_output = layer(x, ForwardContext())
+        return y, load_balancing_loss([router_output])
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 8):
@@ -173,7 +181,7 @@ def test_weights_go_out_expert_by_expert() -> None:
     oracle = make_oracle(case)
     layer = make_ours(case, oracle)
     names = [[f"experts.{e}.{w}.weight" for e in range(case.num_experts)] for w in ("w1", "w3", "w2")]
-    entries = [rename("router.weight", "gate.weight"), experts_gate_up("gate_up", *names[:2], SIZE)]
+    entries = [rename("router.weight", "gate.weight"), experts_gate_up("gate_up", *names[:2])]
     exported = WeightMap([*entries, stack("down", names[2])]).export(dict(layer.named_parameters()))
     found = {name: read() for name, _, _, read in exported}
     x = torch.randn(HIDDEN)
@@ -184,7 +192,7 @@ def test_weights_go_out_expert_by_expert() -> None:
         # With all tokens at expert e, the mixture is that expert.
         with torch.no_grad():
             layer.router.weight.copy_(100 * torch.eye(case.num_experts)[e][:, None] * x)
-        assert error(layer(x[None])[0], w2 @ (nn.functional.silu(w1 @ x) * (w3 @ x))) < 1e-5
+        assert error(output_of(layer, x[None])[0], w2 @ (nn.functional.silu(w1 @ x) * (w3 @ x))) < 1e-5
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -196,7 +204,7 @@ def test_load_balancing_loss(masked: bool, layers: int, num_experts: int, top_k:
     def outcome(loss: Tensor) -> list[Tensor]:
         return [loss.detach(), *torch.autograd.grad(loss * -3, logits)]
 
-    ours = outcome(load_balancing_loss(logits, num_experts, top_k, mask))
+    ours = outcome(load_balancing_loss([RouterOutput(each, top_k) for each in logits], mask))
     theirs = outcome(load_balancing_loss_func(tuple(logits), num_experts, top_k, mask))
     assert ours[0].shape == ()
     for found, wanted in zip(ours, theirs, strict=True):
@@ -205,32 +213,31 @@ def test_load_balancing_loss(masked: bool, layers: int, num_experts: int, top_k:
 
 def test_load_balancing_loss_at_its_bounds() -> None:
     uniform = torch.eye(4).repeat(5, 1)
-    assert load_balancing_loss([uniform], 4, 1).item() == pytest.approx(1.0)
+    assert load_balancing_loss([RouterOutput(uniform, 1)]).item() == pytest.approx(1.0)
     one = 1e4 * torch.eye(4)[:1].expand(6, 4)
-    assert load_balancing_loss([one.bfloat16()] * 2, 4, 1).item() == pytest.approx(4.0)
-    assert load_balancing_loss([one], 4, 1, torch.zeros(2, 3, dtype=torch.bool)).item() == 0.0
+    assert load_balancing_loss([RouterOutput(one.bfloat16(), 1)] * 2).item() == pytest.approx(4.0)
+    assert load_balancing_loss([RouterOutput(one, 1)], torch.zeros(2, 3, dtype=torch.bool)).item() == 0.0
 
 
-def test_router_logits_go_to_the_context() -> None:
-    layer = MoEConfig(4, 2, 3).build(5)
-    x, context = torch.randn(2, 3, 5), Context()
-    assert torch.equal(layer(x, context), layer(x))
-    (logits,) = context.router_logits
-    assert torch.equal(logits, layer.router(x).flatten(0, 1)) and logits.requires_grad
+def test_router_output() -> None:
+    layer, x = MoEConfig(4, 2, 3).build(5), torch.randn(2, 3, 5)
+    _, (logits, top_k) = layer(x)
+    assert torch.equal(logits, layer.router(x).flatten(0, 1)) and logits.requires_grad and top_k == 2
 
 
 @pytest.mark.parametrize(
-    ("logits", "mask", "message"),
+    ("outputs", "mask", "message"),
     [
-        ([], None, "router_logits: empty"),
-        ([torch.ones(6, 3)], None, r"must all be \(N, 4\)"),
-        ([torch.ones(6, 4), torch.ones(5, 4)], None, "the same N"),
-        ([torch.ones(6, 4)], torch.ones(5), "one element for each of 6 tokens"),
+        ([], None, "router_outputs: empty"),
+        ([((6, 4), 2), ((5, 4), 2)], None, r"the same \(tokens, experts\) and top_k.*\(5, 4\)"),
+        ([((6, 4), 2), ((6, 3), 2)], None, r"the same \(tokens, experts\) and top_k.*\(6, 3\)"),
+        ([((6, 4), 2), ((6, 4), 1)], None, r"the same \(tokens, experts\) and top_k"),
+        ([((6, 4), 2)], torch.ones(5), "one element for each of 6 tokens"),
     ],
 )
-def test_bad_input(logits: Sequence[Tensor], mask: Tensor | None, message: str) -> None:
+def test_bad_input(outputs: Sequence[tuple[tuple[int, int], int]], mask: Tensor | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        load_balancing_loss(logits, 4, 2, mask)
+        load_balancing_loss([RouterOutput(torch.ones(shape), top_k) for shape, top_k in outputs], mask)
 
 
 @pytest.mark.parametrize("top_k", [0, 5])

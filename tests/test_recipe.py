@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError
-from ligermodels.training import Recipe, read_recipe
-from ligermodels.training import run as runs
+from ligermodels.training import Outcome, Recipe, medusa, read_recipe
 from ligermodels.training.recipe import recipe_text, shipped_recipes
+from ligermodels.training.renamed import EVAL_FLAGS, SETTINGS, TRAIN_FLAGS
 
 
 def cli(*arguments: object) -> Result:
@@ -24,10 +23,11 @@ def cli(*arguments: object) -> Result:
 @pytest.mark.parametrize("name", ["gemma-2", "llama-3", "mistral", "qwen2.5"])
 def test_shipped_recipes_are_whole(name: str) -> None:
     recipe = read_recipe(name)
-    assert name in shipped_recipes() and recipe.base and recipe.length * recipe.micro_batch_rows <= recipe.batch_tokens
-    # What the authors of Medusa published: 5 heads of one layer, 5e-4 after 40 steps, rows of 4096, two epochs.
-    assert (recipe.stage, recipe.heads, recipe.layers, recipe.learning_rate, recipe.decay) == (1, 5, 1, 5e-4, 0.8)
-    assert (recipe.warmup, recipe.final_lr, recipe.length, recipe.epochs, recipe.dtype) == (40, 0, 4096, 2, "bfloat16")
+    assert name in shipped_recipes() and recipe.base and recipe.seq_len * recipe.micro_batch_size <= recipe.batch_tokens
+    # What the authors of Medusa published: 5 heads of one layer, 5e-4 after 40 steps, 4096 tokens, two epochs.
+    assert (recipe.stage, recipe.num_heads, recipe.num_layers) == (1, 5, 1)
+    assert (recipe.learning_rate, recipe.decay, recipe.dtype) == (5e-4, 0.8, "bfloat16")
+    assert (recipe.warmup_steps, recipe.min_lr_ratio, recipe.seq_len, recipe.epochs) == (40, 0, 4096, 2)
     printed = cli("recipe", name)
     assert printed.stdout == recipe_text(name) and yaml.safe_load(printed.stdout)["base"] == recipe.base
     assert name in cli("recipe").stdout.split()
@@ -41,11 +41,12 @@ def test_recipes_are_in_the_wheel() -> None:
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
-        "learning_rate: 1e-3  # text, to YAML\nstage: 2\nlambda0: 1\ndata: [a.jsonl, b.txt]\nsteps: null\nseed: -4\n"
+        "learning_rate: 1e-3  # text, to YAML 1.1\nstage: 2\nheads_loss_weight: 1\n"
+        "data: [a.jsonl, b.txt]\nsteps: null\nseed: -4\n"
     )
     recipe = read_recipe(path)
     assert (recipe.learning_rate, recipe.data, recipe.steps, recipe.seed) == (1e-3, ("a.jsonl", "b.txt"), None, -4)
-    assert isinstance(recipe.lambda0, float) and recipe.heads == Recipe().heads
+    assert isinstance(recipe.heads_loss_weight, float) and recipe.num_heads == Recipe().num_heads
     path.write_text(yaml.safe_dump(recipe.settings()))
     assert read_recipe(path) == recipe
     path.write_text("date: 2025-01-31  # a date, to YAML\n")
@@ -55,53 +56,58 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "head: 3": "there is no setting 'head'; the nearest is 'heads'",
+    "num_head: 3": "there is no setting 'num_head'; the nearest is 'num_heads'",
     "lr: 3": "there is no setting 'lr'; the nearest is",
     "learning-rate: 3": "no setting 'learning-rate'; the nearest is 'learning_rate'",
     "5: 3": "there is no setting 5",
-    "heads: 3\nheads: 4": "key 'heads' stands twice",
-    "heads: 2.5": "heads: must be a whole number, got 2.5",
-    "heads: true": "heads: must be a whole number, got True",
-    "heads: null": "heads: must be a whole number, got None",
-    "heads: 0": "heads: must be at least 1, got 0",
-    "held_out: 1.5": "held_out: must be from 0 to 1, got 1.5",
-    "learning_rate: fast": "learning_rate: must be a number, got 'fast'",
-    "learning_rate: .nan": "learning_rate: must be a number, got nan",
-    "lm_head: mine": "lm_head: must be own or shared, got 'mine'",
-    "dtype: int8": "dtype: must be bfloat16 or float32 or float64 or null, got 'int8'",
-    "dtype: float16": "dtype: must be bfloat16 or float32 or",
-    "data: [1]": "data: must be a list of texts",
-    "stage: 3": "stage: must be from 1 to 2, got 3",
-    "stage: 2\ndistill: 1": "distill: must be true or false, got 1",
+    "num_heads: 3\nnum_heads: 4": "key 'num_heads' is repeated",
+    "num_heads: 2.5": "num_heads: must be a valid integer, got 2.5",
+    "num_heads: true": "num_heads: must be a valid integer, got True",
+    "num_heads: null": "num_heads: must be a valid integer, got None",
+    "num_heads: 0": "num_heads: must be greater than or equal to 1, got 0",
+    "validation_fraction: 1.5": "validation_fraction: must be less than or equal to 1, got 1.5",
+    "validation_fraction: x": "validation_fraction: must be a valid number, got 'x'",
+    "learning_rate: fast": "learning_rate: must be a valid number, got 'fast'",
+    "learning_rate: true": "learning_rate: must be a valid number, got True",
+    "learning_rate: .nan": "learning_rate: must be a finite number, got nan",
+    "lm_head: mine": "lm_head: must be 'own' or 'shared', got 'mine'",
+    "dtype: int8": "dtype: must be 'bfloat16', 'float32' or 'float64', got 'int8'",
+    "dtype: float16": "dtype: must be 'bfloat16', 'float32' or",
+    "data: [1]": "data.0: must be a valid string, got 1",
+    "stage: 3": "stage: must be less than or equal to 2, got 3",
+    "stage: 2\ndistill: 1": "distill: must be a valid boolean, got 1",
     "distill: true": "distill: is for stage 2",
     "batch_tokens: 5000": "batch_tokens \\(5000\\) must be a multiple of micro_batch_tokens \\(5000\\), and that",
     "batch_tokens: 8192\nmicro_batch_tokens: 6144": "a multiple of micro_batch_tokens \\(6144\\)",
-    "epochs: 0": "epochs: must be above 0",
-    "grad_clip: 0": "grad_clip: must be above 0, got 0",
-    "beta1: 1.0": "beta1: must be at least 0 and below 1, got 1.0",
-    "beta2: -0.1": "beta2: must be at least 0 and below 1, got -0.1",
-    "weight_decay: -1": "weight_decay: must be at least 0, got -1",
-    "length: 6": "length: rows of 6 tokens have no target for the last of 5 heads; it must be at least 7",
-    "lambda0: 0.5": "lambda0: is for stage 2; .*leave it out",
-    "lambda0_schedule: sine": "lambda0_schedule: is for stage 2",
-    "head_lr_multiplier: 1": "head_lr_multiplier: is for stage 2",
-    "drift: true": "drift: is for stage 2",
-    "stage: 2\ndrift: true\nheld_out: 0": "drift: is of what is held out",
-    "stage: 2\nreference: host": "reference: is for distill and drift",
-    "optimizer: adafactor\nbeta1: 0.8": "beta1: is AdamW's",
-    "optimizer: adafactor\nbeta2: 0.99": "beta2: is AdamW's",
-    "optimizer: adafactor\nrounding: nearest": "rounding: is AdamW's",
-    "held_out: 0\nevaluate_every: 5": "evaluate_every: is of what is held out, and held_out is 0; leave it out",
-    "held_out: 0\nheld_out_tokens: 5": "held_out_tokens: is of what is held out",
-    "steps: 5\nepochs: 2": "epochs: means nothing beside steps",
-    "checkpoint_every: null\nkeep_checkpoints: 3": "keep_checkpoints: means nothing where checkpoint_every is null",
+    "epochs: 0": "epochs: must be greater than 0",
+    "max_grad_norm: 0": "max_grad_norm: must be greater than 0, got 0",
+    "beta1: 1.0": "beta1: must be less than 1, got 1.0",
+    "beta2: -0.1": "beta2: must be greater than or equal to 0, got -0.1",
+    "weight_decay: -1": "weight_decay: must be greater than or equal to 0, got -1",
+    "seq_len: 6": "seq_len: sequences of 6 tokens have no target for the last of 5 heads; it must be at least 7",
+    "heads_loss_weight: 0.5": "heads_loss_weight: is for stage 2; .*leave it out",
+    "heads_loss_weight_schedule: sine": "heads_loss_weight_schedule: is for stage 2",
+    "head_lr_multiplier: 1.0": "head_lr_multiplier: is for stage 2",
+    "kl_to_reference: true": "kl_to_reference: is for stage 2",
+    "stage: 2\nkl_to_reference: true\nvalidation_fraction: 0": "kl_to_reference: needs a validation split",
+    "stage: 2\nreference: cpu_offload": "reference: is for distill and kl_to_reference",
+    "optimizer: adafactor\nbeta1: 0.8": "beta1: is a setting of AdamW",
+    "optimizer: adafactor\nbeta2: 0.99": "beta2: is a setting of AdamW",
+    "optimizer: adafactor\nrounding: nearest": "rounding: is a setting of AdamW",
+    "validation_fraction: 0\nevaluate_every: 5": "evaluate_every: needs a validation split, and .* is 0; leave it out",
+    "validation_fraction: 0\nvalidation_tokens: 5": "validation_tokens: needs a validation split",
+    "steps: 5\nepochs: 2": "epochs: has no effect beside steps",
+    "checkpoint_every: null\nkeep_checkpoints: 3": "keep_checkpoints: has no effect where checkpoint_every is null",
     **{f"date: {text}": "date: must be YYYY-MM-DD" for text in ("2025-W03", "2025-1-31", "2025-02-30")},
     "date: 2025-01-31 12:00:00": "date: must be YYYY-MM-DD, got '2025-01-31 12:00:00'",
-    "- heads": "must hold 'key: value' lines",
-    "heads: [": "not YAML",
+    "heads: 3\nnum_heads: 4": "'heads' is the old name of 'num_heads'; give one of the two",
+    "heads: 0": "num_heads: must be greater than or equal to 1, got 0",
+    "- num_heads": "must hold 'key: value' lines",
+    "num_heads: [": "not YAML",
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*heads is now num_heads:DeprecationWarning")
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_wrong_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
@@ -111,15 +117,16 @@ def test_what_is_wrong_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_what_loses_its_meaning_is_as_by_default_again() -> None:
-    """A flag wins over the recipe, with all that follows from it; what is given beside it must still have a meaning."""
-    recipe = Recipe().changed({"stage": 2, "drift": True, "reference": "host", "epochs": 2, "evaluate_every": 5})
+    """A flag resets what loses its meaning in the recipe; what is given beside it must have a meaning."""
+    recipe = Recipe().changed({"stage": 2, "kl_to_reference": True, "reference": "cpu_offload", "epochs": 2})
+    recipe = recipe.changed({"evaluate_every": 5})
     assert recipe.changed({"steps": 3}).epochs == 1 and recipe.changed({"seed": 1}).epochs == 2
     assert [recipe.changed({"steps": 3}).changed({"epochs": n}).settings()["steps"] for n in (1, 2)] == [None, None]
     first = recipe.changed({"stage": 1})
-    assert (first.drift, first.reference, first.evaluate_every) == (False, "device", 5)
-    assert recipe.changed({"held_out": "0"}).evaluate_every is None
-    with pytest.raises(ConfigError, match="the command line: drift: is for stage 2"):
-        recipe.changed({"stage": 1, "drift": True}, "the command line")
+    assert (first.kl_to_reference, first.reference, first.evaluate_every) == (False, "device", 5)
+    assert recipe.changed({"validation_fraction": 0}).evaluate_every is None
+    with pytest.raises(ConfigError, match="the command line: kl_to_reference: is for stage 2"):
+        recipe.changed({"stage": 1, "kl_to_reference": True}, "the command line")
     shipped = read_recipe("llama-3")
     assert shipped.changed({"optimizer": "adafactor"}).beta2 == Recipe().beta2 != shipped.beta2
 
@@ -133,57 +140,93 @@ def test_no_recipe_is_an_error(tmp_path: Path) -> None:
         read_recipe(tmp_path / "latin.yaml")
 
 
-def test_batches_and_the_way_of_lambda0() -> None:
-    recipe = Recipe(length=8, batch_tokens=96, micro_batch_tokens=24)
-    assert (recipe.micro_batch_rows, recipe.accumulate) == (3, 4)
-    assert (Recipe(length=8, batch_tokens=96).micro_batch_rows, Recipe(length=8, batch_tokens=96).accumulate) == (12, 1)
-    ways = {"constant": [0.5, 0.5], "linear": [0.125, 0.5], "sine": [0.5 * math.sin(math.pi / 8), 0.5]}
-    for way, wanted in ways.items():
-        found = Recipe(stage=2, lambda0=0.5, lambda0_schedule=way)
-        assert [found.lambda0_at(step, 20) for step in (5, 20)] == pytest.approx(wanted)
+def test_batch_sizes_and_the_schedule_of_the_heads_loss_weight() -> None:
+    recipe = Recipe(seq_len=8, batch_tokens=96, micro_batch_tokens=24)
+    assert (recipe.micro_batch_size, recipe.accumulation_steps) == (3, 4)
+    recipe = Recipe(seq_len=8, batch_tokens=96)
+    assert (recipe.micro_batch_size, recipe.accumulation_steps) == (12, 1)
+    schedules = {"constant": [0.5, 0.5], "linear": [0.125, 0.5], "sine": [0.5 * math.sin(math.pi / 8), 0.5]}
+    for schedule, wanted in schedules.items():
+        found = Recipe(stage=2, heads_loss_weight=0.5, heads_loss_weight_schedule=schedule)
+        assert [found.heads_loss_weight_at(step, 20) for step in (5, 20)] == pytest.approx(wanted)
 
 
 def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Recipe, object]] = []
 
-    def train_heads(recipe: Recipe, out: object, **options: object) -> runs.Outcome:
+    def train_heads(recipe: Recipe, out: object, **options: object) -> Outcome:
         seen.append((recipe, out))
-        return runs.Outcome(1, 1)
+        return Outcome(1, 1)
 
-    monkeypatch.setattr(runs, "train_heads", train_heads)
+    monkeypatch.setattr(medusa, "train_heads", train_heads)
     (tmp_path / "mine.yaml").write_text(
-        "base: somewhere\ndata: x\nheads: 3\nlayers: 2\nlm_head: shared\ngrad_clip: null\nstage: 2\ndistill: true\n"
+        "base: somewhere\ndata: x\nnum_heads: 3\nnum_layers: 2\nlm_head: shared\n"
+        "max_grad_norm: null\nstage: 2\ndistill: true\n"
     )
-    given = ["--recipe", tmp_path / "mine.yaml", "--out", tmp_path / "out", "--heads", 4, "--lr", 0.25]
-    assert cli("train", *given, "--data", "a", "--data", "b", "--lambda0-schedule", "sine").exit_code == 0
+    given = ["--recipe", tmp_path / "mine.yaml", "--out", tmp_path / "out", "--num-heads", 4, "--lr", 0.25]
+    assert cli("train", *given, "--data", "a", "--data", "b", "--heads-loss-weight-schedule", "sine").exit_code == 0
     recipe, out = seen[0]
-    assert (recipe.base, recipe.heads, recipe.layers, recipe.lm_head, recipe.grad_clip) == (
+    assert (recipe.base, recipe.num_heads, recipe.num_layers, recipe.lm_head, recipe.max_grad_norm) == (
         "somewhere",
         4,
         2,
         "shared",
         None,
     )
-    assert (recipe.learning_rate, recipe.data, recipe.lambda0_schedule) == (0.25, ("a", "b"), "sine")
+    assert (recipe.learning_rate, recipe.data, recipe.heads_loss_weight_schedule) == (0.25, ("a", "b"), "sine")
     assert out == tmp_path / "out"
     assert cli("train", "elsewhere", *given, "--no-distill").exit_code == 0 and seen[1][0].base == "elsewhere"
     assert seen[1][0].data == ("x",) and recipe.distill and not seen[1][0].distill
 
     # Every setting has a flag; a wrong one is refused before anything is done.
     shown = cli("train", "--help").stdout
-    assert all(f"--{each.name.replace('_', '-')}" in shown for each in fields(Recipe) if each.name != "base")
+    assert all(f"--{name.replace('_', '-')}" in shown for name in Recipe.model_fields if name != "base")
     for arguments, words, code in (
         (["--recipe", "llama-3", "--out", "y"], "--data", 2),
         (["--data", "x", "--out", "y"], "BASE", 2),
         (["z", "--data", "x"], "--out", 2),
-        (["z", "--data", "x", "--out", "y", "--held-out", 2], "held-out", 2),
+        (["z", "--data", "x", "--out", "y", "--validation-fraction", 2], "validation-fraction", 2),
         (["z", "--data", "x", "--out", "y", "--optimizer", "sgd"], "adafactor", 2),
-        (["z", "--data", "x", "--out", "y", "--length", 1000], "a multiple of", 1),
+        (["z", "--data", "x", "--out", "y", "--seq-len", 1000], "a multiple of", 1),
         (["z", "--data", "x", "--out", "y", "--recipe", "llama-4"], "llama-3", 1),
     ):
         result = cli("train", *arguments)
         assert result.exit_code == code and words in result.stderr, result.output
     assert len(seen) == 2
+
+
+def test_old_names_work_and_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"heads": 3, "layers": 2, "length": 256, "held_out": 0.25, "held_out_tokens": 512, "lambda0": 0.5}
+    values |= {"lambda0_schedule": "sine", "drift": True, "warmup": 7, "final_lr": 0.5, "grad_clip": 2.0}
+    assert values.keys() == SETTINGS.keys()
+    beside = {"stage": 2, "base": "somewhere", "data": "x"}
+    wanted = Recipe().changed({**beside, **{SETTINGS[old]: value for old, value in values.items()}})
+    wanted = wanted.changed({"reference": "cpu_offload"})
+    old = {**values, "reference": "host"}
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump({**beside, **old}))
+    with pytest.warns(DeprecationWarning) as seen:
+        assert read_recipe(tmp_path / "old.yaml") == wanted
+    told = [str(each.message) for each in seen]
+    assert f"{tmp_path}/old.yaml: heads is now num_heads; the old name works for one more release" in told
+    assert any("reference: host is now cpu_offload" in line for line in told) and len(told) == len(old)
+
+    # As flags too, as two arguments or as one, and a flag that is off.
+    recipes: list[Recipe] = []
+    monkeypatch.setattr(medusa, "train_heads", lambda recipe, *_, **__: recipes.append(recipe) or Outcome(1, 1))
+    del old["drift"]
+    for join in (True, False):
+        pairs = [(f"--{name.replace('_', '-')}", value) for name, value in {**beside, **old}.items() if name != "base"]
+        flags = [f"{name}={value}" for name, value in pairs] if join else [each for pair in pairs for each in pair]
+        result = cli("train", "somewhere", *flags, "--drift", "--out", tmp_path / "out")
+        assert result.exit_code == 0 and recipes[-1] == wanted, result.output
+        warned = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+        assert len(warned) == len(TRAIN_FLAGS) and "warning: --reference host is now cpu_offload" in result.stderr
+    assert "--no-kl-to-reference" in cli("train", "--no-drift").stderr
+    assert "--out" in cli("generate-data", "b", "--data", "x").stderr  # only that is missing
+    assert "generate-data is now self-distillation-data" in cli("generate-data", "b", "--data", "x").stderr
+    for old_flag, new in EVAL_FLAGS.items():
+        assert f"{old_flag} is now {new}" in cli("eval", "b", "h", old_flag, "9").stderr
+    assert not [line for line in cli("train", "--help").stdout.split() if line in TRAIN_FLAGS]
 
 
 def test_recipes_are_read_without_torch() -> None:

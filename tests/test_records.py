@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ligermodels.training.records import NothingToLearn, parse_line
+from ligermodels.data.records import NothingToLearn, parse_line
 
 USER, ASSISTANT = {"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}
 SYSTEM = {"role": "system", "content": "x"}

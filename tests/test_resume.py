@@ -17,10 +17,13 @@ from typer.testing import CliRunner, Result
 
 import ligermodels as lm
 from ligermodels.cli import app
+from ligermodels.data import fingerprint
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
-from ligermodels.training import Recipe, evaluation, fingerprint, loop, read_recipe, run
+from ligermodels.speculative import evaluation
+from ligermodels.training import Console, Recipe, loop, medusa, read_recipe, train_heads
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.run import Console, train_heads
+from ligermodels.training.inputs import same_recipe
+from ligermodels.training.renamed import SETTINGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,8 +101,8 @@ def test_sigterm_saves_and_ends(base: Path, data: Path, tmp_path: Path, children
     assert losses(tmp_path / "whole") == losses(out) and equal_heads(out, tmp_path / "whole")
     # Once more, and there is nothing left to do.
     again = train_heads(recipe, out, resume=True)
-    assert again.finished and again.scores is not None and outcome.scores is not None
-    assert torch.equal(again.scores.hits, outcome.scores.hits) and len(losses(out)) == 60
+    assert again.finished
+    assert torch.equal(again.evaluation.scores.hits, outcome.evaluation.scores.hits) and len(losses(out)) == 60
 
 
 def interrupt() -> None:
@@ -158,7 +161,7 @@ def test_sigterm_is_heeded_at_any_moment(
     assert step not in [at for at, *_ in scores(out)] and not (out / "model.safetensors").exists()
     assert Checkpoints(out / "checkpoints").steps()[-1] == step
     again = train_heads(recipe, out, resume=True)
-    assert again.finished and again.scores is not None
+    assert again.finished and again.evaluation is not None
     assert losses(out) == losses(tmp_path / "whole") and scores(out) == scores(tmp_path / "whole")
     assert equal_heads(out, tmp_path / "whole")
 
@@ -173,7 +176,7 @@ def test_what_fails_at_the_end_loses_nothing(
     def fails(*_: Any, **__: Any) -> None:
         raise CheckpointError("the disk is full")
 
-    for place, name in ((run, "evaluate_heads"), (lm.MedusaModel, "save_pretrained")):
+    for place, name in ((medusa, "evaluate_heads"), (lm.MedusaModel, "save_pretrained")):
         with monkeypatch.context() as broken, pytest.raises(CheckpointError, match="the disk is full"):
             broken.setattr(place, name, fails)
             train_heads(recipe, out, resume=True)
@@ -191,7 +194,7 @@ def test_a_last_checkpoint_that_fails_does_not_keep_the_heads_from_being_written
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").write_text("in the way")
     assert train_heads(recipe, tmp_path / "out", console=Console(said.append)).finished
-    assert any("cannot be written" in line and "the heads are written all the same" in line for line in said)
+    assert any("cannot be written" in line and "the result is written all the same" in line for line in said)
 
 
 @pytest.mark.gpu
@@ -212,7 +215,7 @@ def test_a_run_on_a_gpu_goes_on_to_the_bit(
     train_heads(recipe, tmp_path / "killed", **options, resume=True)
     others = ["killed"]
     if changes:  # Where the untouched model is kept changes nothing.
-        train_heads(recipe.changed({"reference": "host"}), tmp_path / "host", **options)
+        train_heads(recipe.changed({"reference": "cpu_offload"}), tmp_path / "host", **options)
         others.append("host")
     for other in others:
         assert losses(tmp_path / other) == losses(tmp_path / "whole")
@@ -223,15 +226,24 @@ def test_a_run_on_a_gpu_goes_on_to_the_bit(
 def test_a_run_goes_on_only_with_what_it_began_with(base: Path, data: Path, tmp_path: Path) -> None:
     recipe, out = recipe_for(base, data, steps=4, checkpoint_every=2, evaluate_every=None), tmp_path / "out"
     train_heads(recipe, out)
-    for change in ({"learning_rate": 1e-3}, {"heads": 4}, {"seed": 4}, {"steps": 5}):
+    for change in ({"learning_rate": 1e-3}, {"num_heads": 4}, {"seed": 4}, {"steps": 5}):
         (name,) = change
-        with pytest.raises(ConfigError, match=f"cannot go on with another recipe: {name} was"):
+        with pytest.raises(ConfigError, match=f"cannot resume with another recipe: {name} was"):
             train_heads(recipe.changed(change), out, resume=True)
     free = recipe.changed({"evaluate_every": 1, "keep_checkpoints": 1, "date": None})
     assert train_heads(free, out, resume=True).finished
     # Without --resume it begins anew, and leaves nothing of the old one.
     train_heads(recipe.changed({"steps": 1, "checkpoint_every": None}), out)
     assert len(losses(out)) == 1 and not (out / "checkpoints").exists()
+
+
+def test_a_checkpoint_of_the_previous_release_is_of_the_same_recipe(base: Path, data: Path) -> None:
+    recipe = recipe_for(base, data)
+    old = {new: old for old, new in SETTINGS.items()}
+    before = {old.get(name, name): value for name, value in recipe.settings().items()}
+    assert "lambda0" in before and same_recipe(recipe, {**before, "reference": "host"}) == recipe
+    with pytest.raises(ConfigError, match="num_heads was 4, is 3"):
+        same_recipe(recipe, {**before, "heads": 4})
 
 
 def test_a_run_goes_on_without_the_heads_it_started_from(base: Path, data: Path, tmp_path: Path) -> None:
@@ -250,7 +262,8 @@ def test_a_run_goes_on_without_the_heads_it_started_from(base: Path, data: Path,
 def test_nothing_to_learn_is_found_after_a_stop_too(base: Path, tmp_path: Path) -> None:
     """Be it before there are enough steps to tell."""
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 99)  # With its end two tokens: none that a head guesses.
-    recipe = recipe_for(base, tmp_path / "short.jsonl", steps=30, checkpoint_every=3, held_out=0, evaluate_every=None)
+    recipe = recipe_for(base, tmp_path / "short.jsonl", steps=30, checkpoint_every=3)
+    recipe = recipe.changed({"validation_fraction": 0})
     with pytest.MonkeyPatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(loop, "on_device", Moment(loop.on_device, 11, interrupt))
         train_heads(recipe, tmp_path / "out")
@@ -297,7 +310,7 @@ def test_resuming_does_no_harm_to_what_is_no_run(base: Path, data: Path, tmp_pat
     for folder in (model, own, finished):
         before = content(folder)
         found = resume(folder, "--resume")
-        assert found.exit_code == 1 and "holds no checkpoint to go on from, but something else" in found.stderr
+        assert found.exit_code == 1 and "holds no checkpoint to resume from, but something else" in found.stderr
         assert content(folder) == before
     assert resume(out, "--resume").exit_code == 0
     assert resume(finished, "--resume", "--overwrite").exit_code == 0 and equal_heads(out, finished)
@@ -365,7 +378,7 @@ def test_data_and_base_are_known_by_their_content(base: Path, data: Path, tmp_pa
         path.write_bytes(path.read_bytes() + b"\n")
 
     for path, change, error, words in (
-        (chats, flip, InputError, r"data: not what the run began with: chats\.jsonl \(it was data\.jsonl\) has other"),
+        (chats, flip, InputError, r"data: not what the run started with: chats\.jsonl \(was data\.jsonl\) has other"),
         (chats, longer, InputError, r"chats\.jsonl .*had [\d,]+ bytes, has [\d,]+"),
         (moved / "config.json", other_activation, CheckpointError, r"base: not what .*: config\.json "),
         (moved / "tokenizer.json", longer, CheckpointError, r"base: not what .*: tokenizer\.json had"),
@@ -376,8 +389,8 @@ def test_data_and_base_are_known_by_their_content(base: Path, data: Path, tmp_pa
         with pytest.raises(error, match=words):
             train_heads(elsewhere, tmp_path / "whole", resume=True)
         path.write_bytes(kept)
-    with pytest.raises(InputError, match=r"data: .*data\.jsonl was not there"):
+    with pytest.raises(InputError, match=r"data: .*data\.jsonl is new"):
         train_heads(elsewhere.changed({"data": (str(chats), str(data))}), out, resume=True)
     (tmp_path / "template.jinja").write_text("{{ messages }}")
-    with pytest.raises(CheckpointError, match=r"chat_template: .*template\.jinja was not there"):
+    with pytest.raises(CheckpointError, match=r"chat_template: .*template\.jinja is new"):
         train_heads(elsewhere.changed({"chat_template": str(tmp_path / "template.jinja")}), out, resume=True)

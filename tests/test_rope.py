@@ -257,7 +257,8 @@ def test_frequencies_stay_fp32_and_come_back_from_meta(rope: RopeConfig) -> None
         (new(**{**LONGROPE, "short_factor": [*SHORT[1:], "1"]}), r"'short_factor\[9\]' must be a finite number"),
         (new(**{**LONGROPE, "short_factor": None}), "'short_factor' is missing"),
         (new(**LONGROPE, original_max_position_embeddings=1), "original_max_position_embeddings must be above 1"),
-        (new(**YARN, mrope_section=[4, 3, 3], alpha=2), "rope_parameters: 'mrope_section', 'alpha' not implemented"),
+        (new(**YARN, mrope_section=[4, 3, 3]), r"rope_parameters: mrope_section = \[4, 3, 3\] is not implemented"),
+        (new(**YARN, alpha=2), "rope_parameters: alpha = 2 is not implemented"),
         (new(rope_theta=1), "rope_theta must be above 1"),
         (new(rope_theta=float("nan")), "'rope_theta' must be a finite number"),
         (new(rope_type="linear", factor=1e-45), "not finite and above 0"),
@@ -284,7 +285,7 @@ def test_bad_settings_are_named(fields: dict[str, Any], message: str) -> None:
             old(type="dynamic", factor=2.0) | {"partial_rotary_factor": 0.1},
             "dynamic rope needs more than 2 rotated channels, got 2",
         ),
-        ("gemma3", "full_attention", old(**YARN, extra=1), r"rope_parameters\.full_attention: 'extra' not implemented"),
+        ("gemma3", "full_attention", old(**YARN, alpha=2), r"rope_parameters\.full_attention: alpha = 2 is not impl"),
         ("gemma3", "sliding_attention", new(), "must hold an object for each layer type, such as 'sliding_attention'"),
         (
             "gemma3",

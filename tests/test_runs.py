@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,16 @@ from runs import STAGE_2, equal_heads, losses, recipe_for, scores
 from safetensors.torch import load_file
 
 import ligermodels as lm
+from ligermodels.data.batches import Batch
+from ligermodels.data.documents import Documents
+from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
-from ligermodels.training import Stream, documents_of, read_recipe, run
+from ligermodels.speculative.evaluation import evaluate
+from ligermodels.speculative.joint import frozen_copy
+from ligermodels.training import Console, Outcome, Recipe, medusa, read_recipe, run_job, train_heads
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.joint import frozen_copy
+from ligermodels.training.loop import OutputMetrics
 from ligermodels.training.recipe import shipped_recipes
-from ligermodels.training.run import Console, Outcome, train_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,14 +34,14 @@ def test_a_run_from_chats_to_heads(base: Path, data: Path, tmp_path: Path) -> No
     said: list[str] = []
     recipe, out = recipe_for(base, data, steps=None, epochs=1.2, date=None), tmp_path / "out"
     outcome = train_heads(recipe, out, console=Console(said.append))
-    assert outcome.finished and outcome.steps > 12 and outcome.scores is not None
+    assert outcome.finished and outcome.steps > 12 and outcome.evaluation is not None
     assert f"{outcome.steps} steps of 64 tokens" in said[1] and "data.jsonl:31: not an object" in said[0]
     assert len(said) == 2
     found = losses(out)
     assert [step for step, *_ in found] == list(range(1, outcome.steps + 1))
     assert sum(loss for _, loss, _ in found[-5:]) < 0.9 * sum(loss for _, loss, _ in found[:5])
     assert [step for step, *_ in scores(out)] == [*range(5, outcome.steps, 5), outcome.steps]
-    assert scores(out)[-1][1] == outcome.scores.accuracy(1).tolist()
+    assert scores(out)[-1][1] == outcome.evaluation.scores.accuracy(1).tolist()
     heads = lm.MedusaModel.from_pretrained(lm.from_pretrained(base), out)
     assert heads.shape.num_heads == 3 and all(p.any() for p in heads.head_parameters())
     assert len(Checkpoints(out / "checkpoints").steps()) == 2
@@ -64,8 +71,8 @@ def test_heads_in_bfloat16_learn_as_those_in_float32(base: Path, data: Path, tmp
     model = lm.from_pretrained(base)
     moved = {}
     for dtype, rounding in (("float32", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "nearest")):
-        recipe = recipe_for(base, data, steps=60, learning_rate=1e-5, warmup=0, evaluate_every=None, held_out=0)
-        recipe = recipe.changed({"dtype": dtype, "rounding": rounding, "checkpoint_every": None})
+        recipe = recipe_for(base, data, steps=60, learning_rate=1e-5, warmup_steps=0, checkpoint_every=None)
+        recipe = recipe.changed({"validation_fraction": 0, "dtype": dtype, "rounding": rounding})
         train_heads(recipe, tmp_path / "out")
         weight = load_file(tmp_path / "out" / "model.safetensors")["lm_heads.0.weight"]
         moved[dtype, rounding] = (weight.double() - model.head.weight.detach().to(weight.dtype)).flatten()
@@ -78,11 +85,11 @@ def test_heads_in_bfloat16_learn_as_those_in_float32(base: Path, data: Path, tmp
 def test_a_shipped_recipe_runs_on_a_small_sample(base: Path, data: Path, tmp_path: Path, name: str) -> None:
     """As it stands, but for sizes: that there are fewer steps than its warm-up is no hindrance."""
     said: list[str] = []
-    sizes = {"length": 64, "batch_tokens": 256, "micro_batch_tokens": 128, "epochs": 0.01}
+    sizes = {"seq_len": 64, "batch_tokens": 256, "micro_batch_tokens": 128, "epochs": 0.01}
     recipe = read_recipe(name).changed({"base": str(base), "data": str(data), **sizes})
     outcome = train_heads(recipe, tmp_path / "out", console=Console(said.append))
-    assert outcome.finished and outcome.steps == 1 and outcome.scores is not None
-    assert "warmup: 40 is more than there are steps; all 1 are a warm-up" in said
+    assert outcome.finished and outcome.steps == 1 and outcome.evaluation is not None
+    assert "warmup_steps: 40 is more than there are steps; all 1 are warm-up" in said
     lm.MedusaModel.from_pretrained(lm.from_pretrained(base, dtype=torch.bfloat16), tmp_path / "out")
 
 
@@ -90,24 +97,26 @@ def test_the_untouched_model_is_kept_only_when_it_is_asked_for(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[str] = []
-    monkeypatch.setattr(run, "frozen_copy", lambda model, place: copies.append(place) or frozen_copy(model, place))
+    monkeypatch.setattr(medusa, "frozen_copy", lambda model, place: copies.append(place) or frozen_copy(model, place))
     recipe, outcomes = recipe_for(base, data, **{**STAGE_2, "distill": False}, steps=3), []
-    for change in ({}, {"drift": True}, {"drift": True, "reference": "host"}, {"distill": True}):
+    kl = {"kl_to_reference": True}
+    for change in ({}, kl, {**kl, "reference": "cpu_offload"}, {"distill": True}):
         outcomes.append(train_heads(recipe.changed(change), tmp_path / "out"))
-    assert copies == ["device", "host", "device"]
-    assert [outcome.drift is None for outcome in outcomes] == [True, False, False, False]
-    assert outcomes[1].drift == outcomes[2].drift != outcomes[3].drift
+    assert copies == ["device", "cpu_offload", "device"]
+    assert [outcome.evaluation.kl is None for outcome in outcomes] == [True, False, False, False]
+    kls = [outcome.evaluation.kl for outcome in outcomes]
+    assert kls[1] == kls[2] != kls[3]
 
 
 def test_what_is_not_finite_ends_the_run_and_is_named(base: Path, data: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(base, data, learning_rate=1e38, steps=12, report_every=2, checkpoint_every=1, warmup=0)
-    documents = documents_of(base, [data], max_bad_lines=1, on_bad_line=lambda message: None)
-    train, _ = documents.corpus.split(recipe.held_out, recipe.seed)
-    batch = list(islice(Stream(documents, train, length=16, rows=2, seed=recipe.seed), 3))[-1]
+    recipe = recipe_for(base, data, learning_rate=1e38, steps=12, report_every=2, checkpoint_every=1, warmup_steps=0)
+    documents = Documents.of_checkpoint(base, [data], max_bad_lines=1, on_bad_line=lambda message: None)
+    train, _ = documents.corpus.split(recipe.validation_fraction, recipe.seed)
+    batch = list(islice(PackedBatches(documents, train, seq_len=16, batch_size=2, seed=recipe.seed), 3))[-1]
     # The first step throws the weights out, and the first batch of the second meets them.
     lines = re.escape(batch.where())
     with pytest.raises(TrainingError, match=rf"step 2: the loss is .* At fault: batch 1 of 2, made of {lines}\. Try"):
-        train_heads(recipe.changed({"grad_clip": None, "dtype": "float32"}), tmp_path / "out")
+        train_heads(recipe.changed({"max_grad_norm": None, "dtype": "float32"}), tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors").exists()
     # No checkpoint holds what is not finite.
     last = Checkpoints(tmp_path / "out" / "checkpoints").steps()[-1]
@@ -118,8 +127,8 @@ def test_what_is_not_finite_ends_the_run_and_is_named(base: Path, data: Path, tm
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"base": None}, ConfigError, "base: the recipe names none"),
-        ({"data": ()}, ConfigError, "data: the recipe names none"),
+        ({"base": None}, ConfigError, "base: the recipe has none"),
+        ({"data": ()}, ConfigError, "data: the recipe has none"),
         ({"date": "today"}, ConfigError, "date: must be YYYY-MM-DD, got 'today'"),
         ({"max_bad_lines": 0}, InputError, r"data\.jsonl:31: not an object"),
         ({"chat_template": "nowhere.jinja"}, CheckpointError, "nowhere.jinja"),
@@ -145,12 +154,62 @@ def test_half_precision_without_loss_scaling_is_refused(base: Path, data: Path, 
     assert train_heads(recipe.changed({"dtype": "bfloat16"}), tmp_path / "out").finished
 
 
+@dataclass(frozen=True)
+class Loss:
+    loss: float
+
+    def metrics(self) -> dict[str, float]:
+        return {"loss": self.loss}
+
+
+class FineTuning:
+    """Another job than Medusa, by the interface alone."""
+
+    def __init__(self, recipe: Recipe, model: lm.CausalLM, *, resuming: bool) -> None:
+        self.model = self.trainable = model
+        self.learning_rates = [(model.parameters(), recipe.learning_rate)]
+
+    def loss_options(self, step: int, steps: int) -> dict[str, Any]:
+        return {"z_loss": 1e-4 * step / steps}
+
+    def output_metrics(self, out: Any) -> OutputMetrics:
+        return OutputMetrics({"twice": 2 * out.loss}, {"half": (torch.tensor(1.0), torch.tensor(2.0))})
+
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> Loss:
+        return Loss(evaluate(self.model, batches()))
+
+    def export(self, folder: Path) -> None:
+        self.model.save_pretrained(folder, overwrite=True)
+
+
+def test_another_job_runs_and_resumes(base: Path, data: Path, tmp_path: Path) -> None:
+    recipe, said = recipe_for(base, data, learning_rate=1e-3), list[str]()
+
+    @contextmanager
+    def progress(what: str, **_: Any) -> Iterator[Any]:
+        yield lambda done, total, note="": said.append(note)
+
+    whole = run_job(FineTuning, recipe, tmp_path / "whole", console=Console(progress=progress))
+    assert whole.finished and any(", twice " in note and ", half 50%, " in note for note in said)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["twice"] == pytest.approx(2 * line["loss"]) for line in lines if "loss" in line)
+    assert [line["validation_loss"] for line in lines if "validation_loss" in line][-1] == whole.evaluation.loss
+    trained, before = lm.from_pretrained(tmp_path / "whole"), lm.from_pretrained(base)
+    assert all(not torch.equal(p, q) for p, q in zip(trained.parameters(), before.parameters(), strict=True))
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-12")
+    assert run_job(FineTuning, recipe, tmp_path / "again", resume=True).finished
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole") and equal_heads(
+        tmp_path / "again", tmp_path / "whole"
+    )
+
+
 def test_heads_to_start_from(base: Path, data: Path, tmp_path: Path) -> None:
     recipe = recipe_for(base, data, steps=3, lm_head="shared", evaluate_every=None)
     first: Outcome = train_heads(recipe, tmp_path / "first")
     more = recipe.changed({"start_from": str(tmp_path / "first"), "learning_rate": 0.0})
     second = train_heads(more, tmp_path / "second")
     assert equal_heads(tmp_path / "first", tmp_path / "second")
-    assert first.scores is not None and second.scores is not None and torch.equal(first.scores.hits, second.scores.hits)
+    assert torch.equal(first.evaluation.scores.hits, second.evaluation.scores.hits)
     with pytest.raises(ConfigError, match=r"start_from: .*\(3, 1, 'shared'\)"):
-        train_heads(more.changed({"layers": 2}), tmp_path / "third")
+        train_heads(more.changed({"num_layers": 2}), tmp_path / "third")

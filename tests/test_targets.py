@@ -1,6 +1,5 @@
-"""Tokens without a target are left out of the end of a training pass: the same loss and gradients, from fewer rows."""
+"""Tokens without a target are left out after the last mixer: the same loss and gradients, from fewer tokens."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +11,11 @@ from torch.autograd import gradcheck, gradgradcheck
 from zoo import CONFIGS
 
 import ligermodels as lm
+from ligermodels.archs.causal_lm import document_bounds
 from ligermodels.errors import InputError
-from ligermodels.layers import Context, TargetRows, targets
-from ligermodels.layers.targets import SKIP_BELOW, take_rows
-from ligermodels.training.joint import frozen_copy
+from ligermodels.layers import ForwardContext, Targets, shift_labels, targets
+from ligermodels.layers.targets import SKIP_BELOW, take_tokens
+from ligermodels.speculative.joint import JointMedusa, frozen_copy
 
 BOUNDS = torch.tensor([0, 9, 11, 32, 38], dtype=torch.int32)
 
@@ -29,8 +29,8 @@ def draw(batch: int, length: int, ignored: float = 0.5) -> tuple[Tensor, Tensor]
     return ids, ids.masked_fill(torch.rand(ids.shape) < ignored, -100)
 
 
-def rows_seen(**modules: nn.Module) -> dict[str, int]:
-    """Rows that each module gets at a time, as they come."""
+def tokens_seen(**modules: nn.Module) -> dict[str, int]:
+    """How many tokens each module got in its last call."""
     seen: dict[str, int] = {}
     for name, module in modules.items():
         module.register_forward_pre_hook(lambda _, inputs, name=name: seen.update({name: inputs[0][..., 0].numel()}))
@@ -38,48 +38,89 @@ def rows_seen(**modules: nn.Module) -> dict[str, int]:
 
 
 def watch(model: lm.CausalLM) -> dict[str, int]:
-    *_, before, last = model.blocks
-    return rows_seen(
-        before=before.mlp, qkv=last.attention.qkv, o=last.attention.o, mlp=last.mlp, norm=model.norm, head=model.head
-    )
+    *_, before, last = model.decoder.blocks
+    parts = {"before": before.mlp, "mixer": last.mixer, "mlp_norm": last.mlp_norm, "mlp": last.mlp}
+    return tokens_seen(**parts, norm=model.decoder.norm, head=model.head)
 
 
 # -- the op, and what counts the targets -------------------------------------------------------------------------------
 
 
-def test_rows_and_their_gradients() -> None:
-    x, rows = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 4, 9])
-    assert torch.equal(take_rows(x, rows), x.flatten(0, 1)[None, rows]) and take_rows(x, None) is x
-    assert gradcheck(take_rows, (x, rows)) and gradgradcheck(take_rows, (x, rows))
+def test_take_tokens_and_its_gradients() -> None:
+    x, indices = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 4, 9])
+    assert torch.equal(take_tokens(x, indices), x.flatten(0, 1)[None, indices])
+    assert gradcheck(take_tokens, (x, indices)) and gradgradcheck(take_tokens, (x, indices))
 
 
+def test_shifted_labels_by_hand() -> None:
+    labels, bounds = torch.arange(10, 18)[None], torch.tensor([0, 3, 4, 4, 8], dtype=torch.int32)
+    assert shift_labels(labels.view(2, 4), 1).tolist() == [[11, 12, 13, -100], [15, 16, 17, -100]]
+    assert shift_labels(labels, 9).tolist() == [[-100] * 8]
+    assert shift_labels(labels, 1, bounds).tolist() == [[11, 12, -100, -100, 15, 16, 17, -100]]
+    assert shift_labels(labels, 2, bounds).tolist() == [[12, -100, -100, -100, 16, 17, -100, -100]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_targets_of_several_losses(device: str) -> None:
+def test_targets_of_several_losses(device: str, packed: bool) -> None:
     """On a GPU without a wait for all that is queued there."""
-    given = torch.randint(9, (3, 5, 7)).masked_fill(torch.rand(3, 5, 7) < 0.7, -100)
-    each, weights = given.to(device), torch.rand(3, 5, 7, device=device)
+    labels = torch.randint(9, (1, 35) if packed else (5, 7)).masked_fill(
+        torch.rand(35).view(-1, 35 if packed else 7) < 0.7, -100
+    )
+    bounds = torch.tensor([0, 20, 22, 35], dtype=torch.int32) if packed else None
+    ahead, weights = (1, 2, 4), torch.rand(labels.shape)
+    given, loss_weights, ends = (None if x is None else x.to(device) for x in (labels, weights, bounds))
+    called: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+
+    def head(hidden: Tensor, target: Tensor, **options: Any) -> Any:
+        called.append((hidden, target, options))
+        return (hidden[..., 0] * options["token_weights"]).masked_fill(target == -100, 0.0), target
+
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        found = TargetRows(each)
-        alone = [TargetRows(part[None]).counts for part in each]
-        rows, taken, back = found.rows, found.take(weights), found.put_back(found.take(each), -100)
+        found = Targets(given, ahead, vocab_size=9, cu_seqlens=ends)
+        indices, counts = found.token_indices, found.counts
+        states = torch.arange(1.0, 36.0, device=device)[indices].view(1, -1, 1)
+        results = [
+            found.loss(i, head, states, token_weights=loss_weights, reduction="none", return_rank=True)
+            for i in range(3)
+        ]
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    assert found.counts == (given >= 0).sum((1, 2)).tolist() and alone == [[count] for count in found.counts]
-    wanted = (given >= 0).any(0).flatten().nonzero()[:, 0]
-    assert 0 < len(wanted) < 35 and rows.tolist() == wanted.tolist()
-    assert torch.equal(taken.cpu(), weights.cpu().flatten(1)[:, None, wanted]) and torch.equal(back, each)
+    each = torch.stack([shift_labels(labels, n, bounds) for n in ahead])
+    assert counts == (each >= 0).sum((1, 2)).tolist()
+    needed = (each >= 0).any(0).flatten().nonzero()[:, 0]
+    assert 0 < len(needed) < 33 and indices.tolist() == needed.tolist()
+    for i, ((hidden, target, options), (losses, ranks)) in enumerate(zip(called, results, strict=True)):
+        assert hidden is states and target.tolist() == [each[i].flatten()[needed].tolist()]
+        assert options["num_targets"] == counts[i] and options["reduction"] == "none" and options["return_rank"]
+        # Per token what the head gives, at its place; for the others a loss of 0, and no rank.
+        own = F.pad(weights[:, ahead[i] :], (0, ahead[i])).flatten()
+        wanted = torch.zeros(35).index_copy(0, needed, (needed + 1.0) * own[needed]) * (each[i].flatten() >= 0)
+        torch.testing.assert_close(losses.cpu().flatten(), wanted)
+        assert (
+            ranks.cpu().flatten().tolist()
+            == torch.full((35,), -1).index_copy(0, needed, each[i].flatten()[needed]).tolist()
+        )
+        assert losses.shape == ranks.shape == labels.shape
 
 
-@pytest.mark.parametrize("share", [0.0, 0.97, 1.0])
-def test_where_all_tokens_are_taken(share: float) -> None:
-    given = torch.where(torch.arange(100) < 100 * share, 1, -100).view(1, 4, 25)
-    found = TargetRows(given)
-    assert found.counts == [round(100 * share)] and found.rows is None
-    assert found.take(given) is given and found.put_back(given, 0) is given
-    assert TargetRows(torch.where(torch.arange(100) < 96, 1, -100)[None, None]).rows is not None
+@pytest.mark.parametrize("count", [0, 96, 97, 99])
+def test_all_tokens_are_taken_where_nearly_all_are_needed_or_none(count: int) -> None:
+    labels = torch.full((1, 100), -100)
+    labels[:, 1 : count + 1] = 1
+    found = Targets(labels, (1,), vocab_size=2)
+    assert found.counts == [count]
+    assert (found.token_indices is None) == (count != 96)
+    assert Targets(labels, (1,), vocab_size=2, every_token=True).token_indices is None
+
+
+@pytest.mark.parametrize("bad", [-1, 9, -101])
+def test_labels_outside_the_vocabulary(bad: int) -> None:
+    with pytest.raises(InputError, match=r"labels: must lie in \[0, 9\), or be -100"):
+        Targets(torch.tensor([[3, bad]]), (1,), vocab_size=9)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -104,8 +145,8 @@ def loss_of_logits(
     **bounds: Tensor,
 ) -> Tensor:
     """The plain way, of all tokens."""
-    ends = model.document_bounds(labels.shape, bounds.get("position_ids"), bounds.get("cu_seqlens"))
-    aims = targets.shift_labels(labels, 1, ends)
+    ends = document_bounds((labels.shape[0], labels.shape[1]), bounds.get("position_ids"), bounds.get("cu_seqlens"))
+    aims = shift_labels(labels, 1, ends)
     logits = model(inputs_embeds=embeds, **bounds).logits
     losses = F.cross_entropy(logits.transpose(1, 2), aims, reduction="none")
     weights = torch.ones_like(losses) if token_weights is None else F.pad(token_weights[:, 1:], (0, 1))
@@ -113,32 +154,33 @@ def loss_of_logits(
     return losses if reduction == "none" else losses.sum() / (num_items_in_batch or weights[aims >= 0].sum())
 
 
-@pytest.mark.parametrize("recompute", ["nothing", "activations", "blocks"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["llama-3.1", "llama-3.2", "gemma2", "qwen3", "olmo2", "granite", "mixtral"])
-def test_loss_and_gradients_are_those_of_all_tokens(name: str, recompute: str) -> None:
+def test_loss_and_gradients_are_those_of_all_tokens(name: str, mode: str) -> None:
     """Post norms alone and beside others, norms of q and k, scaled residuals, windows, softcaps, tied heads."""
     model = make(name)
     for options in CASES.values():
         ids, labels = draw(1, 38) if "cu_seqlens" in options else draw(2, 19)
-        embeds = model.embed(ids).detach().requires_grad_()
-        operands = [embeds, *(p for p in model.parameters() if p is model.head.weight or p is not model.embed.weight)]
-        model.recompute = "nothing"
+        embeds = model.decoder.embed(ids).detach().requires_grad_()
+        unused = [] if model.head.weight is model.decoder.embed.weight else [model.decoder.embed.weight]
+        operands = [embeds, *(p for p in model.parameters() if all(p is not each for each in unused))]
+        model.activation_checkpointing = "none"
         wanted = loss_of_logits(model, embeds, labels, **options)
         factor = torch.rand_like(wanted)
         expected = torch.autograd.grad((wanted * factor).sum(), operands)
-        model.recompute = recompute
+        model.activation_checkpointing = mode
         found = model(labels=labels, inputs_embeds=embeds, **options).loss
         torch.testing.assert_close(found, wanted)
         for one, two in zip(torch.autograd.grad((found * factor).sum(), operands), expected, strict=True):
             torch.testing.assert_close(one, two)
 
 
-def test_only_rows_with_targets_reach_the_end() -> None:
+def test_only_tokens_with_targets_pass_the_last_mixer() -> None:
     model = make("llama-3.1")
     seen = watch(model)
     ids, labels = draw(2, 19)
     count = int((labels[:, 1:] >= 0).sum())
-    some, every = dict.fromkeys(("o", "mlp", "norm", "head"), count), dict.fromkeys(("o", "mlp", "norm", "head"), 38)
+    some, every = (dict.fromkeys(("mlp_norm", "mlp", "norm", "head"), tokens) for tokens in (count, 38))
     for options, wanted in (
         ({"labels": labels}, some),
         ({"labels": labels, "reduction": "none"}, some),
@@ -147,7 +189,7 @@ def test_only_rows_with_targets_reach_the_end() -> None:
         ({}, every),
     ):
         out = model(ids, **options)
-        assert seen == {"before": 38, "qkv": 38, **wanted}
+        assert seen == {"before": 38, "mixer": 38, **wanted}
         assert out.logits is None or out.logits.shape == (2, 19, 131)
     with torch.no_grad():
         model(ids, labels=labels)
@@ -160,41 +202,39 @@ def test_a_mixture_sees_every_token() -> None:
     seen = watch(model)
     ids, labels = draw(2, 19)
     found = model(ids, labels=labels)
-    assert seen == {"before": 38, "qkv": 38, "o": 38, "mlp": 38} | dict.fromkeys(
-        ("norm", "head"), int((labels[:, 1:] >= 0).sum())
-    )
+    every = dict.fromkeys(("before", "mixer", "mlp_norm", "mlp"), 38)
+    assert seen == every | dict.fromkeys(("norm", "head"), int((labels[:, 1:] >= 0).sum()))
     assert torch.equal(found.aux_loss, model(ids, labels=ids, return_logits=True).aux_loss)
 
 
 class Own(nn.Module):
-    """In the place of a layer, made by someone who knows nothing of rows."""
+    """In the place of a layer, made by someone who knows nothing of targets."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        return x / 2 + self.inner(x, context)
+    def forward(self, x: Tensor, context: ForwardContext, *state: Any) -> Tensor:
+        return x / 2 + self.inner(x, context, *state)
 
 
-@pytest.mark.parametrize("place", ["attention", "mlp", "block", "none"])
-@pytest.mark.parametrize("name", ["llama-3.1", "olmo2", "mixtral"])
-def test_layers_that_know_nothing_of_rows(name: str, place: str) -> None:
-    """They get and give all tokens; the final norm and the head, the rows. So do those of a model without blocks."""
+@pytest.mark.parametrize(
+    ("name", "place"), [("llama-3.1", "mixer"), ("llama-3.1", "mlp"), ("olmo2", "mlp"), ("mixtral", "mixer")]
+)
+def test_layers_that_know_nothing_of_targets(name: str, place: str) -> None:
+    """They get and give all tokens; the head gets those with targets."""
     model = make(name)
-    if place == "none":
-        model = lm.CausalLM(replace(model.config, blocks=())).double()
-    elif place == "block":
-        model.blocks[-1] = Own(model.blocks[-1])
-    else:
-        setattr(model.blocks[-1], place, Own(getattr(model.blocks[-1], place)))
-    seen = rows_seen(norm=model.norm)
+    own = Own(getattr(model.decoder.blocks[-1], place))
+    setattr(model.decoder.blocks[-1], place, own)
+    seen = tokens_seen(head=model.head, own=own)
     ids, labels = draw(2, 19)
-    embeds, parameters = model.embed(ids).detach(), [p for p in model.parameters() if p is not model.embed.weight]
+    embeds = model.decoder.embed(ids).detach()
+    parameters = [p for p in model.parameters() if p is not model.decoder.embed.weight]
     wanted = loss_of_logits(model, embeds, labels)
     expected = torch.autograd.grad(wanted, parameters)
     found = model(labels=labels, inputs_embeds=embeds).loss
-    assert seen["norm"] == int((labels[:, 1:] >= 0).sum())
+    count = int((labels[:, 1:] >= 0).sum())
+    assert seen == {"head": count, "own": 38}
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(torch.autograd.grad(found, parameters), expected)
 
@@ -206,12 +246,13 @@ def test_layers_that_know_nothing_of_rows(name: str, place: str) -> None:
         ({"token_weights": torch.rand(2, 19, device="meta")}, "token_weights: must be on cpu, .* got meta"),
         ({"labels": torch.ones(2, 19, dtype=torch.long, device="meta")}, "labels: must be on cpu, .* got meta"),
         ({"return_rank": True}, "return_rank: no such argument.*label_smoothing"),
-        ({"attention_mask": torch.ones(2, 19), "labels": None}, "attention_mask: no such argument"),
+        ({"temperature": 1.0}, "temperature: no such argument"),
     ],
 )
 def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:
     model, (ids, labels) = make("llama-3.1"), draw(2, 19)
-    for each in (model, lm.MedusaModel.from_base(model, 2)):
+    medusa = lm.MedusaModel.from_base(model, 2)
+    for each in (model, medusa, JointMedusa(medusa)):
         with pytest.raises(InputError, match=message):
             each(ids, **{"labels": labels, **options})
 
@@ -222,26 +263,25 @@ def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize("stage", ["heads", "joint", "distill"])
 @pytest.mark.parametrize(("name", "lm_head"), [("llama-3.1", "own"), ("gemma2", "shared"), ("mixtral", "own")])
 def test_medusa_as_from_all_tokens(name: str, lm_head: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token is needed for the first head or another; ranks are told of all."""
+    """A token is needed for the first head or another; ranks are those of all tokens."""
     model = lm.MedusaModel.from_base(make(name), 3, 1, lm_head)
-    reference = None
-    if stage != "heads":
-        model.base.requires_grad_()
-        reference = frozen_copy(model.base) if stage == "distill" else None
+    reference = frozen_copy(model.base) if stage == "distill" else None
+    trained = model if stage == "heads" else JointMedusa(model, reference)
     with torch.no_grad():
         for parameter in [*model.head_parameters(), *(() if reference is None else reference.parameters())]:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     operands = [p for p in model.parameters() if p.requires_grad]
-    seen = rows_seen(ours=model.base.norm, **({} if reference is None else {"theirs": reference.norm}))
-    options: dict[str, Any] = {"base_loss": stage != "heads", "reference": reference}
+    seen = tokens_seen(
+        ours=model.base.decoder.norm, **({} if reference is None else {"theirs": reference.decoder.norm})
+    )
     cases = [CASES[each] for each in ("batch", "packed", "weighted", "accumulated")]
-    for case, recompute in zip(cases, ["nothing", "activations", "blocks", "nothing"], strict=True):
-        model.base.recompute = recompute
+    for case, mode in zip(cases, ["none", "selective", "full", "none"], strict=True):
+        model.base.activation_checkpointing = mode
         ids, labels = draw(1, 38, 0.8) if "cu_seqlens" in case else draw(2, 19, 0.8)
         results = []
         for share in (SKIP_BELOW, 0.0):
             monkeypatch.setattr(targets, "SKIP_BELOW", share)
-            out = model(ids, labels=labels, **options, **case)
+            out = trained(ids, labels=labels, **case)
             results.append((out, torch.autograd.grad(out.loss, operands), dict(seen)))
         (found, gradients, few), (wanted, expected, all_of_them) = results
         ends = case.get("cu_seqlens", torch.tensor([0, 19, 38])).tolist()

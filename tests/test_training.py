@@ -1,36 +1,23 @@
 """Training: exact packing, exact accumulation, a schedule known at its corners, and loud ends."""
 
-import json
+import gc
 import math
-import warnings
-from collections import Counter
+import weakref
+from collections.abc import Iterator
 from itertools import islice, pairwise
-from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from zoo import LLAMA as BASE
 
 import ligermodels as lm
+from ligermodels.data.batches import Batch
+from ligermodels.data.documents import TokenDocuments
+from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import InputError, TrainingError
-from ligermodels.tokenizer import Tokenizer
-from ligermodels.training import (
-    Batch,
-    Rows,
-    adamw,
-    batches,
-    encode,
-    evaluate,
-    evaluate_heads,
-    hold_out,
-    pack,
-    read_documents,
-    train,
-    warmup_cosine,
-)
+from ligermodels.speculative.evaluation import evaluate, evaluate_heads
+from ligermodels.training import FusedAdamW, adamw, train, warmup_cosine
+from ligermodels.training.medusa import head_metrics
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
 
@@ -43,112 +30,24 @@ def model_of(kind: str) -> lm.CausalLM | lm.MedusaModel:
     return small() if kind == "lm" else lm.MedusaModel.from_base(small(), num_heads=3)
 
 
-def documents(*lengths: int) -> list[list[int]]:
-    """Token ids that differ by document: document d holds 3 + d."""
-    return [[3 + d] * length for d, length in enumerate(lengths)]
-
-
-def corpus(count: int = 14) -> Rows:
+def corpus(count: int = 14) -> TokenDocuments:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
-    return pack([torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths], 16)
+    return TokenDocuments(torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths)
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-def test_texts_come_from_plain_files_and_from_jsonl(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("whole\nfile é", encoding="utf-8")
-    (tmp_path / "empty.txt").write_text("")
-    lines = [{"text": "one"}, {"text": ""}, {"text": "zwei\nü", "more": 1}]
-    (tmp_path / "b.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
-    names = ["b.jsonl", "empty.txt", "a.py"]
-    assert list(read_documents(tmp_path / name for name in names)) == ["one", "zwei\nü", "whole\nfile é"]
-
-
-BAD_LINES = b'{"text": "good"}\n{"text": "cut\n["text"]\n{"text": 5}\n{"text": "\xff"}\n{"text": "fine"}\n'
-
-
-def test_bad_lines_are_an_error_unless_allowed_and_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(BAD_LINES)
-    with pytest.raises(InputError, match=r"data\.jsonl:2: not JSON"):
-        list(read_documents([path]))
-    passed_over: list[str] = []
-    assert list(read_documents([path], max_bad_lines=4, on_bad_line=passed_over.append)) == ["good", "fine"]
-    assert [message.split(":")[1] for message in passed_over] == ["2", "3", "4", "5"]
-    with pytest.warns(UserWarning), pytest.raises(InputError, match=r"data\.jsonl:5: .*4 bad lines, 3 allowed"):
-        list(read_documents([path], max_bad_lines=3))
-    with warnings.catch_warnings(), pytest.raises(InputError, match="3 bad lines, 2 allowed"):
-        warnings.simplefilter("ignore")
-        list(read_documents([path, path], max_bad_lines=2))
-
-
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
-    for name, reason in (("latin.txt", "UTF-8.*byte 0"), ("absent.txt", "No such file"), ("absent.jsonl", "No such")):
-        with pytest.raises(InputError, match=f"{name}: .*{reason}"):
-            list(read_documents([tmp_path / name]))
-
-
-def test_documents_end_in_eos_once(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer, texts = Tokenizer(tmp_path), ["a b", "b", "a </s>"]
-    assert list(encode(texts, tokenizer)) == [[0, 2, 3], [0, 3], [0, 2, 1]]
-    assert list(encode(iter(texts), tokenizer, eos_token_id=1)) == [[0, 2, 3, 1], [0, 3, 1], [0, 2, 1]]
-
-
-def test_held_out_items_are_few_fixed_and_in_order() -> None:
-    kept, held = hold_out(list(range(40)), 0.1, seed=2)
-    assert (len(kept), len(held)) == (36, 4)
-    assert sorted(kept + held) == list(range(40)) and kept == sorted(kept) and held == sorted(held)
-    assert hold_out(list(range(40)), 0.1, seed=2)[1] == held != hold_out(list(range(40)), 0.1, seed=3)[1]
-    assert [len(part) for part in hold_out("ab", 0.01)] == [len(part) for part in hold_out("ab", 0.99)] == [1, 1]
-    with pytest.raises(InputError, match="two items"):
-        hold_out("a")
-
-
-# -- packing -----------------------------------------------------------------------------------------------------------
+def batches(
+    documents: TokenDocuments, size: int, *, seed: int | None = None, epochs: int | None = None, skip: int = 0
+) -> Iterator[Batch]:
+    return islice(PackedBatches(documents, seq_len=16, batch_size=size, seed=seed, epochs=epochs), skip, None)
 
 
 def pieces(batch: Batch) -> list[list[int]]:
-    bounds = batch["cu_seqlens"].tolist()
-    return [batch["input_ids"][0, a:b].tolist() for a, b in pairwise(bounds)]
-
-
-@given(
-    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
-    length=st.integers(1, 11),
-    rows_per_batch=st.integers(1, 4),
-)
-def test_packing_keeps_every_token_once_and_documents_apart(
-    lengths: list[int], length: int, rows_per_batch: int
-) -> None:
-    given = documents(*lengths)
-    rows = pack(given, length)
-    stream = [token for document in given for token in document]
-    assert len(rows) == math.ceil(len(stream) / length)
-    found = [piece for batch in batches(rows, rows_per_batch, epochs=1) for piece in pieces(batch)]
-    assert [token for piece in found for token in piece] == stream
-    assert all(0 < len(piece) <= length and len(set(piece)) == 1 for piece in found)
-    # No cut where there need not be one: a piece ends with its document or with its row.
-    cuts = {end for end in range(length, len(stream), length)}
-    ends = {sum(lengths[: d + 1]) for d in range(len(lengths))}
-    place = 0
-    for piece in found:
-        place += len(piece)
-        assert place in cuts | ends
-    shuffled = [piece for batch in batches(rows, rows_per_batch, seed=5, epochs=1) for piece in pieces(batch)]
-    assert Counter(map(tuple, shuffled)) == Counter(map(tuple, found))
+    return [batch["input_ids"][0, a:b].tolist() for a, b in pairwise(batch["cu_seqlens"].tolist())]
 
 
 def test_packed_pieces_neither_see_nor_predict_one_another() -> None:
-    model, rows = small(), corpus()
-    batch = rows.batch([3, 1, 0])
+    model, batch = small(), next(batches(corpus(), 3))
     alone = [torch.tensor([piece]) for piece in pieces(batch)]
     assert len(alone) > 3
     targets = [max(0, ids.shape[1] - 1) for ids in alone]
@@ -157,45 +56,25 @@ def test_packed_pieces_neither_see_nor_predict_one_another() -> None:
     torch.testing.assert_close(model(**batch).loss, total / sum(targets), rtol=1e-12, atol=0)
 
 
-def test_order_is_of_the_seed_and_resumes_in_the_middle() -> None:
-    rows = corpus()
-    several = list(islice(batches(rows, 3, seed=1), 20))
-    assert len(rows) % 3 and len(rows) < 3 * 20 / 2  # A smaller batch at the end, and more than one epoch.
-    again = list(islice(batches(rows, 3, seed=1, skip=7), 13))
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(several[7:], again, strict=True))
-    an_epoch = math.ceil(len(rows) / 3)
-    assert not torch.equal(several[0]["input_ids"], several[an_epoch]["input_ids"])
-    assert not torch.equal(several[0]["input_ids"], next(batches(rows, 3, seed=2))["input_ids"])
-    assert len(list(batches(rows, 3, seed=1, epochs=2))) == 2 * an_epoch
+# -- optimizer and schedule --------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_pack_is_an_error() -> None:
-    for nothing in ([], [[], []]):
-        with pytest.raises(InputError, match="not a single token"):
-            pack(nothing, 8)
-    with pytest.raises(InputError, match="length"):
-        pack([[1]], 0)
-    with pytest.raises(InputError, match="rows_per_batch"):
-        next(batches(corpus(), 0))
-
-
-# -- optimiser and schedule --------------------------------------------------------------------------------------------
-
-
-def test_schedule_rises_to_one_and_falls_to_its_floor() -> None:
+def test_schedule_rises_to_one_and_falls_to_the_minimum() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    schedule = warmup_cosine(optimizer, 12, warmup=4, floor=0.1)
+    schedule = warmup_cosine(optimizer, 12, warmup_steps=4, min_lr_ratio=0.1)
     rates = []
     for _ in range(14):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[7] == pytest.approx(2.0 * 0.55)  # Half-way between 1 and the floor.
+    assert rates[7] == pytest.approx(2.0 * 0.55)  # half-way between 1 and the minimum
     assert rates[11:] == pytest.approx([0.2] * 3)
     assert all(a > b for a, b in pairwise(rates[3:12]))
-    with pytest.raises(InputError, match="warmup=5"):
-        warmup_cosine(optimizer, 4, warmup=5)
+    with pytest.raises(InputError, match="warmup_steps=5"):
+        warmup_cosine(optimizer, 4, warmup_steps=5)
+    with pytest.warns(DeprecationWarning, match="warmup_steps="):
+        assert warmup_cosine(optimizer, 4, **{"warmup": 2}).get_last_lr() == [1.0]
 
 
 def test_groups_have_their_own_rates_on_one_way() -> None:
@@ -206,7 +85,7 @@ def test_groups_have_their_own_rates_on_one_way() -> None:
         groups = parameter_groups(((list(parameters), lr) for parameters, lr in rates), 0.5)
         rates = [(medusa.head_parameters(), 4e-3), (medusa.base.parameters(), 1e-3)]
         optimizer = optimizer_named(kind, groups, betas=(0.9, 0.99))
-        schedule = warmup_cosine(optimizer, 10, warmup=2)
+        schedule = warmup_cosine(optimizer, 10, warmup_steps=2)
         assert [group["lr"] for group in optimizer.param_groups] == [2e-3, 2e-3, 5e-4, 5e-4]
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0, 0.5, 0.0]
         optimizer.step()
@@ -225,14 +104,57 @@ def test_only_matrices_decay_and_frozen_parameters_stay_out() -> None:
         adamw(medusa.base.parameters(), 1.0)
 
 
+@pytest.mark.parametrize("given", [[], [{"params": []}], "frozen"])
+def test_fused_adamw_without_a_trainable_parameter_is_an_error(given: object) -> None:
+    parameters = small().requires_grad_(False).parameters() if given == "frozen" else given
+    with pytest.raises(InputError, match="no parameter requires a gradient"):
+        FusedAdamW(parameters)
+
+
+@pytest.mark.parametrize("handles_kept", [False, True])
+def test_step_in_backward_frees_the_model_with_the_optimizer(handles_kept: bool) -> None:
+    model = small()
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    handles = optimizer.step_in_backward()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    before = model.decoder.norm.weight.detach().clone()
+    model(ids, labels=ids).loss.backward()
+    assert not torch.equal(model.decoder.norm.weight, before) and model.decoder.norm.weight.grad is None
+    alive = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
+    if not handles_kept:
+        del handles
+    del model, optimizer
+    gc.collect()
+    assert not [each for each in alive if each() is not None]
+
+
+def test_step_in_backward_ends_with_the_optimizer_and_follows_its_groups() -> None:
+    model = small()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    handles = optimizer.step_in_backward()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.0
+    optimizer.load_state_dict(state)  # replaces the group dicts
+    before = model.decoder.norm.weight.detach().clone()
+    model(ids, labels=ids).loss.backward()
+    assert torch.equal(model.decoder.norm.weight, before) and model.decoder.norm.weight.grad is None
+    del optimizer
+    gc.collect()
+    model(ids, labels=ids).loss.backward()
+    assert model.decoder.norm.weight.grad is not None
+    for handle in handles:  # removing them again does nothing
+        handle.remove()
+
+
 # -- loop --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["lm", "medusa"])
 def test_accumulated_gradient_is_that_of_one_batch(kind: str) -> None:
     # Batches with very different numbers of targets, one of them with none at all for some heads.
-    rows = pack(documents(15, 1, 1, 1, 2, 10, 16, 3), 8)
-    parts = [rows.batch([i]) for i in (0, 2, 4, 6)]
+    documents = TokenDocuments([3 + d] * length for d, length in enumerate((15, 1, 1, 1, 2, 10, 16, 3)))
+    parts = list(PackedBatches(documents, seq_len=8, batch_size=1, epochs=1))[:8:2]
     parts[0]["labels"] = parts[0]["labels"].clone().index_fill(1, torch.arange(5), -100)
     whole: Batch = {
         "input_ids": torch.cat([part["input_ids"] for part in parts], dim=1),
@@ -250,8 +172,8 @@ def test_accumulated_gradient_is_that_of_one_batch(kind: str) -> None:
             feed,
             steps=1,
             optimizer=optimizer,
-            grad_clip=0.05,
-            accumulate=len(feed),
+            max_grad_norm=0.05,
+            accumulation_steps=len(feed),
             on_step=lambda metrics: losses.append(metrics.loss),
         )
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
@@ -265,37 +187,39 @@ def test_accumulated_gradient_is_that_of_one_batch(kind: str) -> None:
     assert moved == sum(p.requires_grad for p in models[2].parameters())
 
 
-def run(model: lm.CausalLM, rows: Rows, steps: int, optimizer: torch.optim.Optimizer, schedule, skip: int = 0) -> None:
-    feed = batches(rows, 2, seed=4, skip=skip)
-    train(model, feed, steps=steps, optimizer=optimizer, schedule=schedule, accumulate=2)
+def run(
+    model: lm.CausalLM, documents: TokenDocuments, steps: int, optimizer: torch.optim.Optimizer, schedule, skip: int = 0
+) -> None:
+    feed = batches(documents, 2, seed=4, skip=skip)
+    train(model, feed, steps=steps, optimizer=optimizer, schedule=schedule, accumulation_steps=2)
 
 
 def test_a_run_resumed_in_the_middle_ends_the_same() -> None:
-    rows, models = corpus(), [model_of("lm"), model_of("lm")]
+    documents, models = corpus(), [model_of("lm"), model_of("lm")]
     optimizers = [adamw(model.parameters(), 1e-2) for model in models]
-    schedules = [warmup_cosine(optimizer, 6, warmup=2) for optimizer in optimizers]
-    run(models[0], rows, 6, optimizers[0], schedules[0])
-    run(models[1], rows, 4, optimizers[1], schedules[1])
+    schedules = [warmup_cosine(optimizer, 6, warmup_steps=2) for optimizer in optimizers]
+    run(models[0], documents, 6, optimizers[0], schedules[0])
+    run(models[1], documents, 4, optimizers[1], schedules[1])
 
     resumed = model_of("lm")
     resumed.load_state_dict(models[1].state_dict())
     optimizer = adamw(resumed.parameters(), 1e-2)
-    schedule = warmup_cosine(optimizer, 6, warmup=2)
+    schedule = warmup_cosine(optimizer, 6, warmup_steps=2)
     optimizer.load_state_dict(optimizers[1].state_dict())
     schedule.load_state_dict(schedules[1].state_dict())
-    run(resumed, rows, 2, optimizer, schedule, skip=4 * 2)
+    run(resumed, documents, 2, optimizer, schedule, skip=4 * 2)
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), resumed.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(models[1].parameters(), resumed.parameters(), strict=True))
 
 
 def test_training_lowers_the_loss_and_reports_it() -> None:
-    model, rows, seen = small(), corpus(), []
-    before = evaluate(model, batches(rows, 4, epochs=1))
+    model, documents, seen = small(), corpus(), []
+    before = evaluate(model, batches(documents, 4, epochs=1))
     optimizer = adamw(model.parameters(), 1e-2)
-    schedule = warmup_cosine(optimizer, 25, warmup=5)
+    schedule = warmup_cosine(optimizer, 25, warmup_steps=5)
     train(
         model,
-        batches(rows, 4, seed=0),
+        batches(documents, 4, seed=0),
         steps=25,
         optimizer=optimizer,
         schedule=schedule,
@@ -305,17 +229,17 @@ def test_training_lowers_the_loss_and_reports_it() -> None:
     assert [metrics.step for metrics in seen] == [10, 20, 25]
     assert seen[-1].learning_rate == pytest.approx(1e-3)
     assert seen[0].loss > seen[1].loss > seen[2].loss > 0 and all(m.tokens_per_second > 0 for m in seen)
-    assert evaluate(model, batches(rows, 4, epochs=1)) < 0.8 * before
+    assert evaluate(model, batches(documents, 4, epochs=1)) < 0.8 * before
 
 
 def test_hooks_stops_and_starts() -> None:
-    rows, heard, options = corpus(), [], []
+    documents, heard, options = corpus(), [], []
     model = model_of("lm")
 
     def run_to(steps: int, start: int, stop_after: int) -> int:
         return train(
             model,
-            batches(rows, 2, seed=0, skip=start),
+            batches(documents, 2, seed=0, skip=start),
             steps=steps,
             optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
             on_step=lambda metrics: heard.append(("report", metrics.step, [one.step for one in metrics.each])),
@@ -345,22 +269,23 @@ def test_hooks_stops_and_starts() -> None:
 
 
 def test_each_step_is_told_with_the_heads_accuracies() -> None:
-    medusa, rows, seen = model_of("medusa"), corpus(), []
+    medusa, documents, seen = model_of("medusa"), corpus(), []
     optimizer = torch.optim.SGD(medusa.head_parameters(), lr=0.0)
     train(
         medusa,
-        batches(rows, 1, seed=0),
+        batches(documents, 1, seed=0),
         steps=6,
-        accumulate=2,
+        accumulation_steps=2,
         optimizer=optimizer,
         report_every=4,
         on_step=seen.append,
+        output_metrics=head_metrics,
     )
     assert [[one.step for one in metrics.each] for metrics in seen] == [[1, 2, 3, 4], [5, 6]]
     for metrics, (start, end) in zip(seen, ((0, 8), (8, 12)), strict=True):
-        parts = list(islice(batches(rows, 1, seed=0), start, end))
+        parts = list(islice(batches(documents, 1, seed=0), start, end))
         scores = evaluate_heads(medusa, parts)
-        assert metrics.accuracy == pytest.approx(scores.accuracy(1).tolist(), abs=1e-6)
+        assert metrics.ratios["head_accuracy"] == pytest.approx(scores.accuracy(1).tolist(), abs=1e-6)
         assert [one.tokens for one in metrics.each] == [
             sum(part["input_ids"].numel() for part in parts[i : i + 2]) for i in range(0, len(parts), 2)
         ]
@@ -368,15 +293,15 @@ def test_each_step_is_told_with_the_heads_accuracies() -> None:
         assert metrics.grad_norm == metrics.each[-1].grad_norm > 0
         for one, first in zip(metrics.each, range(start, end, 2), strict=True):
             alone = evaluate_heads(medusa, parts[first - start : first - start + 2])
-            assert one.head_losses == pytest.approx(alone.losses.tolist()) and one.base_loss is None
-            assert one.loss == pytest.approx(sum(0.8**i * loss for i, loss in enumerate(one.head_losses)))
+            assert one.losses == {"head_losses": pytest.approx(alone.losses.tolist())}
+            assert one.loss == pytest.approx(sum(0.8**i * loss for i, loss in enumerate(one.losses["head_losses"])))
 
 
 @pytest.mark.parametrize("wrong", ["loss", "gradient"])
 def test_the_batch_at_fault_is_named(wrong: str) -> None:
     model = model_of("lm")
     with torch.no_grad():
-        model.embed.weight[2] = math.nan  # Of a token that is not in the corpus.
+        model.decoder.embed.weight[2] = math.nan  # Of a token that is not in the corpus.
 
     def feed():
         for number, batch in enumerate(batches(corpus(), 1, seed=0), start=1):
@@ -385,25 +310,25 @@ def test_the_batch_at_fault_is_named(wrong: str) -> None:
             yield Batch(batch, where=lambda number=number: f"file:{number}")
 
     if wrong == "gradient":
-        model.norm.weight.register_hook(lambda grad: grad * math.inf)
+        model.decoder.norm.weight.register_hook(lambda grad: grad * math.inf)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     words = {
         "loss": "step 3: .*At fault: batch 2 of 3, made of file:8. Try",
         "gradient": "step 1: .*all its batches, made of file:1; file:2; file:3. Try",
     }[wrong]
     with pytest.raises(TrainingError, match=words):
-        train(model, feed(), steps=9, accumulate=3, optimizer=optimizer, report_every=3)
+        train(model, feed(), steps=9, accumulation_steps=3, optimizer=optimizer, report_every=3)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(value: float) -> None:
-    model, rows = small(), corpus()
+    model, documents = small(), corpus()
 
     def feed():
-        for number, batch in enumerate(batches(rows, 1, seed=0), start=1):
+        for number, batch in enumerate(batches(documents, 1, seed=0), start=1):
             if number == 5:
                 with torch.no_grad():
-                    model.norm.weight.fill_(value)
+                    model.decoder.norm.weight.fill_(value)
             yield batch
 
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=1e-3), []
@@ -423,7 +348,15 @@ def test_a_step_without_targets_is_none_and_a_run_without_them_an_error(kind: st
     def losses_with(*empty: int, steps: int = 4) -> list[float]:
         model, seen = model_of(kind), []
         optimizer = adamw([p for p in model.parameters() if p.requires_grad], 1e-2)
-        train(model, feed(*empty), steps=steps, optimizer=optimizer, accumulate=2, report_every=2, on_step=seen.append)
+        train(
+            model,
+            feed(*empty),
+            steps=steps,
+            optimizer=optimizer,
+            accumulation_steps=2,
+            report_every=2,
+            on_step=seen.append,
+        )
         assert all(p.isfinite().all() for p in model.parameters())
         return [one.loss for metrics in seen for one in metrics.each]
 
@@ -441,7 +374,7 @@ def test_batches_that_end_early_are_an_error() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(InputError, match="ended at step 2 of 3"):
-        train(model, islice(batches(corpus(), 1), 5), steps=3, optimizer=optimizer, accumulate=3)
+        train(model, islice(batches(corpus(), 1), 5), steps=3, optimizer=optimizer, accumulation_steps=3)
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -452,11 +385,11 @@ def test_scores_of_heads_are_those_of_their_logits() -> None:
     with torch.no_grad():
         for parameter in medusa.head_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    rows = corpus()
-    scores = evaluate_heads(medusa, batches(rows, 3, epochs=1))
+    documents = corpus()
+    scores = evaluate_heads(medusa, batches(documents, 3, epochs=1))
     logits = [[] for _ in range(3)]
     wanted = [[] for _ in range(3)]
-    for piece in (piece for batch in batches(rows, 3, epochs=1) for piece in pieces(batch)):
+    for piece in (piece for batch in batches(documents, 3, epochs=1) for piece in pieces(batch)):
         out = medusa(torch.tensor([piece])).logits[:, 0].detach()
         for head in range(3):
             targets = piece[2 + head :]

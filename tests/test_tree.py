@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ligermodels.errors import InputError
-from ligermodels.generation import Tree, chain, default_tree, expected_tokens, grow
-from ligermodels.generation.tree import REFERENCE_TOP1, REFERENCE_TOP5, reference_accuracies
+from ligermodels.speculative.tree import (
+    REFERENCE_TOP1,
+    REFERENCE_TOP5,
+    Tree,
+    chain,
+    default_tree,
+    expected_tokens,
+    grow,
+    reference_accuracies,
+)
 
 
 @st.composite

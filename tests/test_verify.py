@@ -38,10 +38,16 @@ def changed(checkpoint: Path, folder: Path, tensor: str | None = None, **config:
 
 def test_equal_models_agree_at_every_place(checkpoint: Path) -> None:
     report = verify(checkpoint, tokens=33)
-    inner = ["attention_norm", "attention", "mlp_norm", "mlp"]
-    blocks = [[*(f"blocks.{i}.{name}" for name in inner), f"blocks.{i}"] for i in range(3)]
-    assert [place.name for place in report.places] == ["embed", *chain(*blocks), "norm", "logits"]
-    assert report.passed and report.parting is None and report.tokens == 33
+    inner = ["mixer_norm", "mixer", "mlp_norm", "mlp"]
+    blocks = [[*(f"decoder.blocks.{i}.{name}" for name in inner), f"decoder.blocks.{i}"] for i in range(3)]
+    assert [place.name for place in report.places] == [
+        "decoder.embed",
+        *chain(*blocks),
+        "decoder.norm",
+        "decoder",
+        "logits",
+    ]
+    assert report.passed and report.first_mismatch is None and report.tokens == 33
     assert max(place.error for place in report.places) < 1e-5
 
 
@@ -52,15 +58,15 @@ def test_dtypes(checkpoint: Path) -> None:
 
 DTYPES = (torch.float64, torch.bfloat16)
 FAULTS = {
-    "model.embed_tokens.weight": "embed",
-    "model.layers.0.input_layernorm.weight": "blocks.0.attention_norm",
-    "model.layers.0.self_attn.q_proj.weight": "blocks.0.attention",
-    "model.layers.1.self_attn.v_proj.weight": "blocks.1.attention",
-    "model.layers.2.self_attn.o_proj.weight": "blocks.2.attention",
-    "model.layers.2.post_attention_layernorm.weight": "blocks.2.mlp_norm",
-    "model.layers.1.mlp.up_proj.weight": "blocks.1.mlp",
-    "model.layers.0.mlp.down_proj.weight": "blocks.0.mlp",
-    "model.norm.weight": "norm",
+    "model.embed_tokens.weight": "decoder.embed",
+    "model.layers.0.input_layernorm.weight": "decoder.blocks.0.mixer_norm",
+    "model.layers.0.self_attn.q_proj.weight": "decoder.blocks.0.mixer",
+    "model.layers.1.self_attn.v_proj.weight": "decoder.blocks.1.mixer",
+    "model.layers.2.self_attn.o_proj.weight": "decoder.blocks.2.mixer",
+    "model.layers.2.post_attention_layernorm.weight": "decoder.blocks.2.mlp_norm",
+    "model.layers.1.mlp.up_proj.weight": "decoder.blocks.1.mlp",
+    "model.layers.0.mlp.down_proj.weight": "decoder.blocks.0.mlp",
+    "model.norm.weight": "decoder.norm",
     "lm_head.weight": "logits",
 }
 
@@ -76,13 +82,13 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_changed_weight_is_found(untied: Path, tmp_path: Path, tensor: str) -> None:
     every_token = range(CONFIGS["llama-3.1"]["vocab_size"] - 4)
     report = verify(untied, reference=changed(untied, tmp_path / "other", tensor), input_ids=every_token)
-    assert report.parting is not None and not report.passed
-    assert report.parting.name == FAULTS[tensor]
+    assert report.first_mismatch is not None and not report.passed
+    assert report.first_mismatch.name == FAULTS[tensor]
 
 
 def test_another_rope_parts_in_the_first_attention(untied: Path, tmp_path: Path) -> None:
     report = verify(untied, reference=changed(untied, tmp_path / "other", rope_theta=400_000.0))
-    assert report.parting is not None and report.parting.name == "blocks.0.attention"
+    assert report.first_mismatch is not None and report.first_mismatch.name == "decoder.blocks.0.mixer"
     assert verify(untied, reference=tmp_path / "other", tolerance=10.0).passed
 
 
@@ -100,7 +106,7 @@ def test_nan_in_both_models_fails(untied: Path, tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     report = verify(folder)
-    assert report.parting is not None and report.parting.name == "blocks.1.mlp"
+    assert report.first_mismatch is not None and report.first_mismatch.name == "decoder.blocks.1.mlp"
 
 
 def test_bad_input(untied: Path, tmp_path: Path) -> None:

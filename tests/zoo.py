@@ -24,7 +24,7 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
     "tie_word_embeddings": False,
-    "x_kept_by_export": {"extra": [1, "é"]},
+    "_xkept_by_export": {"extra": [1, "é"]},
 }
 GEMMA = {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 1}
 SANDWICH = {**GEMMA, "query_pre_attn_scalar": 19, "sliding_window": 11, "num_hidden_layers": 4}

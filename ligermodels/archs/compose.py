@@ -1,29 +1,19 @@
-"""What the families share: a decoder from the fields that most Hugging Face configs have, and the names of its tensors.
+"""What the families share: a decoder from the fields that most Hugging Face configs have.
 
 A family's file states its defaults and what differs; nothing here knows which family it serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.fields import Fields
 from ligermodels.convert.config_json import short
-from ligermodels.convert.weight_map import (
-    Entry,
-    WeightMap,
-    concat,
-    experts_gate_up,
-    grouped_qkv,
-    grouped_qkv_in_one,
-    rename,
-    stack,
-)
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, BlockConfig, HeadConfig, MLPConfig, MoEConfig, NormConfig
-from ligermodels.model import DecoderConfig
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -81,9 +71,10 @@ def decoder(
     for name, harmless in HARMLESS.items():
         if name in fields.config and fields.config[name] not in harmless:
             raise ConfigError(f"{fields.where}: {name} = {short(fields.config[name])} is not implemented")
-    fields.only("attention_dropout", 0, 0.0, default=0.0)
+    fields.choices("attention_dropout", 0, 0.0, default=0.0)
     fields.check_token("eos_token_id", several=True)
     fields.check_token("pad_token_id")
+    vocab_size, pad = fields.size("vocab_size"), fields.config.get("pad_token_id")
     hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
@@ -101,13 +92,13 @@ def decoder(
     norm = norm or NormConfig(fields.number("rms_norm_eps", negative=False))
     common = AttentionConfig(heads, kv_heads, head_dim, rope=None)
     gated = MLPConfig(
-        fields.size("intermediate_size"), ACTIVATIONS[fields.only(activation, *ACTIVATIONS, default=None)], mlp_bias
+        fields.size("intermediate_size"), ACTIVATIONS[fields.choices(activation, *ACTIVATIONS, default=None)], mlp_bias
     )
     differing = [dict(attention(layer, common)) for layer in range(layers)]
     if any("rope" not in fields_ for fields_ in differing):
         common = replace(common, rope=fields.rope(head_dim, context, default_theta, partial=partial_rotary))
-    return DecoderConfig(
-        vocab_size=fields.size("vocab_size"),
+    composed = DecoderConfig(
+        vocab_size=vocab_size,
         hidden_size=hidden,
         blocks=tuple(
             BlockConfig(replace(common, **differing[layer]), mlp(layer, gated), norm, **(block or {}))
@@ -115,114 +106,19 @@ def decoder(
         ),
         norm=norm,
         head=HeadConfig(tied=fields.flag("tie_word_embeddings", False), **(head or {})),
+        # As torch counts a negative index; ids beyond the vocabulary occur, and mean none.
+        padding_idx=None if pad is None or not -vocab_size <= pad < vocab_size else pad % vocab_size,
         initializer_range=fields.number("initializer_range", 0.02, negative=False),
         max_position_embeddings=context,
         **more,
     )
+    fields.check_unread()
+    return composed
 
 
-NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-"""Names of a block's norms, where there is one before each sublayer."""
-
-SANDWICH = {
-    "attention_norm": "input_layernorm",
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
+STACKED_EXPERTS = {
+    "experts.router": "mlp.gate.weight",
+    "experts.gate_up": "mlp.experts.gate_up_proj",
+    "experts.down": "mlp.experts.down_proj",
 }
-"""Names of a block's norms, where there is one before and one after each sublayer, or only after."""
-
-
-EXPERTS = {
-    "router": "mlp.gate.weight",
-    "gate": "mlp.experts.{expert}.gate_proj.weight",
-    "up": "mlp.experts.{expert}.up_proj.weight",
-    "down": "mlp.experts.{expert}.down_proj.weight",
-}
-"""Names of a mixture's parts, each expert's by itself."""
-
-STACKED_EXPERTS = {"router": "mlp.gate.weight", "gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
-"""The same where all experts are one tensor, as transformers 5 may save them."""
-
-
-def weight_map(
-    config: DecoderConfig,
-    *,
-    norms: Mapping[str, str] = NORMS,
-    prefix: str = "model",
-    head: str = "lm_head.weight",
-    packed: bool = False,
-    experts: Mapping[str, str] = EXPERTS,
-    ignored: Sequence[str] = (),
-) -> WeightMap:
-    """Native names to those that Hugging Face's decoders share, for the layers, norms and biases that `config` has.
-
-    Args:
-        norms: native name of each norm of a block -> its name there.
-        prefix: what stands before `layers`, `embed_tokens` and `norm`.
-        head: name of the language-model head.
-        packed: whether q, k and v are one tensor there, and gate and up another.
-        experts: names of a mixture's parts: EXPERTS, STACKED_EXPERTS, or alike.
-        ignored: patterns of further tensors to skip.
-    """
-    embedding = f"{prefix}.embed_tokens.weight"
-    entries = [rename("embed.weight", embedding)]
-    for layer, block in enumerate(config.blocks):
-        here, there = f"blocks.{layer}", f"{prefix}.layers.{layer}"
-        entries += _attention(f"{here}.attention", f"{there}.self_attn", block.attention, packed)
-        if isinstance(block.mlp, MoEConfig):
-            entries += _mixture(f"{here}.mlp", there, block.mlp, experts)
-        else:
-            entries += _gated(f"{here}.mlp", f"{there}.mlp", block.mlp, packed)
-        before = ("attention_norm", "mlp_norm") if block.pre_norm else ()
-        after = ("attention_post_norm", "mlp_post_norm") if block.post_norm else ()
-        entries += [rename(f"{here}.{name}.weight", f"{there}.{norms[name]}.weight") for name in (*before, *after)]
-    entries.append(rename("norm.weight", f"{prefix}.norm.weight"))
-    if not config.head.tied:
-        entries.append(rename("head.weight", head))
-    aliases = {head: embedding} if config.head.tied else {}
-    return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *ignored], aliases=aliases)
-
-
-def _parts(bias: bool) -> tuple[str, ...]:
-    return ("weight", "bias") if bias else ("weight",)
-
-
-def _attention(here: str, there: str, config: AttentionConfig, packed: bool) -> list[Entry]:
-    shape = (config.num_kv_heads, config.group_size, config.head_dim)
-    entries = [
-        grouped_qkv_in_one(f"{here}.qkv.{part}", f"{there}.qkv_proj.{part}", *shape)
-        if packed
-        else grouped_qkv(
-            f"{here}.qkv.{part}", f"{there}.q_proj.{part}", f"{there}.k_proj.{part}", f"{there}.v_proj.{part}", *shape
-        )
-        for part in _parts(config.bias)
-    ]
-    entries += [rename(f"{here}.o.{part}", f"{there}.o_proj.{part}") for part in _parts(config.output_bias)]
-    if config.qk_norm is not None:
-        entries += [rename(f"{here}.{name}_norm.weight", f"{there}.{name}_norm.weight") for name in "qk"]
-    return entries
-
-
-def _gated(here: str, there: str, config: MLPConfig, packed: bool) -> list[Entry]:
-    entries = []
-    for part in _parts(config.bias):
-        if packed:
-            entries.append(rename(f"{here}.gate_up.{part}", f"{there}.gate_up_proj.{part}"))
-        else:
-            gate_up = [f"{there}.{name}_proj.{part}" for name in ("gate", "up")]
-            entries.append(concat(f"{here}.gate_up.{part}", gate_up, [config.size] * 2))
-        entries.append(rename(f"{here}.down.{part}", f"{there}.down_proj.{part}"))
-    return entries
-
-
-def _mixture(here: str, there: str, config: MoEConfig, names: Mapping[str, str]) -> list[Entry]:
-    router = rename(f"{here}.router.weight", f"{there}.{names['router']}")
-    if "gate_up" in names:
-        return [router, *(rename(f"{here}.{part}", f"{there}.{names[part]}") for part in ("gate_up", "down"))]
-    each = {
-        part: [f"{there}.{names[part].format(expert=expert)}" for expert in range(config.num_experts)]
-        for part in ("gate", "up", "down")
-    }
-    gate_up = experts_gate_up(f"{here}.gate_up", each["gate"], each["up"], config.size)
-    return [router, gate_up, stack(f"{here}.down", each["down"])]
+"""Names of the parts of a mixture whose experts are one tensor, as transformers 5 may save them."""

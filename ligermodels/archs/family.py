@@ -6,23 +6,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.model import DecoderConfig
 
 
 @dataclass(frozen=True)
 class Family:
     """A `model_type` as in config.json, how its config composes, and how its tensors may be named.
 
-    `layouts` gives the weight maps of all ways in which checkpoints of this type lie on disk, the usual one first.
+    `layouts` has, for each way in which checkpoints of this type are stored, the usual one first, how it differs from
+    Hugging Face's usual names: the arguments of `DecoderConfig.weight_map`.
     `default_theta` is the rotary base where a config names none, or that of each layer type. `text`, for checkpoints
-    that hold more than a language model, gives the config of that alone, under its own `model_type`: the model goes
-    back out as this. `synonyms` has fields that newer checkpoints may write under another name: older name -> newer.
+    that hold more than a language model, gives the config of that alone, under its own `model_type`: the model is
+    written as this. `attribute_map` has fields that newer checkpoints may write under another name: older -> newer.
     """
 
     model_type: str
     decoder_config: Callable[[Mapping[str, Any]], DecoderConfig]
-    layouts: Callable[[DecoderConfig], Sequence[WeightMap]]
+    layouts: Sequence[Mapping[str, Any]] = ({},)
     default_theta: float | Mapping[str, float] = 10_000.0
     text: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    synonyms: Mapping[str, str] = field(default_factory=dict)
+    attribute_map: Mapping[str, str] = field(default_factory=dict)
+
+    def weight_maps(self, config: DecoderConfig) -> list[WeightMap]:
+        """The weight map of each layout."""
+        return [config.weight_map(**layout) for layout in self.layouts]

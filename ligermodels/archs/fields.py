@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ligermodels.archs.rope import read_rope
-from ligermodels.convert.config_json import are_token_ids, rope_parameters, short
+from ligermodels.archs.unread import check_unread
+from ligermodels.convert.config_json import LAYER_THETAS, are_token_ids, rope_parameters, short
 from ligermodels.errors import ConfigError
 from ligermodels.layers import RopeConfig
 
@@ -17,24 +18,56 @@ MOST = {"num_hidden_layers": 4096, "num_local_experts": 4096, "num_experts": 409
 """Bounds on sizes by which objects or tables are made before any weight is looked for, far above those in use."""
 
 
-def synonym(config: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
-    """`config` with field `name` even where only its synonym `other` is set; ConfigError where the two contradict."""
+def renamed(config: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
+    """`config` with field `name` in place of `other`, its other name; ConfigError where the two contradict."""
     value, theirs = config.get(name), config.get(other)
-    if theirs is None or theirs == value:
-        return config
-    if value is not None:
+    if theirs is not None and value is not None and theirs != value:
         raise ConfigError(f"config.json: {name} = {short(value)} contradicts {other} = {short(theirs)}; remove one")
-    return {**config, name: theirs}
+    rest = {key: each for key, each in config.items() if key != other}
+    return rest if theirs is None else {**rest, name: theirs}
+
+
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
+"""Fields that `Fields.rope` reads."""
 
 
 class Fields:
-    """Reads fields of `config`; a field that is absent or null takes the default, or is an error without one."""
+    """Reads fields of a config; a field that is absent or null takes the default, or is an error without one.
 
-    def __init__(self, config: Mapping[str, Any], where: str = "config.json") -> None:
-        self.config, self.where = config, where
+    Args:
+        config: the config.
+        defaults: fields that `config` has if it does not name them; a null in `config` stays a null.
+        where: what `config` is called in messages.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, *, where: str = "config.json"
+    ) -> None:
+        self.config: Mapping[str, Any] = {**(defaults or {}), **config}
+        self.where = where
+        self._read = {*(defaults or {}), *ROPE}
+
+    def replaced(self, **fields: Any) -> Fields:
+        """These with other values of some `fields`. What is read of either counts as read of both."""
+        other = Fields({**self.config, **fields}, where=self.where)
+        other._read = self._read
+        return other
+
+    def ignore(self, *names: str) -> None:
+        """Count fields as read: those that configs of a family have, and that change nothing there."""
+        self._read.update(names)
+
+    def check_unread(self) -> None:
+        """Check the fields that were not read and have no default: see `unread.check_unread`."""
+        check_unread(self.config, self._read, self.where)
+
+    def _found(self, name: str) -> Any:
+        """The field as found, None where it is absent."""
+        self._read.add(name)
+        return self.config.get(name)
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self.config.get(name)
+        value = self._found(name)
         if value is None:
             if default is _REQUIRED:
                 raise ConfigError(f"{self.where}: field {name!r} is missing")
@@ -67,21 +100,21 @@ class Fields:
 
     def optional_size(self, name: str) -> int | None:
         """A whole number above zero, or None for null or nothing."""
-        return None if self.config.get(name) is None else self.size(name)
+        return None if self._found(name) is None else self.size(name)
 
     def optional_number(self, name: str) -> float | None:
         """A number above zero, or None for null or nothing."""
-        return None if self.config.get(name) is None else self.number(name, positive=True)
+        return None if self._found(name) is None else self.number(name, positive=True)
 
     def windows(self, slides: Callable[[int], bool]) -> list[int | None]:
         """Each layer's sliding window, by `layer_types`; without that field, `slides` says which layers have one."""
         count = self.size("num_hidden_layers")
-        types = self.config.get("layer_types")
+        types = self._found("layer_types")
         if types is None:
             types = [SLIDING if slides(layer) else FULL for layer in range(count)]
         if not isinstance(types, list) or len(types) != count or any(each not in (SLIDING, FULL) for each in types):
             raise self._fail("layer_types", f"a list of num_hidden_layers = {count} times {SLIDING!r} or {FULL!r}")
-        if SLIDING in types and self.config.get("sliding_window") is None:
+        if SLIDING in types and self._found("sliding_window") is None:
             raise ConfigError(
                 f"{self.where}: layer_types has {SLIDING!r}, but sliding_window is missing or switched off"
             )
@@ -90,7 +123,7 @@ class Fields:
     def flags(self, name: str, otherwise: Callable[[int], bool]) -> list[bool]:
         """A 0 or 1 for each layer; without that field, `otherwise` of the layer."""
         count = self.size("num_hidden_layers")
-        found = self.config.get(name)
+        found = self._found(name)
         if found is None:
             return [otherwise(layer) for layer in range(count)]
         if not isinstance(found, list) or len(found) != count or not all(each in (0, 1) for each in found):
@@ -107,9 +140,9 @@ class Fields:
     def check_token(self, name: str, *, several: bool = False) -> None:
         """See that there is a token's id, or with `several` a list of them, or null or nothing.
 
-        Whether the vocabulary has it is not asked: ids beyond it, and negative ones that mean none, occur.
+        Ids outside the vocabulary pass: published checkpoints have them, and negative ones that stand for none.
         """
-        if not are_token_ids(self.config.get(name), several=several):
+        if not are_token_ids(self._found(name), several=several):
             raise self._fail(name, "a token's id" + " or a list of them" * several)
 
     def experts(self, name: str) -> tuple[int, int]:
@@ -119,7 +152,7 @@ class Fields:
             raise ConfigError(f"{self.where}: num_experts_per_tok {chosen} is above {name} {experts}")
         return experts, chosen
 
-    def router_loss(self) -> float:
+    def router_aux_loss_coef(self) -> float:
         """Weight of the load-balancing loss, which counts only with `output_router_logits`."""
         return self.number("router_aux_loss_coef") if self.flag("output_router_logits", False) else 0.0
 
@@ -130,7 +163,7 @@ class Fields:
             raise self._fail(name, "true or false")
         return value
 
-    def only(self, name: str, *implemented: Any, default: Any) -> Any:
+    def choices(self, name: str, *implemented: Any, default: Any) -> Any:
         """A value for which there is an implementation; anything else is refused by name."""
         value = self._get(name, default)
         if value not in implemented:
@@ -146,7 +179,7 @@ class Fields:
             raise ConfigError(
                 f"{self.where}: field {name!r} must be a list of {count} numbers, got one{length}{reason}"
             )
-        each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
+        each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, where=self.where)
         return tuple(each.number(key, positive=positive) for key in each.config)
 
     def rope(
@@ -169,6 +202,7 @@ class Fields:
 
         Raises ConfigError naming the field that is missing, bad or not implemented.
         """
+        self.ignore(*ROPE, LAYER_THETAS.get(layer_type or "full_attention", "rope_theta"))
         settings = rope_parameters(self.config, default_theta, layer_type)
         where = "rope_parameters" if layer_type is None else f"rope_parameters.{layer_type}"
-        return read_rope(Fields(settings, f"{self.where}: {where}"), head_dim, max_position_embeddings, partial)
+        return read_rope(Fields(settings, where=f"{self.where}: {where}"), head_dim, max_position_embeddings, partial)

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import HARMLESS, SANDWICH, decoder, weight_map
+from ligermodels.archs.compose import HARMLESS, decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
 from ligermodels.convert.config_json import short
 from ligermodels.errors import ConfigError
 from ligermodels.layers import NormConfig, QKNormConfig
-from ligermodels.model import DecoderConfig
 
-COMMON = {"head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+COMMON = {
+    "pad_token_id": 0,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 GEMMA = {
     **COMMON,
     "vocab_size": 256000,
@@ -50,38 +56,45 @@ GEMMA3 = {
 
 GEMMA3_THETAS = {SLIDING: 1e4, FULL: 1e6}
 SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", *HARMLESS)
-"""Fields of a config with vision that speak of its text model too."""
+"""Fields of a config with vision that are those of its text model too."""
+BESIDE_TEXT = (
+    "text_config", "vision_config", "tie_word_embeddings", "initializer_range", "mm_tokens_per_image",
+    "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
+)  # fmt: skip
+"""Its other fields."""
 
 
 def _norm(fields: Fields) -> NormConfig:
-    return NormConfig(fields.number("rms_norm_eps", negative=False), offset=1.0, cast="after")
+    return NormConfig(fields.number("rms_norm_eps", negative=False), offset=1.0, casting_mode="gemma")
 
 
 def gemma(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `GemmaConfig` dict."""
-    fields = Fields({**GEMMA, **config})
+    fields = Fields(config, GEMMA)
     if fields.config["hidden_act"] == "gelu":  # What the first checkpoints say, and do not mean.
-        fields = Fields({**fields.config, "hidden_act": "gelu_pytorch_tanh"})
-    fields.only("use_bidirectional_attention", False, default=False)
+        fields = fields.replaced(hidden_act="gelu_pytorch_tanh")
+    fields.ignore("hidden_activation")
+    fields.choices("use_bidirectional_attention", False, default=False)
     bias = fields.flag("attention_bias", False)
     return decoder(
         fields,
         norm=_norm(fields),
-        attention=lambda layer, common: {"bias": bias, "output_bias": bias},
+        attention=lambda layer, common: {"bias": bias, "o_bias": bias},
         embed_scale=fields.size("hidden_size") ** 0.5,
     )
 
 
 def gemma2(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Gemma2Config` dict."""
-    fields = Fields({**GEMMA2, **config})
+    fields = Fields(config, GEMMA2)
+    fields.ignore("sliding_window_size")  # In some of the first checkpoints, beside sliding_window.
     return _sandwich(fields, fields.windows(lambda layer: layer % 2 == 0), {})
 
 
 def gemma3_text(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Gemma3TextConfig` dict: layers with a window have other positions than the others."""
-    fields = Fields({**GEMMA3, **config})
-    fields.only("attn_logit_softcapping", None, default=None)  # A field that transformers has, and does not heed.
+    fields = Fields(config, GEMMA3)
+    fields.choices("attn_logit_softcapping", None, default=None)  # A field that transformers has, and does not heed.
     every = fields.size("sliding_window_pattern")
     windows = fields.windows(lambda layer: (layer + 1) % every != 0)
     ropes = {
@@ -108,16 +121,20 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of the text model in a `Gemma3Config` dict."""
+    whole = Fields(config)
+    whole.ignore(*SHARED, *BESIDE_TEXT)
+    whole.check_unread()
     return gemma3_text(text_of(config))
 
 
 def _sandwich(
     fields: Fields, windows: list[int | None], own: Mapping[int, Mapping[str, Any]], **attention: Any
 ) -> DecoderConfig:
-    fields.only("use_bidirectional_attention", False, default=False)
+    fields.choices("use_bidirectional_attention", False, default=False)
+    fields.ignore("hidden_act")  # hidden_activation counts.
     bias = fields.flag("attention_bias", False)
-    attention |= {"bias": bias, "output_bias": bias}
-    attention["scale"] = fields.number("query_pre_attn_scalar", positive=True) ** -0.5
+    attention |= {"bias": bias, "o_bias": bias}
+    attention["softmax_scale"] = fields.number("query_pre_attn_scalar", positive=True) ** -0.5
     attention["softcap"] = fields.optional_number("attn_logit_softcapping")
     return decoder(
         fields,
@@ -135,13 +152,13 @@ WRAPPED = (("model.language_model", "lm_head.weight"), ("language_model.model", 
 """Prefix and head of the text model beside a vision tower, as newer and older checkpoints have them."""
 
 FAMILIES = (
-    Family("gemma", gemma, lambda c: [weight_map(c)]),
-    Family("gemma2", gemma2, lambda c: [weight_map(c, norms=SANDWICH)]),
-    Family("gemma3_text", gemma3_text, lambda c: [weight_map(c, norms=SANDWICH)], GEMMA3_THETAS),
+    Family("gemma", gemma),
+    Family("gemma2", gemma2),
+    Family("gemma3_text", gemma3_text, default_theta=GEMMA3_THETAS),
     Family(
         "gemma3",
         gemma3,
-        lambda c: [weight_map(c, norms=SANDWICH, prefix=at, head=head, ignored=VISION) for at, head in WRAPPED],
+        [{"prefix": prefix, "head": head, "ignored": VISION} for prefix, head in WRAPPED],
         GEMMA3_THETAS,
         text=text_of,
     ),

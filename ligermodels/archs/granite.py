@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder, weight_map
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.archs.llama import DEFAULTS
-from ligermodels.model import DecoderConfig
 
 
 def granite(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `GraniteConfig` dict."""
-    fields = Fields({**DEFAULTS, **config})
+    fields = Fields(config, DEFAULTS)
     bias = fields.flag("attention_bias", False)
     scale = fields.number("attention_multiplier", 1.0, positive=True)
     return decoder(
         fields,
-        attention=lambda layer, common: {"bias": bias, "output_bias": bias, "scale": scale},
+        attention=lambda layer, common: {"bias": bias, "o_bias": bias, "softmax_scale": scale},
         mlp_bias=fields.flag("mlp_bias", False),
         block={"residual_scale": fields.number("residual_multiplier", 1.0)},
         head={"logit_scale": 1.0 / fields.number("logits_scaling", 1.0, positive=True)},
@@ -27,4 +27,4 @@ def granite(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-FAMILIES = (Family("granite", granite, lambda config: [weight_map(config)]),)
+FAMILIES = (Family("granite", granite),)

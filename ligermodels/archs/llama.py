@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder, weight_map
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.model import DecoderConfig
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -24,13 +24,11 @@ DEFAULTS = {
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `LlamaConfig` dict."""
-    fields = Fields({**DEFAULTS, **config})
+    fields = Fields(config, DEFAULTS)
     bias = fields.flag("attention_bias", False)
     return decoder(
-        fields,
-        attention=lambda layer, common: {"bias": bias, "output_bias": bias},
-        mlp_bias=fields.flag("mlp_bias", False),
+        fields, attention=lambda layer, common: {"bias": bias, "o_bias": bias}, mlp_bias=fields.flag("mlp_bias", False)
     )
 
 
-FAMILIES = (Family("llama", decoder_config, lambda config: [weight_map(config)]),)
+FAMILIES = (Family("llama", decoder_config),)

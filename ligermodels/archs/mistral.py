@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder, weight_map
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.model import DecoderConfig
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -27,11 +27,9 @@ DEFAULTS = {
 
 def mistral(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `MistralConfig` or `MinistralConfig` dict: `layer_types` count under either name."""
-    fields = Fields({**DEFAULTS, **config})
+    fields = Fields(config, DEFAULTS)
     windows = fields.windows(lambda layer: fields.optional_size("sliding_window") is not None)
     return decoder(fields, attention=lambda layer, common: {"window": windows[layer]})
 
 
-FAMILIES = tuple(
-    Family(model_type, mistral, lambda config: [weight_map(config)]) for model_type in ("mistral", "ministral")
-)
+FAMILIES = tuple(Family(model_type, mistral) for model_type in ("mistral", "ministral"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import STACKED_EXPERTS, decoder, weight_map
+from ligermodels.archs.compose import STACKED_EXPERTS, decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
-from ligermodels.archs.fields import Fields, synonym
+from ligermodels.archs.fields import Fields, renamed
 from ligermodels.layers import MoEConfig
-from ligermodels.model import DecoderConfig
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -27,17 +27,17 @@ DEFAULTS = {
 }
 DEFAULT_THETA = 1e6
 EXPERTS = {
-    "router": "block_sparse_moe.gate.weight",
-    "gate": "block_sparse_moe.experts.{expert}.w1.weight",
-    "up": "block_sparse_moe.experts.{expert}.w3.weight",
-    "down": "block_sparse_moe.experts.{expert}.w2.weight",
+    "experts.router": "block_sparse_moe.gate.weight",
+    "experts.gate": "block_sparse_moe.experts.{expert}.w1.weight",
+    "experts.up": "block_sparse_moe.experts.{expert}.w3.weight",
+    "experts.down": "block_sparse_moe.experts.{expert}.w2.weight",
 }
 
 
 def mixtral(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `MixtralConfig` dict."""
-    fields = Fields({**DEFAULTS, **synonym(config, "num_local_experts", "num_experts")})
-    fields.only("router_jitter_noise", 0, 0.0, default=0.0)
+    fields = Fields(renamed(config, "num_local_experts", "num_experts"), DEFAULTS)
+    fields.choices("router_jitter_noise", 0, 0.0, default=0.0)
     window = fields.optional_size("sliding_window")
     experts, chosen = fields.experts("num_local_experts")
     return decoder(
@@ -45,15 +45,8 @@ def mixtral(config: Mapping[str, Any]) -> DecoderConfig:
         attention=lambda layer, common: {"window": window},
         mlp=lambda layer, gated: MoEConfig(experts, chosen, gated.size, gated.activation, normalize=True),
         default_theta=DEFAULT_THETA,
-        router_loss=fields.router_loss(),
+        router_aux_loss_coef=fields.router_aux_loss_coef(),
     )
 
 
-FAMILIES = (
-    Family(
-        "mixtral",
-        mixtral,
-        lambda config: [weight_map(config, experts=names) for names in (EXPERTS, STACKED_EXPERTS)],
-        DEFAULT_THETA,
-    ),
-)
+FAMILIES = (Family("mixtral", mixtral, [{"names": names} for names in (EXPERTS, STACKED_EXPERTS)], DEFAULT_THETA),)

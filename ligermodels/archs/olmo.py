@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import SANDWICH, decoder, weight_map
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.layers import NormConfig, QKNormConfig
-from ligermodels.model import DecoderConfig
 
 DEFAULTS = {
     "vocab_size": 50304,
@@ -20,16 +20,17 @@ DEFAULTS = {
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
+    "pad_token_id": 1,
 }
 
 
 def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of an `Olmo2Config` dict."""
-    fields = Fields({**DEFAULTS, **config})
+    fields = Fields(config, DEFAULTS)
     bias = fields.flag("attention_bias", False)
-    norm = NormConfig(fields.number("rms_norm_eps", negative=False), cast="after")
-    own = {"bias": bias, "output_bias": bias, "qk_norm": QKNormConfig(norm, over="projection")}
+    norm = NormConfig(fields.number("rms_norm_eps", negative=False), casting_mode="gemma")
+    own = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm, over="projection")}
     return decoder(fields, norm=norm, attention=lambda layer, common: own, block={"pre_norm": False, "post_norm": True})
 
 
-FAMILIES = (Family("olmo2", olmo2, lambda config: [weight_map(config, norms=SANDWICH)]),)
+FAMILIES = (Family("olmo2", olmo2),)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder, weight_map
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.model import DecoderConfig
 
 DEFAULTS = {
     "vocab_size": 32064,
@@ -20,16 +20,19 @@ DEFAULTS = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
+    "pad_token_id": 32000,
 }
+
+PACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"}
 
 
 def phi3(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Phi3Config` dict."""
-    fields = Fields({**DEFAULTS, **config})
+    fields = Fields(config, DEFAULTS)
     for dropout in ("resid_pdrop", "embd_pdrop"):
-        fields.only(dropout, 0, 0.0, default=0.0)
+        fields.choices(dropout, 0, 0.0, default=0.0)
     window = fields.optional_size("sliding_window")
     return decoder(fields, attention=lambda layer, common: {"window": window}, partial_rotary=True)
 
 
-FAMILIES = (Family("phi3", phi3, lambda config: [weight_map(config, packed=True)]),)
+FAMILIES = (Family("phi3", phi3, [{"names": PACKED}]),)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import EXPERTS, STACKED_EXPERTS, decoder, weight_map
+from ligermodels.archs.compose import STACKED_EXPERTS, decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
-from ligermodels.archs.fields import Fields, synonym
+from ligermodels.archs.fields import Fields, renamed
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
-from ligermodels.model import DecoderConfig
 
 QWEN2 = {
     "vocab_size": 151936,
@@ -37,13 +37,13 @@ QWEN3_MOE = {
     "num_experts": 128,
     "router_aux_loss_coef": 0.001,
 }
-SYNONYMS = {"num_experts": "num_local_experts"}
-"""Fields that transformers 5 may write under their attribute's name."""
+ATTRIBUTE_MAP = {"num_experts": "num_local_experts"}
+"""Fields that transformers 5 may write under their attribute's name, as in its `attribute_map`."""
 
 
 def _windowed(fields: Fields) -> Fields:
     """A window counts only where `use_sliding_window` says so."""
-    return fields if fields.flag("use_sliding_window", False) else Fields({**fields.config, "sliding_window": None})
+    return fields if fields.flag("use_sliding_window", False) else fields.replaced(sliding_window=None)
 
 
 def _windows(fields: Fields) -> list[int | None]:
@@ -58,25 +58,25 @@ def _qk_norm(fields: Fields) -> QKNormConfig:
 
 def qwen2(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Qwen2Config` dict: q, k and v have biases, the output projection has none."""
-    fields = Fields({**QWEN2, **config})
+    fields = Fields(config, QWEN2)
     windows = _windows(fields)
     return decoder(fields, attention=lambda layer, common: {"bias": True, "window": windows[layer]})
 
 
 def qwen3(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Qwen3Config` dict."""
-    fields = Fields({**QWEN3, **config})
+    fields = Fields(config, QWEN3)
     windows = _windows(fields)
     bias = fields.flag("attention_bias", False)
-    own = {"bias": bias, "output_bias": bias, "qk_norm": _qk_norm(fields)}
+    own = {"bias": bias, "o_bias": bias, "qk_norm": _qk_norm(fields)}
     return decoder(fields, attention=lambda layer, common: {**own, "window": windows[layer]})
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Qwen3MoeConfig` dict: some layers are mixtures, the others are dense."""
-    fields = Fields({**QWEN3_MOE, **synonym(config, "num_experts", SYNONYMS["num_experts"])})
+    fields = Fields(renamed(config, "num_experts", ATTRIBUTE_MAP["num_experts"]), QWEN3_MOE)
     bias = fields.flag("attention_bias", False)
-    own = {"bias": bias, "output_bias": bias, "qk_norm": _qk_norm(fields)}
+    own = {"bias": bias, "o_bias": bias, "qk_norm": _qk_norm(fields)}
     own["window"] = _windowed(fields).optional_size("sliding_window")
     step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
     experts, chosen = fields.experts("num_experts")
@@ -87,16 +87,13 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
             return gated
         return MoEConfig(experts, chosen, size, gated.activation, normalize=normalize)
 
-    return decoder(fields, attention=lambda layer, common: own, mlp=mlp, router_loss=fields.router_loss())
+    return decoder(
+        fields, attention=lambda layer, common: own, mlp=mlp, router_aux_loss_coef=fields.router_aux_loss_coef()
+    )
 
 
 FAMILIES = (
-    Family("qwen2", qwen2, lambda c: [weight_map(c)]),
-    Family("qwen3", qwen3, lambda c: [weight_map(c)]),
-    Family(
-        "qwen3_moe",
-        qwen3_moe,
-        lambda c: [weight_map(c, experts=names) for names in (EXPERTS, STACKED_EXPERTS)],
-        synonyms=SYNONYMS,
-    ),
+    Family("qwen2", qwen2),
+    Family("qwen3", qwen3),
+    Family("qwen3_moe", qwen3_moe, [{}, {"names": STACKED_EXPERTS}], attribute_map=ATTRIBUTE_MAP),
 )

@@ -32,10 +32,9 @@ KNOWN = {
 
 def read_rope(settings: Fields, head_dim: int, context: int, partial: bool) -> RopeConfig:
     """The RopeConfig of `settings`, as `convert.config_json.rope_parameters` gives them; see `Fields.rope`."""
-    unknown = [name for name, value in settings.config.items() if value is not None and name not in KNOWN]
-    if unknown:
-        raise ConfigError(f"{settings.where}: {', '.join(map(repr, unknown))} not implemented")
-    kind = settings.only("rope_type", *READERS, default="default")
+    settings.ignore(*KNOWN)
+    settings.check_unread()
+    kind = settings.choices("rope_type", *READERS, default="default")
     theta = settings.number("rope_theta", positive=True)
     if theta <= 1:
         raise ConfigError(f"{settings.where}: rope_theta must be above 1, got {theta}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder, weight_map
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.model import DecoderConfig
 
 DEFAULTS = {
     "vocab_size": 128256,
@@ -20,6 +20,7 @@ DEFAULTS = {
     "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
+    "pad_token_id": 128004,
     "no_rope_layer_interval": 4,
     "tie_word_embeddings": True,
 }
@@ -30,7 +31,7 @@ DEFAULT_THETA = 2e6
 
 def smollm3(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `SmolLM3Config` dict: with a window, it is the layers without positions that have it."""
-    fields = Fields({**DEFAULTS, **config})
+    fields = Fields(config, DEFAULTS)
     every = fields.size("no_rope_layer_interval")
     rotated = fields.flags("no_rope_layers", lambda layer: (layer + 1) % every != 0)
     slides = fields.flag("use_sliding_window", False) and fields.optional_size("sliding_window") is not None
@@ -38,10 +39,10 @@ def smollm3(config: Mapping[str, Any]) -> DecoderConfig:
     bias = fields.flag("attention_bias", False)
 
     def attention(layer: int, common: Any) -> dict[str, Any]:
-        own = {"bias": bias, "output_bias": bias, "window": windows[layer]}
+        own = {"bias": bias, "o_bias": bias, "window": windows[layer]}
         return own if rotated[layer] else {**own, "rope": None}
 
     return decoder(fields, default_theta=DEFAULT_THETA, attention=attention, mlp_bias=fields.flag("mlp_bias", False))
 
 
-FAMILIES = (Family("smollm3", smollm3, lambda config: [weight_map(config)], DEFAULT_THETA),)
+FAMILIES = (Family("smollm3", smollm3, default_theta=DEFAULT_THETA),)

@@ -1,7 +1,11 @@
 """The command line: `ligermodels COMMAND`. Commands import torch and the models only when they run."""
 
+import importlib
+import importlib.util
 import os
 import sys
+import warnings
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,20 +14,23 @@ from typer.core import TyperGroup
 from ligermodels import __version__
 from ligermodels.cli import checkpoint, demo, describe, generation, medusa
 from ligermodels.console import say
-from ligermodels.errors import LigerModelsError
+from ligermodels.errors import InputError, LigerModelsError
 
 
 class Commands(TyperGroup):
-    """Runs a command; what users can cause ends in one line on standard error and an exit code, not in a traceback."""
+    """Runs a command. Errors that users can cause are one line on standard error and an exit code, no traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Exit codes: 0 fine, 1 an error or a failed check, 2 wrong usage, 130 interrupted."""
         try:
-            result = super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("always", category=DeprecationWarning, module=r"ligermodels\.")
+                warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # The reader has gone; Python would complain once more when it flushes at exit.
+            # Standard output is closed; without this Python would report it again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
@@ -73,20 +80,46 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import", metavar="MODULE", help="Import a Python module or file first, which registers architectures."
+        ),
+    ] = None,
 ) -> None:
-    # Both are read before this runs: see Commands.invoke and _version.
+    # The first two are read before this runs: see Commands.invoke and _version.
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for module in modules or ():
+        _import(module)
+
+
+def _import(name: str) -> None:
+    """Import the module of this name, or the Python file."""
+    path = Path(name)
+    try:
+        if path.suffix == ".py":
+            spec = importlib.util.spec_from_file_location(f"imported_{path.stem}", path)
+            if spec is None or spec.loader is None:
+                raise ImportError("not a Python file")
+            sys.path.insert(0, str(path.parent.resolve()))  # as of a script: it may import files beside it
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, os.getcwd())
+            importlib.import_module(name)
+    except (ImportError, FileNotFoundError) as error:
+        raise InputError(f"--import {name}: {error}") from error
 
 
 for command in (describe.info, checkpoint.verify, generation.generate, checkpoint.export, demo.demo):
     app.command()(command)
-app.add_typer(medusa.app, name="medusa", help="Train, measure and export Medusa heads.")
+app.add_typer(medusa.app, name="medusa", help="Train, evaluate and export Medusa heads.")
 
 
 def main() -> None:
     """Run the command line and exit."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # Text that the terminal's encoding lacks is no reason to fail.
+            stream.reconfigure(errors="replace")  # for characters that the terminal cannot encode
     app(prog_name="ligermodels")

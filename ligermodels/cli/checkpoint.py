@@ -1,4 +1,4 @@
-"""`ligermodels verify` and `export`: is a checkpoint understood, and writing it again."""
+"""`ligermodels verify` and `export`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ligermodels.cli.options import (
     device_named,
     folder_of,
     load,
+    torch_dtype,
 )
 from ligermodels.console import print_json, progress, say, show_table
 from ligermodels.errors import InputError
@@ -26,23 +27,23 @@ from ligermodels.errors import InputError
 
 def verify(
     path: Checkpoint,
-    reference: Annotated[Path | None, typer.Option(help="Let transformers open this folder instead.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to run.")] = 64,
-    text: Annotated[Path | None, typer.Option(help="Run the beginning of this file, not random tokens.")] = None,
+    reference: Annotated[Path | None, typer.Option(help="Folder for transformers, if another.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 64,
+    text: Annotated[Path | None, typer.Option(help="Use the beginning of this file instead of random tokens.")] = None,
     tolerance: Annotated[
         float | None, typer.Option(help="Largest error allowed.  [default: 1e-4 in float32, 5e-2 in bfloat16]")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in.")] = Dtype.float32,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in.")] = "float32",
     device: Device = None,
     attention: Attention = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Compare a checkpoint with transformers, module by module.
 
-    Exit code 1 when they part, and where. The error of a module is max |ours - theirs| / max |theirs| over its output.
+    Exit code 1 on a mismatch; the first one is printed. The error of a module is max |ours - theirs| / max |theirs|.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from ligermodels.tokenizer import Tokenizer
+    from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.verify import verify as compare
 
     place = device_named(device)
@@ -54,17 +55,17 @@ def verify(
             reference=reference,
             input_ids=ids,
             tokens=tokens,
-            dtype=dtype.torch,
+            dtype=torch_dtype(dtype),
             device=place,
             attention=attention,
             tolerance=tolerance,
             progress=update,
         )
-    parting = report.parting
+    mismatch = report.first_mismatch
     if as_json:
         content = {
             "passed": report.passed,
-            "first_difference": parting and parting.name,
+            "first_difference": mismatch and mismatch.name,
             "tolerance": report.tolerance,
             "tokens": report.tokens,
             "errors": {each.name: each.error for each in report.places},
@@ -76,11 +77,13 @@ def verify(
             for each in report.places
         ]
         show_table(["module", "in transformers", "max relative error", ""], rows, numbers=[2])
-        if parting:
-            typer.echo(f"They part at {parting.name}: error {parting.error:.1e}, tolerance {report.tolerance:.0e}.")
+        if mismatch:
+            typer.echo(
+                f"First mismatch: {mismatch.name}: error {mismatch.error:.1e}, tolerance {report.tolerance:.0e}."
+            )
         else:
-            typer.echo(f"They agree on {report.tokens} tokens, within {report.tolerance:.0e} everywhere.")
-    if parting:
+            typer.echo(f"Match: {report.tokens} tokens, every module within {report.tolerance:.0e}.")
+    if mismatch:
         raise typer.Exit(1)
 
 
@@ -90,13 +93,13 @@ def export(
     dtype: DtypeOption = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")] = "5GB",
     keep_all: Annotated[
-        bool, typer.Option("--keep-all", help="Write what is beside the language model too, as a vision tower.")
+        bool, typer.Option("--keep-all", help="Write tensors outside the language model too, such as a vision tower.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a checkpoint again, cast or in other shards.
+    """Write a checkpoint in another dtype or with other shards.
 
-    Its tokenizer travels along; any Hugging Face loader opens the result.
+    The tokenizer is copied; any Hugging Face loader opens the result.
     """
     model = load(path, dtype, "cpu")
     model.save_pretrained(out, max_shard_size=max_shard_size, overwrite=overwrite, keep="all" if keep_all else "model")

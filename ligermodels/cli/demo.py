@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 
-def demo(out: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("demo-output")) -> None:
-    """Do it all, small, on this machine.
+def demo(out: Annotated[Path, typer.Option(help="Output folder.")] = Path("demo-output")) -> None:
+    """Run the whole workflow at a small size.
 
     Train a model on Python's own sources, then Medusa heads; generate with both; export them.
     """

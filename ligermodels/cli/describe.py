@@ -1,8 +1,9 @@
-"""`ligermodels info`: what a checkpoint is, from its config and the headers of its files."""
+"""`ligermodels info`: a summary of a checkpoint, from its config and the headers of its files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -11,29 +12,26 @@ from ligermodels.cli.options import AsJson, Checkpoint
 from ligermodels.console import print_json, readable_bytes, show_table
 
 ADAMW_COPIES = 4
-"""What AdamW training keeps of each parameter, in its dtype: weight, gradient and two moments."""
+"""Copies of each parameter in AdamW training: weight, gradient and two moments."""
 
 
 LABELS = {
     "weights_bytes": "memory: weights",
-    "kv_cache_bytes_per_token": "memory: KV cache a token",
-    "full_context_bytes": "memory: weights and KV cache of a full context",
+    "kv_cache_bytes_per_token": "memory: KV cache per token",
+    "full_context_bytes": "memory: weights and KV cache at full context",
     "adamw_bytes": "memory: AdamW training, without activations",
 }
-"""Names of facts that need more than their key."""
+"""Labels that differ from the key."""
 
 
 def info(
     path: Checkpoint,
     weights: Annotated[
-        bool, typer.Option("--weights", help="Of a hub id: fetch the weights and look at them too.")
+        bool, typer.Option("--weights", help="Of a hub id: download the weights and inspect them too.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a checkpoint is.
-
-    Its parts, its sizes and the memory it takes; no weights are loaded.
-    """
+    """Show the architecture, sizes and memory of a checkpoint; loads no weights."""
     found = describe(path, weights)
     if as_json:
         print_json(found)
@@ -44,7 +42,7 @@ def info(
 
 
 def describe(path: str, weights: bool = False) -> dict[str, Any]:
-    """The facts that `info` shows; those of files are left out where there are none here.
+    """The facts that `info` shows; those of weight files only where they are on this machine.
 
     Raises ConfigError, CheckpointError and HubError as `from_pretrained` does.
     """
@@ -53,6 +51,7 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     from ligermodels.convert import hub
     from ligermodels.convert.config_json import dtype_of, read_json, rope_parameters
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
+    from ligermodels.layers.config import persistent_tensors
     from ligermodels.pretrained import choose_layout, from_config
 
     folder = hub.resolve(path, weights=weights)
@@ -63,17 +62,15 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) else None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = dtype_of(hf_config).itemsize
-    attention = [block.attention for block in config.blocks]
-    cache = sum(2 * each.num_kv_heads * each.head_dim for each in attention) * width
+    mixers = [block.mixer for block in config.blocks]
+    cache = sum(mixer.state_elements(2) - mixer.state_elements(1) for mixer in mixers) * width
+    layers = [{**block.mixer.info(), **block.mlp.info()} for block in config.blocks]
     found: dict[str, Any] = {
         "checkpoint": str(path),
         "model_type": hf_config["model_type"],
         "layers": len(config.blocks),
         "hidden_size": config.hidden_size,
-        "mlp_size": _common(block.mlp.size for block in config.blocks),
-        "heads": _common(each.num_heads for each in attention),
-        "kv_heads": _common(each.num_kv_heads for each in attention),
-        "head_dim": _common(each.head_dim for each in attention),
+        **{name: _common(each[name] for each in layers if name in each) for name in dict.fromkeys(chain(*layers))},
         "vocab_size": config.vocab_size,
         "context": config.max_position_embeddings,
         "rope_type": rope["rope_type"],
@@ -81,7 +78,7 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
         "tied_embeddings": config.head.tied,
         "dtype": str(dtype_of(hf_config)).removeprefix("torch."),
         "parameters": parameters,
-        "embedding_parameters": model.embed.weight.numel(),
+        "embedding_parameters": model.decoder.embed.weight.numel(),
         "weights_bytes": parameters * width,
         "kv_cache_bytes_per_token": cache,
         "full_context_bytes": parameters * width + cache * (config.max_position_embeddings or 0),
@@ -89,7 +86,7 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     }
     if any(folder.glob("*.safetensors*")):
         with Files(folder) as files:
-            choose_layout(hf_config, config, files.headers).plan(files.headers, dict(model.named_parameters()))
+            choose_layout(hf_config, config, files.headers).plan(files.headers, persistent_tensors(model))
             found["tensors"] = len(files.headers)
             found["stored_dtypes"] = sorted(
                 {str(header.dtype).removeprefix("torch.") for header in files.headers.values()}
@@ -98,7 +95,7 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
 
 
 def _common(values: Iterable[int]) -> int | list[int]:
-    """The value that all layers have, else each layer's."""
+    """The value of all layers if they have the same, else each layer's."""
     each = list(values)
     return each[0] if len(set(each)) == 1 else each
 

@@ -27,17 +27,21 @@ def generate(
     path: Checkpoint,
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated.  [default: standard input]")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+    sample: Annotated[
+        bool | None, typer.Option("--sample/--greedy", help="Sample, or not.  [default: as the checkpoint says]")
+    ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="With --sample: 1 leaves the distribution as it is. With --medusa: accept tokens that are likely "
-            "enough at this temperature, not only the likeliest."
+            help="Sampling temperature. With --medusa: that of typical acceptance, which accepts tokens other than "
+            "the greedy ones."
         ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="With --sample: only the K likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --sample: only the likeliest that add up to P.")] = None,
-    seed: Annotated[int | None, typer.Option(help="With --sample: repeat the same draws.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="With --sample: only the K most probable tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="With --sample: the smallest set of tokens of total probability P.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --sample: seed.")] = None,
     medusa: Annotated[
         str | None, typer.Option(help="Medusa heads, a folder or a hub id: the same tokens in fewer steps.")
     ] = None,
@@ -54,9 +58,9 @@ def generate(
     shaping = {name: value for name, value in shaping.items() if value is not None}
     if medusa and (sample or seed is not None or shaping.keys() - {"temperature"}):
         raise typer.BadParameter(
-            "Medusa decoding draws no tokens; leave --sample, --top-k, --top-p and --seed out", param_hint="--medusa"
+            "Medusa decoding does not sample; leave --sample, --top-k, --top-p and --seed out", param_hint="--medusa"
         )
-    if not sample and not medusa and (shaping or seed is not None):
+    if sample is False and not medusa and (shaping or seed is not None):
         raise typer.BadParameter("--temperature, --top-k, --top-p and --seed need --sample")
     prompts = prompt or [_standard_input()]
     for number, text in enumerate(prompts, start=1):
@@ -65,8 +69,8 @@ def generate(
 
     import torch
 
+    from ligermodels.data.tokenizer import TextStream, Tokenizer
     from ligermodels.generation.generate import as_eos_ids, until_eos
-    from ligermodels.tokenizer import TextStream, Tokenizer
 
     place = device_named(device)
     folder = folder_of(path)
@@ -76,20 +80,26 @@ def generate(
     heads = load_heads(model, medusa) if medusa else None
 
     defaults = model.generation_defaults()
-    eos = as_eos_ids(defaults.get("eos_token_ids"))
+    eos = as_eos_ids(defaults.get("eos_token_id"))
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if not eos and defaults.get("pad_token_id") is None:
-        options["pad_token_id"] = 0  # The model never sees it, and where there is no EOS no row is filled up with it.
-    if sample:
+        options["pad_token_id"] = 0  # masked, and no sequence ends early without an EOS
+    sampling = defaults.get("do_sample", False) if sample is None else sample
+    if not sampling and not medusa and (shaping or seed is not None):
+        raise typer.BadParameter("--temperature, --top-k, --top-p and --seed need --sample")
+    options["do_sample"] = bool(sampling) and not medusa
+    if options["do_sample"]:
         generator = torch.Generator(place)
         generator.manual_seed(generator.seed() if seed is None else seed)
-        options |= {"do_sample": True, "generator": generator, **shaping}
+        options |= {"generator": generator, **shaping}
 
     stream = TextStream(tokenizer, ids[0]) if len(ids) == 1 and not as_json else None
     start = time.perf_counter()
     report: dict[str, Any] = {}
     if heads:
-        out = heads.generate(ids, return_stats=True, **options, **shaping)
+        if (penalty := defaults.get("repetition_penalty", 1.0)) != 1.0:
+            say(f"Medusa: the checkpoint's repetition_penalty {penalty} is not applied")
+        out = heads.generate(ids, return_stats=True, **options, **shaping, repetition_penalty=1.0)
         sequences, report = out.sequences, {"steps": out.steps, "tokens_per_step": out.tokens_per_step}
     elif stream:
         sequences = model.generate(ids, on_token=lambda token: _write(stream.push(int(token[0]))), **options)
@@ -113,7 +123,7 @@ def generate(
         typer.echo(stream.flush() if stream and not heads else one["completion"])
     say(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s")
     if heads:
-        say(f"Medusa: {report['steps']} steps, {report['tokens_per_step']:.2f} tokens a step")
+        say(f"Medusa: {report['steps']} steps, {report['tokens_per_step']:.2f} tokens per step")
 
 
 def _standard_input() -> str:

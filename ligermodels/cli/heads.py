@@ -1,5 +1,4 @@
-"""`ligermodels medusa export` and `generate-data`: heads in the formats of other programs, and the model's own words to
-train on."""
+"""`ligermodels medusa export` and `self-distillation-data`."""
 
 from __future__ import annotations
 
@@ -24,20 +23,11 @@ from ligermodels.console import progress, say
 from ligermodels.errors import InputError
 
 Base = Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a Hugging Face hub id.")]
-Heads = Annotated[
-    str,
-    typer.Argument(
-        metavar="HEADS", help="Its Medusa heads, in any of the formats that `export` writes: a folder, or a hub id."
-    ),
-]
+Heads = Annotated[str, typer.Argument(metavar="HEADS", help="Medusa heads, in any format of `export`.")]
 
-DATA = typer.Option(
-    "--data", help="Text, or .jsonl with a text or a chat in each line, as for `train`. May be repeated."
-)
+DATA = typer.Option("--data", help="Text, or .jsonl with a text or a chat in each line. May be repeated.")
 ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
-Date = Annotated[
-    str | None, typer.Option(help="YYYY-MM-DD, for templates that write it.  [default: that of the start]")
-]
+Date = Annotated[str | None, typer.Option(help="YYYY-MM-DD, for chat templates that write it.  [default: today]")]
 
 
 def export(
@@ -59,9 +49,9 @@ def export(
 ) -> None:
     """Write heads in the format of another program.
 
-    They are read in any of these formats, so this converts between all of them.
+    HEADS may be in any of these formats too, so this converts between them.
     """
-    from ligermodels.convert.medusa_profiles import profile_named
+    from ligermodels.speculative.profiles import profile_named
 
     profile_named(profile)
     require_free(out, overwrite)
@@ -70,55 +60,57 @@ def export(
     say(f"wrote {out}")
 
 
-def generate_data(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a hub id.")],
+def self_distillation_data(
+    base: Base,
     data: Annotated[list[Path], DATA],
     out: Annotated[Path, typer.Option(help="The .jsonl file to write: data for `train`.")],
-    temperature: Annotated[float, typer.Option(min=0, help="Of the draws; 0: the likeliest tokens.")] = 0.3,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a continuation, or of an answer.")] = 512,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text that stay.")] = 64,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts and chats at once.")] = 16,
-    max_bad_lines: Annotated[int, typer.Option(min=0, help="Unusable lines that are passed over.")] = 0,
-    seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy decoding.")] = 0.3,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per text, or per answer in a chat.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text to keep as the prompt.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts and chats per batch.")] = 16,
+    max_bad_lines: Annotated[int, typer.Option(min=0, help="Unusable lines that are skipped.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chat_template: ChatTemplate = None,
     date: Date = None,
     dtype: DtypeOption = None,
     device: Device = None,
     attention: Attention = "auto",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from where it was stopped, or killed, if it was.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue where it was stopped or killed.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Let the model write its own training data, for self-distillation.
+    """Generate self-distillation data: the model's own continuations.
 
-    It continues the beginning of each text; in a chat it says all that the assistant does. It may be stopped at any
-    moment: the same command with --resume goes on.
+    The model continues the beginning of each text, and writes every turn of the assistant in a chat. It may be stopped
+    at any time; the same command with --resume continues.
     """
     if out.suffix != ".jsonl":
-        raise InputError(f"{out}: lines of JSON are written; give a name that ends in .jsonl")
+        raise InputError(f"{out}: the output is JSON lines; give a name that ends in .jsonl")
     if out.exists() and not overwrite:
         if resume:
-            say(f"{out}: is there already, and whole")
+            say(f"{out}: exists already and is complete")
             return
-        raise InputError(f"{out}: is there already; give another name, or --overwrite")
+        raise InputError(f"{out}: exists already; give another name, or --overwrite")
     if not out.absolute().parent.is_dir():
-        raise InputError(f"{out}: its folder is not there")
+        raise InputError(f"{out}: its folder does not exist")
     place = device_named(device)
 
-    from ligermodels.training import OwnWords, Recipe, documents_of, write_own_data
-    from ligermodels.training.own_data import begun_with, is_begun
-    from ligermodels.training.resume import content_of
-
-    if is_begun(out) and not (resume or overwrite):
-        raise InputError(f"{out}: is begun; --resume goes on with it, --overwrite removes what is done and begins anew")
-    folder = folder_of(base)
-    date = date or (begun_with(out, "date") if resume else None) or datetime.now().date().isoformat()
-    documents = documents_of(
-        folder, data, chat_template=chat_template, date=date, max_bad_lines=max_bad_lines, on_bad_line=say
+    from ligermodels.training import Recipe
+    from ligermodels.training.inputs import content_of, documents_of
+    from ligermodels.training.self_distillation import (
+        SelfDistillation,
+        interrupted_with,
+        is_interrupted,
+        write_self_distillation_data,
     )
-    content = content_of(Recipe(data=tuple(map(str, data)), chat_template=chat_template), folder)
-    words = OwnWords(
+
+    if is_interrupted(out) and not (resume or overwrite):
+        raise InputError(f"{out}: was interrupted; --resume continues it, --overwrite starts over")
+    folder = folder_of(base)
+    date = date or (interrupted_with(out, "date") if resume else None) or datetime.now().date().isoformat()
+    recipe = Recipe(data=data, chat_template=chat_template, date=date, max_bad_lines=max_bad_lines)
+    documents = documents_of(recipe, folder, say)
+    content = content_of(recipe, folder)
+    source = SelfDistillation(
         load(folder, dtype, place, attention),
         documents,
         temperature=temperature,
@@ -129,8 +121,8 @@ def generate_data(
     count = len(documents.corpus)
     try:
         with progress("generating") as update:
-            written = write_own_data(
-                words,
+            written = write_self_distillation_data(
+                source,
                 count,
                 out,
                 batch_size=batch_size,
@@ -140,7 +132,7 @@ def generate_data(
                 progress=update,
             )
     except BaseException:
-        if is_begun(out):
-            say(f"{out}: not finished; what is done is kept, and --resume goes on")
+        if is_interrupted(out):
+            say(f"{out}: not finished; --resume continues")
         raise
     say(f"wrote {out}: {written:,} of {count:,} texts and chats")

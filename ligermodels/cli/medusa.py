@@ -1,4 +1,4 @@
-"""`ligermodels medusa train | recipe | generate-data | eval | export`."""
+"""`ligermodels medusa train | recipe | self-distillation-data | eval | export`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,38 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ligermodels.cli import evaluation, heads
-from ligermodels.cli.options import Attention, Device, Overwrite, device_named, require_free, with_recipe_flags
+from ligermodels.cli.options import (
+    Attention,
+    Device,
+    Overwrite,
+    device_named,
+    renaming,
+    require_free,
+    with_recipe_flags,
+)
 from ligermodels.console import progress, say
+from ligermodels.training.renamed import COMMANDS, EVAL_FLAGS, TRAIN_FLAGS, TRAIN_VALUES, warn
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+class Commands(TyperGroup):
+    """Finds commands by their old names too."""
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if name in COMMANDS:
+            warn(name, COMMANDS[name])
+        return super().get_command(ctx, COMMANDS.get(name, name))
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None)
 
 STOPPED = 128 + 15
-"""Exit code of a training that SIGTERM ended."""
+"""Exit code of a run that SIGTERM stopped."""
 
 
-@app.command()
+@app.command(cls=renaming(TRAIN_FLAGS, TRAIN_VALUES))
 @with_recipe_flags
 def train(
     base: Annotated[
@@ -25,12 +45,11 @@ def train(
         typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a hub id.  [default: the recipe's]"),
     ] = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(help="A YAML file of settings, or the name of one that is shipped: see `medusa recipe`."),
+        str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe: see `medusa recipe`.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write the heads to.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder, if there is one.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint in the output folder, if any.")
     ] = False,
     device: Device = None,
     attention: Attention = "auto",
@@ -39,8 +58,8 @@ def train(
 ) -> None:
     """Train heads on a frozen model or, in stage 2, together with it.
 
-    Settings come from the flags, else from the recipe, else from the defaults. At the end the heads are scored on what
-    was held out. A run that is killed, or stopped by SIGTERM (exit code 143), goes on with --resume.
+    Flags take precedence over the recipe, and the recipe over the defaults. At the end the heads are evaluated on the
+    validation split. A run that was killed, or stopped by SIGTERM (exit code 143), continues with --resume.
     """
     from ligermodels.training.recipe import Recipe, read_recipe
 
@@ -54,36 +73,33 @@ def train(
         raise typer.BadParameter("give a folder for the heads", param_hint="--out")
     place = device_named(device)
 
+    from ligermodels.training import Console, train_heads
     from ligermodels.training.folder import has_checkpoints, require_resumable
-    from ligermodels.training.run import Console, train_heads
 
     if not resume:
-        require_free(out, overwrite, is_begun=has_checkpoints(out))
+        require_free(out, overwrite, is_run=has_checkpoints(out))
     elif not overwrite:
         require_resumable(out)
 
     outcome = train_heads(chosen, out, device=place, attention=attention, resume=resume, console=Console(say, progress))
     if not outcome.finished:
-        say(f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume goes on")
+        say(f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume continues")
         raise typer.Exit(STOPPED)
     say(f"wrote {out}")
-    if outcome.scores is not None:
-        evaluation.show_scores(outcome.scores)
-    if outcome.drift is not None:
-        drift = outcome.drift
-        say(f"the model: KL to what it was {drift.kl:.4f} nats a token, perplexity {drift.perplexity_change:+.2%}")
+    if (found := outcome.evaluation) is not None:
+        evaluation.show_scores(found.scores)
+        if (kl := found.kl) is not None:
+            say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
 
 
 @app.command(name="recipe")
-def show_recipe(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of those that are shipped.")] = None,
-) -> None:
-    """Print a recipe, to start a file of one's own from; without a name, the names."""
+def show_recipe(name: Annotated[str | None, typer.Argument(metavar="NAME", help="A shipped recipe.")] = None) -> None:
+    """Print a shipped recipe, as a starting point; without a name, list them."""
     from ligermodels.training.recipe import recipe_text, shipped_recipes
 
     typer.echo(recipe_text(name) if name else "\n".join(shipped_recipes()), nl=name is None)
 
 
-app.command(name="generate-data")(heads.generate_data)
-app.command(name="eval")(evaluation.evaluate)
+app.command()(heads.self_distillation_data)
+app.command(name="eval", cls=renaming(EVAL_FLAGS))(evaluation.evaluate)
 app.command()(heads.export)

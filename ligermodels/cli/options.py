@@ -1,45 +1,29 @@
-"""Options that several commands share, and what they stand for."""
+"""Options that several commands share; flags made from the settings of a recipe."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable
-from dataclasses import Field, fields
-from enum import Enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from ligermodels.console import progress
 from ligermodels.errors import BackendError, CheckpointError
-from ligermodels.training.recipe import HINTS, Recipe, kinds
+from ligermodels.training.recipe import Recipe
+from ligermodels.training.renamed import flag, warn
 
 if TYPE_CHECKING:
     import torch
 
-    from ligermodels.archs.medusa import MedusaModel
-    from ligermodels.model import CausalLM
+    from ligermodels.archs.causal_lm import CausalLM
+    from ligermodels.speculative.medusa import MedusaModel
 
 
-class Dtype(str, Enum):
-    """Dtypes that parameters may have; the names are torch's."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-    float64 = "float64"
-
-    @property
-    def torch(self) -> torch.dtype:
-        """The dtype itself."""
-        import torch
-
-        found: torch.dtype = getattr(torch, self.value)
-        return found
-
-
+Dtype = Literal["bfloat16", "float16", "float32", "float64"]
+"""Dtypes of parameters, by torch's names."""
 Checkpoint = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, or a Hugging Face hub id.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option("--dtype", help="Dtype of the parameters.  [default: the checkpoint's]")
@@ -65,6 +49,14 @@ def device_named(name: str | None) -> str:
     return name
 
 
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """The dtype of that name."""
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
 def folder_of(path: str) -> Path:
     """The local folder of a checkpoint; one on the hub is fetched first."""
     from ligermodels.convert import hub
@@ -73,35 +65,50 @@ def folder_of(path: str) -> Path:
 
 
 def load(path: str | Path, dtype: Dtype | None, device: str, attention: str = "auto") -> CausalLM:
-    """`from_pretrained`, with a bar."""
+    """`from_pretrained`, with a progress bar."""
     from ligermodels.pretrained import from_pretrained
 
     with progress(f"loading {path}", in_bytes=True) as update:
         return from_pretrained(
-            path, dtype=dtype.torch if dtype else None, device=device, attention=attention, progress=update
+            path, dtype=dtype and torch_dtype(dtype), device=device, attention=attention, progress=update
         )
 
 
 def load_heads(base: CausalLM, heads: str) -> MedusaModel:
-    """Medusa heads for `base`, from a folder or the hub, with a bar."""
-    from ligermodels.archs.medusa import MedusaModel
+    """Medusa heads for `base`, from a folder or the hub, with a progress bar."""
+    from ligermodels.speculative.medusa import MedusaModel
 
     with progress(f"loading {heads}", in_bytes=True) as update:
         return MedusaModel.from_pretrained(base, heads, progress=update)
 
 
-def require_free(folder: Path, overwrite: bool, *, is_begun: bool = False) -> None:
-    """CheckpointError when `folder` could not be written at the end: better said before hours of work than after.
-
-    `is_begun`: what is there is a run that --resume goes on with.
-    """
-    if is_begun and not overwrite:
+def require_free(folder: Path, overwrite: bool, *, is_run: bool = False) -> None:
+    """Raises CheckpointError now when `folder` could not be written later. `is_run`: it holds a run's checkpoints."""
+    if is_run and not overwrite:
         raise CheckpointError(
-            f"{folder}: holds the checkpoints of a run; --resume goes on from the newest, --overwrite removes them and "
-            "begins anew"
+            f"{folder}: holds checkpoints of a run; --resume continues from the newest, --overwrite starts over"
         )
     if not overwrite and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or --overwrite")
+
+
+def renaming(flags: Mapping[str, str], values: Mapping[tuple[str, str], str] | None = None) -> type[TyperCommand]:
+    """A command that takes the old names of `flags`, and of `values` of flags, with a DeprecationWarning."""
+
+    def current(args: Sequence[str]) -> Iterator[str]:
+        name = ""
+        for part in (part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])):
+            new = flags.get(part) or (values or {}).get((name, part))
+            if new is not None:
+                warn(part if part in flags else f"{name} {part}", new)
+            name = new or part
+            yield name
+
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            return super().parse_args(ctx, list(current(args)))
+
+    return Command
 
 
 SHORT = {"learning_rate": ["--lr"]}
@@ -109,19 +116,17 @@ SHORT = {"learning_rate": ["--lr"]}
 
 
 def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with a flag for each setting of a recipe that is no parameter of its own.
+    """`command`, with a flag for each setting of a recipe that is not a parameter of its own.
 
-    Those that are given come as `settings`, by name, the others not at all.
+    Those that are given are passed as `settings`, by name.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.name != "settings"]
-    names = {p.name for p in own}
-    flags = [_flag(field) for field in fields(Recipe) if field.name not in names]
+    flags = [_flag(name) for name in Recipe.model_fields if name not in {p.name for p in own}]
 
     def wrapped(**given: Any) -> None:
         settings = {flag.name: value for flag in flags if (value := given.pop(flag.name)) not in (None, [])}
-        plain = {name: value.value if isinstance(value, Enum) else value for name, value in settings.items()}
-        command(**given, settings=plain)
+        command(**given, settings=settings)
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
     wrapped.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
@@ -129,24 +134,21 @@ def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _flag(field: Field[Any]) -> inspect.Parameter:
-    kind: Any = next(each for each in kinds(HINTS[field.name]) if each is not type(None))
-    about = dict(field.metadata)
+def _flag(name: str) -> inspect.Parameter:
+    field = Recipe.model_fields[name]
+    kind: Any = field.annotation
+    if type(None) in get_args(kind):
+        (kind,) = (each for each in get_args(kind) if each is not type(None))
     limits = {
-        limit: kind(about[name])
-        for limit, name in (("min", "at_least"), ("max", "at_most"))
-        if kind in (int, float) and math.isfinite(about[name])
+        short: kind(limit)
+        for short, long in (("min", "ge"), ("max", "le"))
+        for limit in (getattr(each, long, None) for each in field.metadata)
+        if limit is not None
     }
-    if get_origin(kind) is Literal:
-        kind = cast(Any, Enum)(field.name, {choice: choice for choice in get_args(kind)}, type=str)
-    elif get_origin(kind) is tuple:
-        kind = list[str]
-    text = about["help"]
+    text = field.description or ""
     if field.default not in (None, ()) and "[default" not in text:
         text += f"  [default: {field.default}]"
-    name = field.name.replace("_", "-")
-    names = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-    option = typer.Option(names, *SHORT.get(field.name, ()), help=text, **limits)
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
+    names = [flag(name) + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""), *SHORT.get(name, ())]
+    kind = list[str] if get_origin(kind) is tuple else kind
+    annotation = Annotated[kind | None, typer.Option(*names, help=text, **limits)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

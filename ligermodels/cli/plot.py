@@ -1,4 +1,4 @@
-"""A picture of what Medusa heads achieve; matplotlib, an optional part, draws it."""
+"""A plot of the scores of Medusa heads, by matplotlib (optional)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ RATES = {
 
 
 def require_plotting(path: Path) -> None:
-    """Raise BackendError without matplotlib, InputError where `path` cannot be a new picture: before the work."""
+    """Raises BackendError without matplotlib, InputError when `path` cannot be written or is not a .png."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendError("a plot needs matplotlib: pip install 'ligermodels[plot]'")
     if path.suffix.lower() != ".png":
-        raise InputError(f"{path}: the picture is a PNG; give a name that ends in .png")
+        raise InputError(f"{path}: the plot is a PNG; give a name that ends in .png")
     if not path.parent.is_dir() or path.is_dir():
-        raise InputError(f"{path}: {'is a folder' if path.is_dir() else 'its folder is not there'}")
+        raise InputError(f"{path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
 
 
 def plot_scores(path: Path, found: Mapping[str, Any]) -> None:
-    """Draw what `medusa eval --json` prints: top-k accuracy of each head, and tokens a step. Written whole."""
-    from matplotlib.figure import Figure  # Not pyplot, which would look for a screen.
+    """Plot what `medusa eval --json` prints: top-k accuracy of each head, and tokens per step. Written atomically."""
+    from matplotlib.figure import Figure  # pyplot would look for a display
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -45,7 +45,7 @@ def plot_scores(path: Path, found: Mapping[str, Any]) -> None:
             )
     for head in range(len(found["losses"])):
         curves.plot([], [], color=f"C{head % 10}", label=f"head {head}, t+{head + 2}")
-    for style, text in (("-", "the model's own text"), ("--", "held-out text")):
+    for style, text in (("-", "the model's own text"), ("--", "given text")):
         curves.plot([], [], style, color="grey", label=text)
     curves.set(xlabel="k", ylabel="top-k accuracy", ylim=(0, 1), xticks=list(found["accuracies"]))
     curves.grid(alpha=0.3)
@@ -57,7 +57,7 @@ def plot_scores(path: Path, found: Mapping[str, Any]) -> None:
     bars.bar_label(drawn, fmt="%.2f")
     bars.axhline(1, color="grey", linestyle=":", label="plain decoding")
     bars.margins(y=0.25)
-    title = f"tokens a step, tree of {len(found['tree'])} nodes"
+    title = f"tokens per step, tree of {len(found['tree'])} nodes"
     if "generation" in found:
         title += f"\n{rates['speed_up']:.2f} times as fast as plain decoding"
     bars.set_title(title, fontsize="medium")

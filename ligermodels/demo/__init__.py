@@ -1,4 +1,4 @@
-"""The main job, small and on this machine: a Llama trained from scratch, Medusa heads on it, and both exported."""
+"""The whole workflow at a small size: a Llama trained from scratch, Medusa heads on it, decoding, and exports."""
 
 from ligermodels.demo.corpus import END, python_sources, train_tokenizer
 from ligermodels.demo.job import DemoSettings, follower_baseline, frequency_baseline, llama_config, run_demo

@@ -1,22 +1,22 @@
-"""What the demo learns from, on every machine: Python's own sources, and a tokenizer trained on them."""
+"""Data of the demo, present on every machine: Python's own sources, and a tokenizer trained on them."""
 
 from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
 
+from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import InputError
-from ligermodels.tokenizer import Tokenizer
-from ligermodels.training import read_documents
 
 END = "<|endoftext|>"
 
 
 def python_sources(limit: int) -> list[Path]:
-    """The modules of Python's standard library, by name, up to `limit` bytes: real text, and on every machine."""
+    """The modules of Python's standard library, by name, up to `limit` bytes in all."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files, size = [], 0
     for path in sorted(folder.glob("*.py")):
@@ -29,8 +29,8 @@ def python_sources(limit: int) -> list[Path]:
     return files
 
 
-def train_tokenizer(files: list[Path], vocab_size: int, folder: Path) -> Tokenizer:
-    """Train a byte-level BPE on `files`, and save it as transformers' AutoTokenizer and `Tokenizer` open it."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
+    """Train a byte-level BPE on `texts` and save it to `folder`, for `Tokenizer` and transformers' AutoTokenizer."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -38,7 +38,7 @@ def train_tokenizer(files: list[Path], vocab_size: int, folder: Path) -> Tokeniz
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator(read_documents(files), trainer)
+    bpe.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs, and what it leaves: its folder, its results, a table of them."""
+"""Output of the demo: progress, its folder and results, and tables of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from ligermodels.console import Update, progress, say, show_table
+from ligermodels.console import ProgressUpdate, progress, say, show_table
 from ligermodels.errors import CheckpointError
 from ligermodels.training import StepMetrics
-from ligermodels.training.folder import write_whole
+from ligermodels.training.folder import write_atomically
 
 STAGES = 8
 RESULTS = "demo.json"
-"""Marks a folder as a demo's, which the next demo may replace; holds the results in the end."""
+"""The file of results; it marks a folder as a demo's, which another demo may replace."""
 WRITTEN = {
     "model": "the model: a Hugging Face checkpoint",
     "exported": "the same, loaded and written again",
@@ -32,11 +32,11 @@ Next, with what is there now:
   ligermodels verify {out}/model
 With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
   ligermodels medusa train meta-llama/Llama-3.2-1B --data texts.jsonl --out heads
-  ligermodels medusa eval meta-llama/Llama-3.2-1B heads --data held-out.jsonl"""
+  ligermodels medusa eval meta-llama/Llama-3.2-1B heads --data validation.jsonl"""
 
 
 def claim(folder: Path) -> None:
-    """Make `folder`, with the mark of a demo; CheckpointError when something other than a demo's is in it."""
+    """Create `folder` and mark it as a demo's. Raises CheckpointError when it holds something else."""
     try:
         if folder.exists() and not (folder / RESULTS).is_file() and (folder.is_file() or any(folder.iterdir())):
             raise CheckpointError(f"{folder}: holds something other than a demo's output; give another folder")
@@ -47,13 +47,13 @@ def claim(folder: Path) -> None:
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
-    """Write demo.json, whole or not at all."""
-    write_whole(folder / RESULTS, f"{json.dumps(results, indent=2)}\n".encode())
+    """Write demo.json, atomically."""
+    write_atomically(folder / RESULTS, f"{json.dumps(results, indent=2)}\n".encode())
 
 
 @contextmanager
-def stage(name: str, title: str, seconds: dict[str, float]) -> Iterator[Update]:
-    """Announce a stage, give it a bar, and note its seconds."""
+def stage(name: str, title: str, seconds: dict[str, float]) -> Iterator[ProgressUpdate]:
+    """Announce a stage, show its progress, and record its seconds."""
     start = time.perf_counter()
     say(f"{len(seconds) + 1}/{STAGES} {title}")
     with progress(f"  {name}") as update:
@@ -61,13 +61,13 @@ def stage(name: str, title: str, seconds: dict[str, float]) -> Iterator[Update]:
     seconds[name] = time.perf_counter() - start
 
 
-def reported(update: Update) -> Callable[[StepMetrics], None]:
-    """What moves a stage's bar as training goes on."""
+def reported(update: ProgressUpdate) -> Callable[[StepMetrics], None]:
+    """A callback of `train` that moves the progress bar."""
     return lambda at: update(at.step, at.steps, f"loss {at.loss:.2f}, {at.tokens_per_second:,.0f} tokens/s")
 
 
 def show(folder: Path, results: dict[str, Any]) -> None:
-    """A table of each head's accuracies, one of all else, and what can be done next."""
+    """Print a table of the heads' accuracies, one of the other results, and suggested commands."""
     decoding, seconds = results["decoding"], results["seconds"]
     plain, medusa = (decoding["tokens"] / decoding[f"{name}_seconds"] for name in ("plain", "medusa"))
     accuracy, joint = results["accuracy"], results["joint"]
@@ -80,26 +80,26 @@ def show(folder: Path, results: dict[str, Any]) -> None:
     columns = [f"{when}{k}" for k in accuracy for when in tables]
     rows = [
         (f"{i}, of t+{i + 2}", *(f"{each[k][i]:.1%}" for k in accuracy for each in tables.values()))
-        for i in range(results["settings"]["heads"])
+        for i in range(results["settings"]["num_heads"])
     ]
     show_table(["Medusa head", *columns], rows, numbers=range(1, len(columns) + 1))
     checks = results["checks"].items()
     show_table(
         ["result", ""],
         [
-            ("loss on held-out text", f"{results['loss']:.3f} (perplexity {exp(results['loss']):.1f})"),
+            ("validation loss", f"{results['loss']:.3f} (perplexity {exp(results['loss']):.1f})"),
             (
-                "stage 2: the model's perplexity, and KL to what it was",
-                f"{joint['perplexity_change']:+.2%}, {joint['kl']:.4f} nats a token",
+                "stage 2: change of the model's perplexity, KL to the reference",
+                f"{joint['perplexity_change']:+.2%}, {joint['kl']:.4f} nats per token",
             ),
             (
-                "tokens a step with Medusa",
+                "tokens per step with Medusa",
                 f"{decoding['tokens_per_step']:.2f} (predicted from other prompts: "
                 f"{decoding['predicted_tokens_per_step']:.2f}, if heads err independently: "
                 f"{decoding['expected_tokens_per_step']:.2f}, without: 1)",
             ),
             ("accuracy of always guessing the most frequent token", f"{results['baseline']['top-1']:.1%}"),
-            ("tokens a second", f"{medusa:.0f} with Medusa, {plain:.0f} without"),
+            ("tokens per second", f"{medusa:.0f} with Medusa, {plain:.0f} without"),
             *((check, "yes" if passed else "NO") for check, passed in checks),
             *((f"seconds: {name}", f"{taken:.1f}") for name, taken in seconds.items()),
             ("seconds in all", f"{sum(seconds.values()):.1f}"),

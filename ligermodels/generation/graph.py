@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ligermodels.layers.on_host import OnHost
+from ligermodels.layers.async_copy import AsyncHostCopy
 
 Result = TypeVar("Result")
 
@@ -25,13 +25,13 @@ class Finished:
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
         self._late = enabled and device.type in AHEAD
-        self._asked: OnHost | None = None
+        self._asked: AsyncHostCopy | None = None
 
     def __call__(self, flag: Tensor) -> int | None:
         """flag: bool, a single one. How many steps ago the end was: 0, or 1 where one step too many was run; None
         before the end."""
         ended, ago = (bool(flag), 0) if self._asked is None else (self._asked.get(), 1)
-        self._asked = OnHost(flag) if self._late else None
+        self._asked = AsyncHostCopy(flag) if self._late else None
         return ago if ended else None
 
 

@@ -11,7 +11,19 @@ from ligermodels.errors import InputError
 
 def greedy(logits: Tensor) -> Tensor:
     """The most probable token, of equal ones the lowest: logits (..., V) -> long (...)."""
-    return ops.largest(logits, 1)[..., 0]
+    return ops.topk_indices(logits, 1)[..., 0]
+
+
+def penalise_repetition(logits: Tensor, text: Tensor, lengths: Tensor, *, penalty: float) -> Tensor:
+    """Logits (B, V) with those of tokens that a sequence has divided by `penalty`, or multiplied where negative.
+
+    text: long (B, W), of which sequence b has the first lengths[b], at least one. As in transformers (Keskar et al.,
+    2019, section 4.1).
+    """
+    place = torch.arange(text.shape[1], device=text.device)
+    seen = torch.where(place < lengths[:, None], text, text[:, :1])
+    scores = logits.gather(1, seen)
+    return logits.scatter(1, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
 def warp(

@@ -1,121 +1,111 @@
-"""Steps of decoding: what they need of a model, where they begin, and the plain one, which adds a token to each row."""
+"""Steps of decoding: what they need of a model, where they begin, and the plain one: one new token a sequence."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.generation.cache import KVCache
 from ligermodels.generation.sampling import greedy
+from ligermodels.generation.state import DecodingState
 from ligermodels.layers.rope import RotaryEmbedding
+from ligermodels.layers.sharding import ModuleLike
 
 
-class DecoderSize(Protocol):
+class ModelSize(Protocol):
     """The part of a model's config that generation reads."""
 
     @property
     def vocab_size(self) -> int: ...
 
 
-class Evaluable(Protocol):
-    """What `evaluating` needs; every nn.Module is one."""
-
-    def eval(self) -> Any: ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-
-class Decoder(Evaluable, Protocol):
-    """What generation needs of a model; CausalLM is one."""
+class DecodingModel(ModuleLike, Protocol):
+    """What generation needs of a model; CausalLM is one. It is called as `CausalLM.forward`, with a `state`."""
 
     @property
-    def config(self) -> DecoderSize: ...
+    def config(self) -> ModelSize: ...
 
-    @property
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """Hidden states (..., H) -> logits (..., V)."""
+    def __call__(self, input_ids: Tensor, **options: Any) -> Any:
+        """Tokens (B, T) -> `logits` and `last_hidden_state` of all of them, or of `token_indices`."""
 
-    def hidden_states(
-        self,
-        input_ids: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        cache: KVCache | None = None,
-        tree_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Token ids (B, T) -> hidden states (B, T, H) after the final norm.
+    def new_state(self, batch_size: int, max_length: int) -> DecodingState:
+        """An empty decoding state on the model's device."""
 
-        The new tokens take the next T slots of the cache, which is advanced by T; within `cache.rows` those after each
-        row's last. Attention is causal by slot, but for a tree_mask, bool (T, T): then a new token sees all slots
-        before the new ones, and of these those that its row of the mask names. Positions are slots unless given.
-        """
 
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache on the model's device."""
+Process = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logits (B, V), text long (B, W), lengths long (B,), of which `text` has the first as tokens so far) -> logits."""
 
 
 class Step:
-    """A step of plain decoding for all rows of a batch: a function of tensors of fixed shapes, without a wait for the
-    device, so that a CUDA graph can hold it. Rows that are done stay as they are.
+    """A step of plain decoding for all sequences of a batch: a function of tensors of fixed shapes that does not
+    synchronise with the device, so that a CUDA graph can hold it. Sequences that are done stay as they are.
 
-    Where rotary frequencies change for good with the length of a row (`layers.rope.Limits`), its keys in the cache have
-    to be computed anew: then it needs `renew` in place of a step.
+    Where rotary frequencies change for good at some length (`layers.rope.ContextThresholds`), the keys in the state
+    have to be computed again: then `prefill_again` takes the place of a step.
 
     Args:
-        cache: empty; as long as the prompts, the new tokens but one, and what a step runs beside the root.
+        state: empty; as long as the prompts, the new tokens but one, and what a step runs beside the root.
         choose: logits (B, V) -> long (B,), the next tokens.
-        places: how many tokens a row may gain in a step.
+        process: applied to the logits before.
+        places: how many tokens a sequence may gain in a step.
         The others are those of `generate`.
     """
 
     def __init__(
         self,
-        model: Decoder,
-        cache: KVCache,
+        model: DecodingModel,
+        state: DecodingState,
         max_new_tokens: int,
         eos_ids: Sequence[int],
         choose: Callable[[Tensor], Tensor] = greedy,
+        process: Process | None = None,
         places: int = 1,
     ) -> None:
-        self.model, self.cache, self.max_new_tokens, self.choose = model, cache, max_new_tokens, choose
-        self.places, self.limits = places, rope_limits(model)
-        self.eos = torch.tensor(list(eos_ids), dtype=torch.long, device=cache.device)
-        root = torch.zeros(1, dtype=torch.long, device=cache.device)
+        self.model, self.state, self.max_new_tokens, self.choose = model, state, max_new_tokens, choose
+        self.process, self.places, self.thresholds = process, places, rope_thresholds(model)
+        self.eos = torch.tensor(list(eos_ids), dtype=torch.long, device=state.device)
+        root = torch.zeros(1, dtype=torch.long, device=state.device)
         self._root_alone = ops.Paths(root, root, root[:, None])
 
-    def start(self, ids: Tensor, real: Tensor) -> ops.Rows:
+    def start(self, ids: Tensor, real: Tensor) -> ops.Sequences:
         """Run the prompts: ids long (B, T), whose tokens, not the padding on their left, are `real`, bool (B, T)."""
         ids, start = aligned(ids, real)
-        hidden = prefill(self.model, ids, start, self.cache)
-        root = self.choose(self.model.head(hidden))
-        text = F.pad(ids, (0, self.max_new_tokens + self.places)).scatter(1, start[:, None], root[:, None])
-        # `torch.isin` may sort, and then waits for the device
+        hidden, logits = prefill(self.model, ids, start, self.state)
+        text = F.pad(ids, (0, self.max_new_tokens + self.places))
+        root = self.choose(logits if self.process is None else self.process(logits, text, start))
+        text = text.scatter(1, start[:, None], root[:, None])
+        # `torch.isin` may sort, which synchronises
         done = (root[:, None] == self.eos).any(dim=1) | (self.max_new_tokens == 1)
-        return ops.Rows(text, start, torch.ones_like(root), start.clone(), root, hidden, done, torch.zeros_like(root))
+        lengths = start.clone()
+        # From here on `accept_path` advances the lengths.
+        self.state.cache_seqlens, self.state.advances = lengths, False
+        return ops.Sequences(text, start, torch.ones_like(root), lengths, root, hidden, done, torch.zeros_like(root))
 
-    def run(self, rows: ops.Rows) -> tuple[Tensor, Tensor]:
+    def run(self, sequences: ops.Sequences) -> tuple[Tensor, Tensor]:
         """Run the roots: their states (B, H) and logits (B, V)."""
-        with self.cache.rows(rows.lengths):
-            states = self.model.hidden_states(rows.root[:, None], position_ids=rows.lengths[:, None], cache=self.cache)
-        hidden = states[:, 0]
-        return hidden, self.model.head(hidden)
+        out = self.model(sequences.root[:, None], state=self.state, return_logits=True, return_last_hidden_state=True)
+        return out.last_hidden_state[:, 0], out.logits[:, 0]
 
-    def gain(self, rows: ops.Rows, hidden: Tensor, logits: Tensor) -> None:
-        """Move each row on by its root, which led to `hidden` (B, H) and `logits` (B, V), and choose the next."""
-        inputs = rows.root[:, None], rows.lengths[:, None], self.choose(logits)[:, None], hidden[:, None]
-        ops.accept_path(rows, self._root_alone, *inputs, self.eos, self.max_new_tokens)
+    def accept(self, sequences: ops.Sequences, hidden: Tensor, logits: Tensor) -> None:
+        """Add the root, which led to `hidden` (B, H) and `logits` (B, V), to each sequence, and choose the next one."""
+        if self.process is not None:
+            logits = self.process(logits, sequences.text, sequences.start + sequences.count)
+        root, place = sequences.root[:, None], sequences.cache_seqlens[:, None]
+        given = root, place, self.choose(logits)[:, None], hidden[:, None]
+        ops.accept_path(sequences, self._root_alone, *given, self.eos, self.max_new_tokens)
 
-    def __call__(self, rows: ops.Rows) -> None:
+    def __call__(self, sequences: ops.Sequences) -> None:
         """Take a step."""
-        self.gain(rows, *self.run(rows))
+        self.accept(sequences, *self.run(sequences))
 
-    def renew(self, rows: ops.Rows, longest: int) -> None:
-        """Run all rows from their start, of which none has more than `longest` in the cache: each gains one token."""
-        hidden = prefill(self.model, rows.text[:, : longest + 1], rows.lengths + 1, self.cache)
-        self.gain(rows, hidden, self.model.head(hidden))
+    def prefill_again(self, sequences: ops.Sequences, longest: int) -> None:
+        """Run all sequences from their start, none of which has more than `longest` tokens in the state: each gains one
+        token."""
+        hidden, logits = prefill(self.model, sequences.text[:, : longest + 1], sequences.cache_seqlens + 1, self.state)
+        self.state.cache_seqlens = sequences.cache_seqlens
+        self.accept(sequences, hidden, logits)
 
 
 def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,33 +117,43 @@ def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     return ids.masked_fill(~real, 0).gather(1, (slots + ids.shape[1] - lengths[:, None]) % ids.shape[1]), lengths
 
 
-def prefill(model: Decoder, ids: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
-    """Run tokens (B, T), of which each row has the first `lengths` (B,), into a cleared cache: the last one's states
-    (B, H)."""
-    cache.clear()
-    positions = torch.minimum(torch.arange(ids.shape[1], device=ids.device), lengths[:, None] - 1)
-    states = model.hidden_states(ids, position_ids=positions, cache=cache)
-    return states[torch.arange(len(ids), device=ids.device), lengths - 1]
+def prefill(model: DecodingModel, ids: Tensor, lengths: Tensor, state: DecodingState) -> tuple[Tensor, Tensor]:
+    """Run tokens (B, T), of which each sequence has the first `lengths` (B,), into the state, emptied first.
+
+    Returns the last token's hidden state (B, H) and logits (B, V).
+    """
+    state.reset()
+    batch, length = ids.shape
+    out = model(
+        ids,
+        attention_mask=torch.arange(length, device=ids.device) < lengths[:, None],
+        state=state,
+        token_indices=torch.arange(batch, device=ids.device) * length + lengths - 1,
+        return_logits=True,
+        return_last_hidden_state=True,
+    )
+    return out.last_hidden_state[0], out.logits[0]
 
 
-class RopeLimits(NamedTuple):
-    """Lengths past which a model's rotary frequencies change, for good or with each token: see `layers.rope.Limits`."""
+class RopeThresholds(NamedTuple):
+    """Lengths past which a model's rotary frequencies change, for good or with each token: see
+    `layers.rope.ContextThresholds`."""
 
     switches: frozenset[int]
     moving: int | None
 
 
-def rope_limits(model: Evaluable) -> RopeLimits:
-    """Those of all rotary embeddings in `model`. At a switch the keys in a cache have to be computed anew."""
+def rope_thresholds(model: DecodingModel) -> RopeThresholds:
+    """Those of all rotary embeddings in `model`. At a switch the keys of earlier tokens have to be computed again."""
     scalings = [module.config.scaling for module in model.modules() if isinstance(module, RotaryEmbedding)]
-    limits = [scaling.limits for scaling in scalings if scaling is not None]
-    switches = frozenset(each.switch for each in limits if each.switch is not None)
-    return RopeLimits(switches, min((each.moving for each in limits if each.moving is not None), default=None))
+    found = [scaling.context_thresholds for scaling in scalings if scaling is not None]
+    switches = frozenset(each.switch for each in found if each.switch is not None)
+    return RopeThresholds(switches, min((each.moving for each in found if each.moving is not None), default=None))
 
 
-def new_tokens(rows: ops.Rows, counts: Sequence[int], pad_id: int | None) -> Tensor:
-    """Long (B, the highest count): what each row gained, filled up with pad_id. counts: `rows.count` as a list."""
-    place = torch.arange(max(counts), device=rows.text.device)
-    new = rows.text.gather(1, rows.start[:, None] + place)
+def new_tokens(sequences: ops.Sequences, counts: Sequence[int], pad_id: int | None) -> Tensor:
+    """Long (B, max(counts)): what each sequence gained, padded with pad_id; counts is `sequences.count` as a list."""
+    place = torch.arange(max(counts), device=sequences.text.device)
+    new = sequences.text.gather(1, sequences.start[:, None] + place)
     # Rows differ in length only when one met EOS, and then pad_id is known.
-    return new.masked_fill(place >= rows.count[:, None], pad_id or 0)
+    return new.masked_fill(place >= sequences.count[:, None], pad_id or 0)

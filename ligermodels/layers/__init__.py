@@ -1,12 +1,17 @@
-"""The modules that models are composed of, and their configs."""
+"""The modules that models are composed of, each with its config."""
 
-from ligermodels.layers.attention import Attention, AttentionConfig, Context, QKNormConfig
+from ligermodels.layers.attention import Attention, AttentionConfig
 from ligermodels.layers.block import Block, BlockConfig
+from ligermodels.layers.config import LayerConfig, LayerState
+from ligermodels.layers.context import ForwardContext, RouterOutput, TreeTokens
 from ligermodels.layers.embedding import Embedding
-from ligermodels.layers.head import HeadConfig, LMHead
-from ligermodels.layers.mlp import GatedMLP, MLPConfig
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.lm_head import HeadConfig, LMHead
+from ligermodels.layers.mlp import GatedActivation, GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
-from ligermodels.layers.norm import NormConfig, RMSNorm
+from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
+from ligermodels.layers.qkv import QKNormConfig, SplitQKV
+from ligermodels.layers.recurrent_state import RecurrentState
 from ligermodels.layers.rope import (
     DynamicScaling,
     LinearScaling,
@@ -20,7 +25,7 @@ from ligermodels.layers.rope import (
     longrope_attention_factor,
     yarn_attention_factor,
 )
-from ligermodels.layers.targets import IGNORE_INDEX, TargetRows, shift_labels
+from ligermodels.layers.targets import IGNORE_INDEX, Targets, shift_labels
 
 __all__ = [
     "IGNORE_INDEX",
@@ -28,12 +33,17 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
-    "Context",
     "DynamicScaling",
     "Embedding",
+    "ForwardContext",
+    "GatedActivation",
     "GatedMLP",
     "HeadConfig",
+    "KVCache",
     "LMHead",
+    "LayerConfig",
+    "LayerNorm",
+    "LayerState",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
@@ -43,10 +53,14 @@ __all__ = [
     "NormConfig",
     "QKNormConfig",
     "RMSNorm",
+    "RecurrentState",
     "RopeConfig",
     "RopeScaling",
     "RotaryEmbedding",
-    "TargetRows",
+    "RouterOutput",
+    "SplitQKV",
+    "Targets",
+    "TreeTokens",
     "YarnScaling",
     "inverse_frequencies",
     "load_balancing_loss",

@@ -2,53 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.layers.attention import Context
-from ligermodels.layers.recompute import cheap, recomputes
+from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
+from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.context import ForwardContext
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": ops.swiglu,
     "gelu_tanh": ops.geglu,
     "gelu": partial(ops.geglu, approximate="none"),
 }
-"""Gate activation -> op on packed [gate; up] (..., 2 I) giving (..., I)."""
+"""Gate activation -> op on pairs of gate and up (..., 2 I) giving (..., I)."""
+
+
+class GatedActivation(nn.Module):
+    """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I)."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """gate_up (..., 2 I) -> (..., I), same dtype."""
+        return ACTIVATIONS[self.activation](gate_up)
 
 
 @dataclass(frozen=True)
-class MLPConfig:
+class MLPConfig(LayerConfig):
     """`size` intermediate channels, the gate's `activation` (a key of ACTIVATIONS), and whether there are biases."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 
     size: int
     activation: str = "silu"
     bias: bool = False
 
     def build(self, hidden_size: int) -> nn.Module:
-        """The layer, on hidden states of `hidden_size` channels."""
         return GatedMLP(hidden_size, self)
+
+    def weight_mappings(
+        self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
+    ) -> list[WeightMapping]:
+        """Gate and up are tensors of their own, or one, the gate first, where `names` has an "mlp.gate_up"."""
+        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        found = []
+        for kind in ("weight", "bias") if self.bias else ("weight",):
+            target = f"{native}.gate_up.{kind}"
+            if "mlp.gate_up" in names:
+                found.append(interleaved_gate_up_in_one(target, f"{there['mlp.gate_up']}.{kind}"))
+            else:
+                found.append(
+                    interleaved_gate_up(target, *(f"{there[f'mlp.{part}']}.{kind}" for part in ("gate", "up")))
+                )
+            found.append(rename(f"{native}.down.{kind}", f"{there['mlp.down']}.{kind}"))
+        return found
+
+    def info(self) -> dict[str, Any]:
+        return {"mlp_size": self.size}
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), with gate and up as one projection (Shazeer, 2020)."""
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020).
 
-    takes_rows: ClassVar[bool] = True
-    """It may be given `Context.rows` alone: to each token the others have no bearing."""
+    `gate_up` is one projection, its rows in pairs: row 2i is the gate's i-th, row 2i + 1 the i-th of up, so that a
+    shard of its rows holds whole pairs.
+    """
+
+    token_wise: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: MLPConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(hidden_size, 2 * config.size, bias=config.bias)
+        self.activation = GatedActivation(config.activation)
         self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
-        self.config, self.activation = config, ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """x (..., H) -> (..., H); the context is for feed-forward layers that route."""
-        gate_up = self.gate_up(x)
-        if recomputes(self.down):
-            return ops.glu_linear(gate_up, self.down.weight, self.down.bias, self.config.activation)
-        return cast(Tensor, self.down(cheap(self.activation, gate_up)))
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        return cast(Tensor, self.down(self.activation(self.gate_up(x))))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,10 +12,10 @@ from torch import Tensor
 from ligermodels.errors import InputError
 
 
-def require(condition: Tensor, message: str) -> None:
+def assert_async(condition: Tensor, message: str) -> None:
     """InputError on the CPU when any element of `condition` is false; on a GPU an asynchronous device assertion.
 
-    Reading the answer back would stall the GPU's queue at every step, so there the error surfaces at the next sync.
+    Reading the result back would synchronise with the GPU at every step; the assertion surfaces at the next sync.
     """
     if condition.device.type == "cpu" and not torch.compiler.is_compiling():
         if not bool(condition.all()):
@@ -32,11 +35,11 @@ def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> No
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(inside.all()):
         row, column = (~inside).nonzero()[0].tolist()
         raise InputError(f"{message}, but [{row}, {column}] is {int(ids[row, column])}")
-    require(inside, message)
+    assert_async(inside, message)
 
 
-def check_beside(inputs: Tensor, **others: Tensor | None) -> None:
-    """InputError unless each other that is there has one element a token of the inputs (B, T, ...), on their device."""
+def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
+    """InputError unless each given tensor has one element per token of the inputs (B, T, ...), on their device."""
     shape = tuple(inputs.shape[:2])
     for name, other in others.items():
         if other is not None and tuple(other.shape) != shape:
@@ -55,7 +58,7 @@ def check_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> None:
         raise InputError(f"cu_seqlens: packed documents come as one row, but the batch has {shape[0]}")
     rises = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
     ends = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == shape[1])
-    require(rises & ends, f"cu_seqlens: must rise from 0 to the row's length, {shape[1]}")
+    assert_async(rises & ends, f"cu_seqlens: must rise from 0 to the row's length, {shape[1]}")
 
 
 def document_of(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -80,3 +83,47 @@ def bounds_of(position_ids: Tensor) -> Tensor | None:
         return None
     starts = F.pad(~follows, (1, 0), value=True).flatten().nonzero().flatten()
     return F.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+
+
+class Unpadding:
+    """Takes the padding out of a batch: its real tokens become one packed row, and results are padded again.
+
+    Args:
+        attention_mask: (B, T), 1 (or True) on real tokens and 0 on padding, on the left or on the right of a row, or
+            within it. Costs one sync on a GPU.
+
+    Raises InputError when the mask has other values, or no real token at all.
+    """
+
+    def __init__(self, attention_mask: Tensor) -> None:
+        mask = attention_mask.bool()
+        assert_async(mask == attention_mask, "attention_mask: may hold only 1 (a token) and 0 (padding)")
+        self._shape = mask.shape
+        self._indices = mask.flatten().nonzero().flatten()
+        if not len(self._indices):
+            raise InputError("attention_mask: has no 1, so that there is no token at all")
+        seq_lens = mask.sum(1)
+        self.cu_seqlens = F.pad(seq_lens.cumsum(0), (1, 0)).to(torch.int32)
+
+    @property
+    def trivial(self) -> bool:
+        """Whether there is no padding."""
+        return len(self._indices) == self._shape.numel()
+
+    def take(self, x: Tensor) -> Tensor:
+        """x (B, T, ...) -> (1, tokens, ...), the real tokens of all rows in turn."""
+        return x.flatten(0, 1).index_select(0, self._indices)[None]
+
+    def take_all(self, *, loss_options: Mapping[str, Any], **tensors: Tensor | None) -> dict[str, Any]:
+        """Arguments of a model for the real tokens: `tensors` and `token_weights` without padding, other
+        `loss_options` as they are, and the `cu_seqlens` of the rows."""
+        weights = loss_options.get("token_weights")
+        taken: dict[str, Any] = {name: None if x is None else self.take(x) for name, x in tensors.items()}
+        taken |= {**loss_options, "cu_seqlens": self.cu_seqlens}
+        return taken if weights is None else {**taken, "token_weights": self.take(weights)}
+
+    def put_back(self, x: Tensor, other: float = 0.0, *, dim: int = 0) -> Tensor:
+        """What `take` gives, with `dim` further dimensions before it -> (..., B, T, ...), with `other` on padding."""
+        moved = x.movedim(dim + 1, 0)
+        whole = x.new_full((self._shape.numel(), *moved.shape[1:]), other).index_copy(0, self._indices, moved)
+        return whole.movedim(0, dim + 1).squeeze(dim).unflatten(dim, self._shape)

@@ -16,15 +16,15 @@ class RopeScaling(ABC):
     """How frequencies depart from the plain ones. Subclasses are frozen dataclasses: a RopeConfig is a dict key."""
 
     @property
-    def limits(self) -> Limits:
+    def context_thresholds(self) -> ContextThresholds:
         """Where frequencies follow the length of a sequence: here nowhere."""
-        return Limits()
+        return ContextThresholds()
 
     @abstractmethod
-    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
-        """What can be computed ahead, fp32 (..., dim / 2), from the plain `periods` (tokens a radian), (dim / 2,)."""
+    def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
+        """What does not depend on positions, fp32 (..., dim / 2), from the plain `wavelengths` (tokens per radian)."""
 
-    def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
+    def scaled_inv_freq(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
         """The inverse frequencies, (dim / 2,) or (B, 1, dim / 2), of a forward pass over `positions`, (B, T) or a
         scalar: here the same for all.
 
@@ -34,7 +34,7 @@ class RopeScaling(ABC):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ContextThresholds:
     """Lengths, in tokens, up to which one set of frequencies serves: past `switch` it is another, of all tokens, those
     in a cache too; past `moving` another for each length."""
 
@@ -53,8 +53,8 @@ class LinearScaling(RopeScaling):
 
     factor: float
 
-    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
-        return 1.0 / periods / self.factor
+    def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
+        return 1.0 / wavelengths / self.factor
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class DynamicScaling(RopeScaling):
     original_context: int
 
     @property
-    def limits(self) -> Limits:
-        return Limits(moving=self.original_context)
+    def context_thresholds(self) -> ContextThresholds:
+        return ContextThresholds(moving=self.original_context)
 
-    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
-        return 1.0 / periods
+    def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
+        return 1.0 / wavelengths
 
-    def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
+    def scaled_inv_freq(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
         length = _lengths(positions)
         growth = self.factor * length / self.original_context - (self.factor - 1)
-        grown = 1.0 / _periods(rope.theta * growth ** (rope.dim / (rope.dim - 2)), rope.dim, positions.device)
+        grown = 1.0 / _wavelengths(rope.theta * growth ** (rope.dim / (rope.dim - 2)), rope.dim, positions.device)
         return torch.where(length > self.original_context, grown, frequencies)
 
 
@@ -97,8 +97,8 @@ class Llama3Scaling(RopeScaling):
     high_freq_factor: float
     original_context: int
 
-    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
-        inv_freq = 1.0 / periods
+    def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
+        inv_freq = 1.0 / wavelengths
         wavelength = 2 * math.pi / inv_freq
         ramp = self.original_context / wavelength - self.low_freq_factor
         keep = ramp / (self.high_freq_factor - self.low_freq_factor)
@@ -122,16 +122,16 @@ class YarnScaling(RopeScaling):
     beta_slow: float = 1.0
     truncate: bool = True
 
-    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
+    def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
         low, high = (self._channel(rope, turns) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rope.dim - 1)
         if low == high:
             high += 0.001
-        channels = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
+        channels = torch.arange(len(wavelengths), dtype=torch.float32, device=wavelengths.device)
         keep = 1 - ((channels - low) / (high - low)).clamp(0, 1)
-        return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
+        return 1.0 / (self.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
     def _channel(self, rope: RopeConfig, turns: float) -> float:
         """The channel, fractional, that turns so many times in the original context."""
@@ -152,14 +152,16 @@ class LongRopeScaling(RopeScaling):
     original_context: int
 
     @property
-    def limits(self) -> Limits:
-        return Limits(switch=self.original_context)
+    def context_thresholds(self) -> ContextThresholds:
+        return ContextThresholds(switch=self.original_context)
 
-    def frequencies(self, rope: RopeConfig, periods: Tensor) -> Tensor:
+    def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
         """(2, dim / 2): short, long."""
-        return 1.0 / (torch.tensor([self.short, self.long], dtype=torch.float32, device=periods.device) * periods)
+        return 1.0 / (
+            torch.tensor([self.short, self.long], dtype=torch.float32, device=wavelengths.device) * wavelengths
+        )
 
-    def at(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
+    def scaled_inv_freq(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
         return torch.where(_lengths(positions) > self.original_context, frequencies[1], frequencies[0])
 
 
@@ -191,19 +193,19 @@ class RopeConfig:
     attention_factor: float = 1.0
 
 
-def _periods(theta: float | Tensor, dim: int, device: torch.device | str | None) -> Tensor:
+def _wavelengths(theta: float | Tensor, dim: int, device: torch.device | str | None) -> Tensor:
     """theta ** (2 i / dim) for i < dim / 2: fp32 (dim / 2,)."""
-    periods: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
-    return periods
+    wavelengths: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    return wavelengths
 
 
 def _ahead(config: RopeConfig, device: torch.device | str | None) -> Tensor:
-    periods = _periods(config.theta, config.dim, device)
-    return 1.0 / periods if config.scaling is None else config.scaling.frequencies(config, periods)
+    wavelengths = _wavelengths(config.theta, config.dim, device)
+    return 1.0 / wavelengths if config.scaling is None else config.scaling.frequencies(config, wavelengths)
 
 
 def _at(config: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
-    return frequencies if config.scaling is None else config.scaling.at(config, frequencies, positions)
+    return frequencies if config.scaling is None else config.scaling.scaled_inv_freq(config, frequencies, positions)
 
 
 def inverse_frequencies(
@@ -230,6 +232,10 @@ class RotaryEmbedding(nn.Module):
     def _made(self, device: torch.device) -> Tensor:
         # On the CPU first: the same bits on every device; and arithmetic on the meta device would import half of torch.
         return _ahead(self.config, "cpu").to(device)
+
+    def init_weights(self, std: float = 0.0) -> None:
+        """Computes the frequencies."""
+        self.frequencies = self._made(self.frequencies.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Frequencies stay fp32 whatever the model is cast to, and are made afresh on leaving the meta device.

@@ -1,22 +1,23 @@
-"""Targets: the shift from labels to them, and the tokens that have one, with which alone a training pass ends."""
+"""Targets: labels shifted for one loss or several, and the tokens that have one, which alone a training pass needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.layers.on_host import OnHost
-from ligermodels.layers.packing import document_of
-from ligermodels.ops.linear_cross_entropy import SKIP_BELOW
+from ligermodels.layers.async_copy import AsyncHostCopy
+from ligermodels.layers.packing import assert_async, document_of
+from ligermodels.ops.loss.linear_cross_entropy import SKIP_BELOW
 
 IGNORE_INDEX = -100
 
 
-def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """targets[b, t] = labels[b, t + ahead], and -100 where that is past the row's end or in another document.
+def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX) -> Tensor:
+    """targets[b, t] = labels[b, t + ahead], and `fill` where that is past the row's end or in another document.
 
     Args:
         labels: (B, T) long, aligned with the inputs.
@@ -24,81 +25,142 @@ def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None) -
         cu_seqlens: int32 (n + 1,), bounds of packed documents over the flattened B * T tokens.
     """
     length = labels.shape[1]
-    targets = F.pad(labels[:, ahead:], (0, min(ahead, length)), value=IGNORE_INDEX)
+    targets = F.pad(labels[:, ahead:], (0, min(ahead, length)), value=fill)
     if cu_seqlens is None:
         return targets
     place = torch.arange(labels.numel(), device=labels.device)
     end = cu_seqlens[document_of(cu_seqlens, labels.numel()) + 1]
-    return targets.masked_fill((place + ahead >= end).view_as(labels), IGNORE_INDEX)
+    return targets.masked_fill((place + ahead >= end).view_as(labels), fill)
 
 
-class TargetRows:
-    """The tokens that have a target in any of several losses, and how many each loss has, on their way from the device.
+def count_targets(labels: Tensor, ahead: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
+    """Targets of each of K losses, long (K,); arguments as of `Targets`."""
+    return torch.stack([(shift_labels(labels, each, cu_seqlens) != IGNORE_INDEX).sum() for each in ahead])
 
-    Past the keys and values of the last block the other tokens have no bearing on loss or gradients, and are left out:
-    `hidden_states(target_rows=...)` gives the `rows` alone, and `take` and `put_back` go from tensors of all tokens to
-    those of the rows and back.
 
-    Asked for before a forward pass, the counts are there when its last block needs them: the device has long begun that
-    pass then, while its queue is full, and nothing waits that had something to do.
+class Targets:
+    """The targets of K losses, whose labels lie `ahead` tokens further on.
+
+    Past the last mixer, tokens without any target have no bearing on losses or gradients. Where enough of them have
+    none, `token_indices` are those that do: a decoder that is given these computes their states alone, and `loss` takes
+    those. The counts travel to the host while the decoder's first blocks run.
+
+    Args:
+        labels: (B, T) long, -100 where ignored.
+        ahead: K distances, at least 1.
+        cu_seqlens: int32 (n + 1,), bounds of packed documents.
+        vocab_size: labels must lie below it: InputError on a CPU, on a GPU a device assertion.
+        every_token: all tokens are needed, whatever the labels.
     """
 
-    def __init__(self, targets: Tensor, *, every_token: bool = False) -> None:
-        """targets: long (K, B, T), those of K losses. `every_token`: none is to be left out."""
-        self._shape, self._every_token = targets.shape[1:], every_token
-        self._known: OnHost | None = None
-        self._rows: Tensor | None = None
+    def __init__(
+        self,
+        labels: Tensor,
+        ahead: Sequence[int],
+        *,
+        vocab_size: int,
+        cu_seqlens: Tensor | None = None,
+        every_token: bool = False,
+    ) -> None:
+        assert_async(
+            (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < vocab_size)),
+            f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored",
+        )
+        self.ahead, self._every_token = tuple(ahead), every_token
+        self.values = torch.stack([shift_labels(labels, each, cu_seqlens) for each in self.ahead])
+        self._counts: AsyncHostCopy | None = None
+        self._indices: Tensor | None = None
         # A graph, compiled or captured, is the same for any number of targets.
-        if not (torch.compiler.is_compiling() or (targets.is_cuda and torch.cuda.is_current_stream_capturing())):
-            valid = (targets != IGNORE_INDEX).flatten(1)
+        if not (torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing())):
+            valid = (self.values != IGNORE_INDEX).flatten(1)
             self._any = valid.any(0)
-            self._known = OnHost(torch.cat([valid, self._any[None]]).sum(1))
+            self._counts = AsyncHostCopy(torch.cat([valid, self._any[None]]).sum(1))
 
     @property
     def counts(self) -> list[int] | None:
-        """How many targets each loss has, (K,), for `num_targets` in `ops`; None where those cannot use it."""
-        return None if self._known is None else self._known.get()[:-1]
+        """How many targets each loss has, (K,); None in a graph."""
+        return None if self._counts is None else self._counts.get()[:-1]
 
     @property
-    def rows(self) -> Tensor | None:
-        """Indices of the tokens that have a target, of the flattened B * T: long (n,), rising. None where all tokens
-        are taken: where so many have one, or none has, and where that is not known."""
-        if self._rows is None and self._known is not None and not self._every_token:
-            count = self._known.get()[-1]
+    def token_indices(self) -> Tensor | None:
+        """Indices of the tokens with a target, of the flattened B * T: long (n,), rising. None where all are taken:
+        where nearly all have one, or none has, and in a graph. Waits for the counts."""
+        if self._indices is None and self._counts is not None and not self._every_token:
+            count = self._counts.get()[-1]
             if 0 < count < SKIP_BELOW * self._any.numel():
-                self._rows = self._any.argsort(descending=True, stable=True)[:count]
-        return self._rows
+                self._indices = self._any.argsort(descending=True, stable=True)[:count]
+        return self._indices
 
-    def take(self, x: Tensor) -> Tensor:
-        """x (..., B, T) -> (..., 1, n), of the rows; x itself where all tokens are taken."""
-        return x if self.rows is None else x.flatten(-2).index_select(-1, self.rows).unsqueeze(-2)
+    def loss(
+        self,
+        index: int,
+        head: Callable[..., Any],
+        hidden: Tensor,
+        *,
+        token_weights: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        reduction: str = "mean",
+        return_rank: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Loss number `index`, of `head(hidden, targets, **options)`.
 
-    def put_back(self, x: Tensor, other: float) -> Tensor:
-        """What `take` gives -> (..., B, T), with `other` for tokens that are not among the rows."""
-        if self.rows is None:
+        Args:
+            head: such as an `LMHead`.
+            hidden: states (B, T, H), or (1, n, H) of `token_indices`.
+            token_weights: (B, T), a weight for each label's term.
+            num_items_in_batch: divides the sum, in place of the number of targets; sets the reduction to "sum".
+            reduction: "mean", "sum", or "none": (B, T).
+            return_rank: also return the ranks, long (B, T), -1 without a target.
+            options: further options of the head's loss.
+        """
+        if token_weights is not None:
+            options["token_weights"] = self._take(shift_labels(token_weights, self.ahead[index], fill=0))
+        counts = self.counts
+        found = head(
+            hidden,
+            self._take(self.values[index]),
+            reduction=reduction if num_items_in_batch is None else "sum",
+            num_targets=None if counts is None else counts[index],
+            **({"return_rank": True} if return_rank else {}),
+            **options,
+        )
+        loss, rank = found if return_rank else (found, None)
+        if num_items_in_batch is not None:
+            loss = loss / num_items_in_batch
+        elif reduction == "none":
+            loss = self._put_back(loss, 0.0)
+        return loss if rank is None else (loss, self._put_back(rank, -1))
+
+    def _take(self, x: Tensor) -> Tensor:
+        """x (B, T) -> (1, n), of `token_indices`; x itself where all tokens are taken."""
+        return x if self.token_indices is None else x.flatten().index_select(0, self.token_indices)[None]
+
+    def _put_back(self, x: Tensor, other: float) -> Tensor:
+        """What `_take` gives -> (B, T), with `other` for the other tokens."""
+        if self.token_indices is None:
             return x
-        whole = x.new_full((*x.shape[:-2], self._shape.numel()), other)
-        return whole.index_copy(-1, self.rows, x.squeeze(-2)).unflatten(-1, self._shape)
+        whole = x.new_full((self._any.numel(),), other)
+        return whole.index_copy(0, self.token_indices, x[0]).view(self.values.shape[1:])
 
 
-def take_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """x (B, T, H) -> (1, n, H), those `rows` of the flattened B * T tokens; x itself where that is None.
-
-    rows: long (n,), none of them twice, for which the gradient is a copy; that of torch's own indexing is a sum.
-    """
-    return x if rows is None else _TakeRows.apply(x, rows)
+def take_tokens(x: Tensor, token_indices: Tensor) -> Tensor:
+    """x (B, T, H) -> (1, n, H), the tokens of these indices, long (n,), of the flattened B * T, none of them twice."""
+    return _TakeTokens.apply(x, token_indices)
 
 
-class _TakeRows(torch.autograd.Function):
+class _TakeTokens(torch.autograd.Function):
+    """Its gradient is a copy, as no index occurs twice; that of torch's indexing is a sum."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
+    def forward(ctx: Any, x: Tensor, token_indices: Tensor) -> Tensor:
+        ctx.save_for_backward(token_indices)
         ctx.shape = x.shape
-        return x.flatten(0, 1).index_select(0, rows)[None]
+        return x.flatten(0, 1).index_select(0, token_indices)[None]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
+        (token_indices,) = ctx.saved_tensors
         dx = dy.new_zeros(ctx.shape)
-        dx.flatten(0, 1).index_copy_(0, rows, dy[0])
+        dx.flatten(0, 1).index_copy_(0, token_indices, dy[0])
         return dx, None

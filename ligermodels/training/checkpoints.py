@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written beside the training, whole or not at all, and the newest kept."""
+"""Checkpoints of a run: written atomically in another thread; the newest are kept."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ligermodels.errors import CheckpointError
 
 NAME = re.compile(r"step-(\d+)")
 RUN = "run.json"
-"""What is no tensor, in a checkpoint's folder."""
+"""The file of everything that is not a tensor."""
 MANIFEST = "manifest.json"
-"""The format, and of each other file its bytes and their CRC-32; written last."""
+"""The format, and size and CRC-32 of every other file; written last."""
 FORMAT = 2
 
 
 class Checkpoints:
     """The checkpoints in `folder`, each a folder of torch.distributed.checkpoint and run.json; the newest `keep` stay.
 
-    A checkpoint is written under another name, forced to the disk and then renamed: one that has its name is whole,
-    whenever the process, or the machine, has stopped. What is read of it is held against its checksums first.
+    A checkpoint is written under a temporary name, synced to disk and renamed, so that one with its final name is
+    complete even after a crash. Its checksums are verified before it is read.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
@@ -44,25 +44,25 @@ class Checkpoints:
         self._pending: Future[None] | None = None
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, rising."""
+        """Steps of the checkpoints, ascending."""
         if not self._folder.is_dir():
             return []
         names = [NAME.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(int(name[1]) for name in names if name)
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, run: Mapping[str, Any]) -> None:
-        """Copy the trained parameters, the optimiser's state and the random generators' now, and write them meanwhile.
+        """Copy trained parameters, optimizer state and random-generator states to the host; write them in a thread.
 
-        Waits for the one before, and raises CheckpointError when that could not be written. `run` is for JSON.
+        Waits for the previous checkpoint, and raises CheckpointError when it could not be written. `run` is for JSON.
         """
         self.wait()
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model, optimizer)}
         tensors |= _generators()
-        about = {**run, "step": step, "parameter_groups": _settings(optimizer)}
+        about = {**run, "step": step, "parameter_groups": optimizer.state_dict()["param_groups"]}
         self._pending = self._writer.submit(self._write, step, tensors, json.dumps(about, indent=1))
 
     def wait(self) -> None:
-        """Until the last checkpoint is on the disk. Raises CheckpointError when it could not be written."""
+        """Wait until the last checkpoint is on disk. Raises CheckpointError when it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
@@ -72,14 +72,16 @@ class Checkpoints:
 
     def _write(self, step: int, tensors: dict[str, Any], about: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._clear()
+        for path in self._folder.glob(".*.partial"):  # of processes that were killed
+            shutil.rmtree(path, ignore_errors=True)
         temporary = self._folder / f".{secrets.token_hex(4)}.partial"
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # That there is one process only.
+                warnings.simplefilter("ignore")  # its note that there is only one process
                 dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
             _write_text(temporary / RUN, about)
-            _write_text(temporary / MANIFEST, json.dumps({"format": FORMAT, "files": _checksums(temporary)}, indent=1))
+            files = {path.name: _checksum(path) for path in temporary.iterdir()}
+            _write_text(temporary / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
             _sync(temporary)
             target = self._folder / f"step-{step}"
             self._remove(target)
@@ -94,33 +96,27 @@ class Checkpoints:
             self._remove(self._folder / f"step-{old}")
 
     def _remove(self, target: Path) -> None:
-        """First its name, by which it counts as whole, then the rest."""
+        """Rename it first, so that it never looks complete while it is deleted."""
         if target.exists():
-            doomed = self._folder / f".{secrets.token_hex(4)}.partial"
-            target.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-
-    def _clear(self) -> None:
-        """Remove what earlier processes left half-done."""
-        for path in self._folder.glob(".*.partial"):
-            shutil.rmtree(path, ignore_errors=True)
+            temporary = self._folder / f".{secrets.token_hex(4)}.partial"
+            target.rename(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove all of them, and the folder."""
+        """Remove all checkpoints and the folder."""
         self.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def about(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `run`, with "step". Raises CheckpointError when the checkpoint cannot be read."""
+        """`run` as given to `save`, with "step". Raises CheckpointError when the checkpoint cannot be read."""
         path = self._folder / f"step-{step}"
         _verify(path, [RUN])
         return _read_json(path / RUN)
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Set parameters, the optimiser's state and the random generators to those of a checkpoint, and remove what is
-        older than are kept.
+        """Restore parameters, optimizer and random generators, and remove checkpoints beyond `keep`.
 
-        Raises CheckpointError when it cannot be read, is not as it was written, or is of another model or optimiser.
+        Raises CheckpointError when it cannot be read, is damaged, or is of another model or optimizer.
         """
         path = self._folder / f"step-{step}"
         _verify(path)
@@ -137,7 +133,7 @@ class Checkpoints:
                 dcp.load(tensors, checkpoint_id=path)
         except (Exception, CheckpointException) as error:  # The library raises many kinds.
             raise CheckpointError(
-                f"{path}: cannot be read: {_reason(error)}; remove it to go on from another"
+                f"{path}: cannot be read: {_reason(error)}; remove it to resume from another"
             ) from error
         parameters = {f"model.{name}": p for name, p in _trained(model)}
         found = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
@@ -157,9 +153,9 @@ class Checkpoints:
         try:
             optimizer.load_state_dict({"state": state, "param_groups": about["parameter_groups"]})
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{path}: is of another optimiser: {error}") from None
+            raise CheckpointError(f"{path}: is of another optimizer: {error}") from None
         _set_generators(tensors)
-        self._remove_old()  # for which the process that wrote this one may have had no time
+        self._remove_old()  # the process that wrote this one may have been killed before it did so
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -170,11 +166,6 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tens
     yield from ((f"model.{name}", p) for name, p in _trained(model))
     for index, state in optimizer.state_dict()["state"].items():
         yield from ((f"optimizer.{index}.{key}", torch.as_tensor(value)) for key, value in state.items())
-
-
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
-    return groups
 
 
 def _generators() -> dict[str, Tensor]:
@@ -193,14 +184,14 @@ def _set_generators(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, without the traceback that the library makes part of its message."""
+    """The message without the traceback that the library puts into it."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error) or type(error).__name__
 
 
 def _verify(path: Path, names: Iterable[str] | None = None) -> None:
-    """Hold files of the checkpoint at `path`, by default all, against its manifest; CheckpointError names the one."""
+    """Verify files of the checkpoint at `path`, by default all, by its manifest; CheckpointError names the file."""
     manifest = _read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: is of format {manifest.get('format')}, this version reads {FORMAT}")
@@ -214,10 +205,6 @@ def _verify(path: Path, names: Iterable[str] | None = None) -> None:
             raise _unusable(path / name, f"cannot be read: {error.strerror or error}") from None
         if found != written.get(name):
             raise _unusable(path / name, f"is damaged: it is {found}, and was written as {written.get(name)}")
-
-
-def _checksums(folder: Path) -> dict[str, dict[str, Any]]:
-    return {path.name: _checksum(path) for path in sorted(folder.iterdir())}
 
 
 def _checksum(path: Path) -> dict[str, Any]:
@@ -239,7 +226,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _unusable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {reason}; remove {path.parent} to go on from another")
+    return CheckpointError(f"{path}: {reason}; remove {path.parent} to resume from another")
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,13 +15,13 @@ from ligermodels.ops import adamw_step
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` in one launch a parameter, at the memory's own speed; the same states and state dict.
+    """`torch.optim.AdamW` in one kernel launch per parameter; the same states and state dict.
 
     Sharded parameters (DTensor) are updated shard by shard. No amsgrad, maximize or capturable.
 
-    Parameters in bfloat16 may be rounded stochastically: up or down at random, right on average. Rounded to the
-    nearest, as by torch, they lose every change of less than half a unit in the last place, a five hundredth of the
-    weight, and with a high beta2 their second moments never fall. Other dtypes are rounded to the nearest either way.
+    bfloat16 parameters may be rounded stochastically: up or down at random, exact on average. Rounding to nearest, as
+    torch does, loses every update below half a unit in the last place (1/512 of the weight), and with a high beta2 the
+    second moments never decrease. Other dtypes are always rounded to nearest.
     """
 
     def __init__(
@@ -37,20 +38,36 @@ class FusedAdamW(torch.optim.AdamW):
         """
         Args:
             rounding: of parameters and states in bfloat16.
-            seed: of "stochastic", with the step and the parameter's place: with the same ones it comes out the same,
-                also after a `load_state_dict`, whose states do not hold it.
+            seed: of "stochastic" rounding. The random bits depend on it, on the step and on the index of the parameter,
+                so a run is reproducible; a state dict does not hold it.
 
-        Others are those of torch.optim.AdamW. Raises InputError for another rounding.
+        The other arguments are those of torch.optim.AdamW. Raises InputError for another rounding, and when no
+        parameter requires a gradient.
         """
         if rounding not in ("nearest", "stochastic"):
             raise InputError(f"rounding: must be 'nearest' or 'stochastic', got {rounding!r}")
+        if not isinstance(params, Tensor):  # for which torch has an error
+            params = list(params) or [{"params": []}]
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        if not any(parameter.requires_grad for group in self.param_groups for parameter in group["params"]):
+            raise InputError("no parameter requires a gradient: there is nothing to train")
         self.defaults |= {"rounding": rounding, "seed": seed}  # Not in the groups, which a state dict replaces.
-        self._places: dict[Tensor, int] = {}
+        self._indices: dict[Tensor, int] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of `torch.optim.Optimizer`; InputError for an option that is not implemented."""
+        _check_group(param_group)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of `torch.optim.Optimizer`; InputError for an option that is not implemented."""
+        for group in state_dict["param_groups"]:
+            _check_group(group)
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns what the closure does, if there is one."""
+        """Update every parameter that has a gradient. Returns what `closure` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,35 +80,44 @@ class FusedAdamW(torch.optim.AdamW):
         return loss
 
     def step_in_backward(self) -> list[RemovableHandle]:
-        """From now on each parameter is updated as soon as its gradient is complete, which is freed at once: gradients
-        never exist all together. On a GPU this runs beside the rest of the backward pass, on a stream of its own, whose
-        end the backward pass then waits for. `step` is still called, for what counts steps, and finds nothing left to
-        do.
+        """Update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
+
+        On a GPU the updates run on a side stream, which the end of the backward pass waits for. `step` is still to be
+        called, for schedulers that count steps; it finds no gradient left.
 
         Not for gradients that are accumulated over several backward passes, clipped or scaled. Returns handles whose
-        `remove` ends it.
+        `remove` ends it. The hooks do not keep the optimizer alive: they are removed when it is deleted.
         """
         streams: dict[torch.device, torch.cuda.Stream] = {}
+        # A parameter holds its hook. A strong reference from there to the optimizer, or to a group, would tie all
+        # parameters together, in a cycle that the garbage collector does not see.
+        optimizer = weakref.ref(self)
 
-        def hook(group: dict[str, Any]) -> Callable[[Tensor], None]:
+        def hook(group_index: int) -> Callable[[Tensor], None]:
             def update(parameter: Tensor) -> None:
-                self._start(parameter)
+                if (this := optimizer()) is None:
+                    return
+                group = this.param_groups[group_index]
+                this._start(parameter)
                 if parameter.is_cuda:
                     if parameter.device not in streams:
                         streams[parameter.device] = torch.cuda.Stream(parameter.device)
-                    self._update_on(streams[parameter.device], parameter, group)
+                    this._update_on(streams[parameter.device], parameter, group)
                 else:
-                    self._update(parameter, group)
+                    this._update(parameter, group)
                 parameter.grad = None
 
             return update
 
-        return [
-            parameter.register_post_accumulate_grad_hook(hook(group))
-            for group in self.param_groups
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook(index))
+            for index, group in enumerate(self.param_groups)
             for parameter in group["params"]
             if parameter.requires_grad
         ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+        return handles
 
     def _update_on(self, stream: torch.cuda.Stream, parameter: Tensor, group: dict[str, Any]) -> None:
         main = torch.cuda.current_stream(parameter.device)
@@ -107,7 +133,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _start(self, parameter: Tensor) -> None:
-        """Make the states of a parameter that has none."""
+        """Create the state of a parameter that has none."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -127,20 +153,26 @@ class FusedAdamW(torch.optim.AdamW):
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            rounding_seeds=(self.defaults["seed"], self._place(parameter)) if stochastic else None,
+            rounding_seeds=(self.defaults["seed"], self._index(parameter)) if stochastic else None,
         )
 
-    def _place(self, parameter: Tensor) -> int:
-        """Its place among all parameters, lest those of one shape be rounded alike."""
-        if parameter not in self._places:
-            self._places = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        return self._places[parameter]
+    def _index(self, parameter: Tensor) -> int:
+        """Index among all parameters, so that parameters of one shape get different random bits."""
+        if parameter not in self._indices:
+            self._indices = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        return self._indices[parameter]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._places = {}
+        self._indices = {}
 
 
 def _local(x: Any) -> Tensor:
     """This process's shard of a sharded tensor, or the tensor itself."""
     return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("amsgrad", "maximize", "capturable"):
+        if group.get(name):
+            raise InputError(f"{name}: FusedAdamW does not implement it; use torch.optim.AdamW")

@@ -1,4 +1,4 @@
-"""SIGTERM as a question that is asked where a run can stop, not as the end of the process."""
+"""SIGTERM as a flag that a run polls where it can stop."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """SIGTERM came, and what was under way is to be done again."""
+    """SIGTERM arrived; the current evaluation is abandoned."""
 
 
 @contextmanager
 def sigterm() -> Iterator[Callable[[], bool]]:
-    """A function that tells whether SIGTERM has come, which meanwhile does not end the process."""
-    came = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # Only that one may handle signals.
-        yield came.is_set
+    """A function that returns whether SIGTERM has arrived. The signal does not end the process meanwhile."""
+    arrived = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot handle signals
+        yield arrived.is_set
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: came.set())
+    before = signal.signal(signal.SIGTERM, lambda *_: arrived.set())
     try:
-        yield came.is_set
+        yield arrived.is_set
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def until(stop: Callable[[], bool], items: Iterable[T]) -> Iterator[T]:
-    """The items, as long as `stop` does not tell to stop. Raises Interrupted then."""
+    """The items. Raises Interrupted as soon as `stop` returns True."""
     for item in items:
         if stop():
             raise Interrupted

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop, for any model with a loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
@@ -15,21 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ligermodels.data.batches import Batch, CountsTargets, count_targets, on_device
 from ligermodels.errors import InputError, TrainingError
-from ligermodels.training.data import Batch
+from ligermodels.training.renamed import renamed_arguments
 
 PATIENCE = 10
-"""Steps that may be without a target at the start: of few tokens one or another is."""
+"""Steps at the start that may have no target at all; then it is an error."""
+
+Value = float | list[float]
 
 
-class Trainable(Protocol):
-    """What the loop needs of a model; `CausalLM` and `MedusaModel` are such."""
+class Trainable(CountsTargets, Protocol):
+    """A model as the loop uses it, such as `CausalLM`. Calling it gives an object with `loss`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def num_targets(
-        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Tensor: ...
 
     def parameters(self) -> Iterable[nn.Parameter]: ...
 
@@ -37,26 +36,36 @@ class Trainable(Protocol):
 
 
 @dataclass(frozen=True)
+class OutputMetrics:
+    """What to log of a model's output beside its loss, by name; scalars or vectors.
+
+    `losses` are summed over the micro-batches of a step. `ratios`, (numerator, denominator), are summed over the steps
+    of a report and then divided.
+    """
+
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    ratios: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Step:
-    """One step: its loss, the gradient's norm before clipping, the learning rate of the first group, its tokens; and of
-    which losses its own is made: the base model's in stage 2, and each Medusa head's, undecayed."""
+    """One optimizer step: its loss, the gradient norm before clipping, the learning rate of the first group, the number
+    of tokens, and `OutputMetrics.losses`."""
 
     step: int
     loss: float
     grad_norm: float
     learning_rate: float
     tokens: int
-    base_loss: float | None = None
-    head_losses: tuple[float, ...] = ()
+    losses: Mapping[str, Value]
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The state after `step` of `steps`: `loss` is the mean over the steps since the last report, `grad_norm` (before
-    clipping) and `learning_rate` those of the last step; `each` are the steps one by one. `accuracy` is how often each
-    Medusa head was right since the last report; `memory` the most bytes that the GPU has held or, on the CPU, the
-    process; None where that is not known. `targets` counts what there was to learn since
-    the first step."""
+    """A report after `step` of `steps`: `loss` is the mean since the last report, `grad_norm` (before clipping) and
+    `learning_rate` are those of the last step, and `each` lists the steps since then. `ratios` are those of
+    `OutputMetrics`. `peak_memory`, in bytes, is that of the GPU or, on a CPU, of the process; None where it is unknown.
+    `targets` counts the targets since step 1."""
 
     step: int
     steps: int
@@ -64,21 +73,22 @@ class StepMetrics:
     grad_norm: float
     learning_rate: float
     tokens_per_second: float
-    each: tuple[Step, ...] = ()
-    accuracy: tuple[float, ...] = ()
-    memory: int | None = None
-    targets: int = 0
+    each: tuple[Step, ...]
+    ratios: Mapping[str, Value]
+    peak_memory: int | None
+    targets: int
 
 
 Hook = tuple[int, Callable[[int], object]]
-"""What to do every so many steps; called with the number of the step."""
+"""(n, call): called with the step's number every n steps, and after the last one."""
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
-    """Whether it is time, after `step` of `steps`, for what is done `every` so many steps, and after the last."""
+    """Whether a hook of period `every` is called after `step` of `steps`."""
     return step == steps or step % every == 0
 
 
+@renamed_arguments(grad_clip="max_grad_norm", accumulate="accumulation_steps")
 def train(
     model: Trainable,
     batches: Iterable[Batch],
@@ -86,8 +96,8 @@ def train(
     steps: int,
     optimizer: Optimizer,
     schedule: LRScheduler | None = None,
-    grad_clip: float | None = 1.0,
-    accumulate: int = 1,
+    max_grad_norm: float | None = 1.0,
+    accumulation_steps: int = 1,
     on_step: Callable[[StepMetrics], object] | None = None,
     report_every: int = 10,
     hooks: Sequence[Hook] = (),
@@ -95,32 +105,33 @@ def train(
     targets: int = 0,
     stop: Callable[[], bool] | None = None,
     loss_options: Callable[[int], Mapping[str, Any]] | None = None,
+    output_metrics: Callable[[Any], OutputMetrics] | None = None,
 ) -> int:
-    """Take optimiser steps up to the one numbered `steps`, each on `accumulate` batches; the number of the last taken.
+    """Take optimizer steps up to number `steps`; returns the number of the last one taken.
 
-    A step's gradient is that of one batch of all its tokens: losses are summed, and divided by the number of targets in
-    all of them (for Medusa, by each head's own), not averaged batch by batch.
+    The gradient of a step is that of one batch of all its micro-batches: losses are summed and divided by the number of
+    targets in all of them, not averaged per micro-batch.
 
     Args:
-        batches: on the CPU; they are moved to the model's device.
-        optimizer: over the parameters to train (`adamw`).
-        schedule: stepped once a step.
-        grad_clip: largest norm of the whole gradient; None for any.
-        on_step: called every `report_every` steps, before hooks and after the last. Only then does a GPU have to be
-            waited for.
-        hooks: called after their number of steps, and after the last of `steps`, when all so far is known to be finite.
-        start: steps that an earlier run took; the first of this one is numbered start + 1.
-        targets: what there was to learn in these, as its last report says.
-        stop: asked after each step, and again after its hooks; when it says so, that step was the last.
-        loss_options: further arguments of the model's forward in a step, by its number.
+        batches: micro-batches, `accumulation_steps` per step.
+        schedule: stepped after each step.
+        max_grad_norm: the gradient is clipped to this norm; None does not clip.
+        on_step: gets a report every `report_every` steps, before each hook, and at the end. Only a report waits for
+            the GPU.
+        hooks: called after their steps; the model is set to training mode again afterwards.
+        start: number of the last step of an earlier run; the first one here is start + 1.
+        targets: `StepMetrics.targets` of the earlier run.
+        stop: called after each step and after its hooks; training ends when it returns True.
+        loss_options: further arguments of the model's forward, by step.
+        output_metrics: what to log of the model's output.
 
     Raises:
-        TrainingError: loss or gradient is not finite, or there was no target in the first steps or in all; it is looked
-            at when there is a report, and names the step and the batch.
+        TrainingError: loss or gradient is not finite, with the step and the batch; or there is no target in the first
+            steps or in all. Checked with each report.
         InputError: the batches end too early.
     """
-    if min(steps, accumulate, report_every, *(every for every, _ in hooks)) < 1:
-        raise InputError(f"must be at least 1: {steps=}, {accumulate=}, {report_every=}, and the steps of hooks")
+    if min(steps, accumulation_steps, report_every, *(every for every, _ in hooks)) < 1:
+        raise InputError(f"must be at least 1: {steps=}, {accumulation_steps=}, {report_every=} and periods of hooks")
     device = next(iter(model.parameters())).device
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     source = iter(batches)
@@ -128,34 +139,27 @@ def train(
     pending: list[_Pending] = []
     began = time.perf_counter()
     for step in range(start + 1, steps + 1):
-        parts = list(islice(source, accumulate))
-        if len(parts) < accumulate:
+        parts = list(islice(source, accumulation_steps))
+        if len(parts) < accumulation_steps:
             raise InputError(f"the batches ended at step {step} of {steps}: give more text, more epochs or fewer steps")
         counts = count_targets(model, parts)
         targets += int(counts.sum())
         items = counts.clamp(min=1).to(device, non_blocking=True)
         learning_rate = optimizer.param_groups[0]["lr"]
         options = loss_options(step) if loss_options is not None else {}
-        losses, hits, own = [], [], []
+        losses, logged = [], []
         for part in parts:
             out = model(**on_device(part, device), num_items_in_batch=items, **options)
             out.loss.backward()
             losses.append(out.loss.detach())
-            own.append(_own_losses(out))
-            if getattr(out, "accuracy", None):
-                hits.append(torch.stack([out.accuracy[1] * out.counts, out.counts]))
-        norm = nn.utils.clip_grad_norm_(trained, math.inf if grad_clip is None else grad_clip)
+            if output_metrics is not None:
+                logged.append(output_metrics(out))
+        norm = nn.utils.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:
             schedule.step()
-        values = torch.cat([torch.stack([*losses, norm.to(losses[0].dtype)]), torch.stack(own).sum(0).to(losses[0])])
-        has_base = getattr(out, "base_loss", None) is not None
-        tokens = sum(part["input_ids"].numel() for part in parts)
-        wheres = [getattr(part, "where", None) for part in parts]
-        pending.append(
-            _Pending(step, tokens, wheres, learning_rate, values, has_base, torch.stack(hits).sum(0) if hits else None)
-        )
+        pending.append(_Pending(step, parts, learning_rate, losses, norm, logged))
         is_last = step == steps or (stop is not None and stop())
         due = [call for every, call in hooks if is_due(step, every, steps)]
         if is_last or due or step % report_every == 0:
@@ -174,34 +178,40 @@ def train(
     return start
 
 
-@dataclass(frozen=True)
 class _Pending:
-    """A step that a GPU may still be at: what it was made of, and the tensors that tell how it went."""
+    """A step that the GPU may not have finished. Its tensors are read with the next report."""
 
-    step: int
-    tokens: int
-    wheres: list[Callable[[], str] | None]
-    learning_rate: float
-    values: Tensor
-    """Loss of each batch, then the gradient's norm, then what the loss is made of: `_own_losses` of all batches."""
-    has_base: bool
-    """Whether the first of these is the base model's."""
-    hits: Tensor | None
-    """(2, K): how often each head was right, and its targets."""
+    def __init__(
+        self,
+        step: int,
+        parts: Sequence[Batch],
+        learning_rate: float,
+        losses: Sequence[Tensor],
+        norm: Tensor,
+        logged: Sequence[OutputMetrics],
+    ) -> None:
+        self.step, self.learning_rate = step, learning_rate
+        self.tokens = sum(part["input_ids"].numel() for part in parts)
+        self.wheres = [getattr(part, "where", None) for part in parts]
+        first = logged[0] if logged else OutputMetrics()
+        self.ratios = {name: _sum(torch.stack(one.ratios[name]) for one in logged) for name in first.ratios}
+        self.tensors: dict[str | int, Tensor] = {**dict(enumerate(losses)), "norm": norm}
+        self.tensors |= {name: _sum(one.losses[name] for one in logged) for name in first.losses}
+        """The loss of each micro-batch, by number, the gradient norm, and the losses to log, by name."""
 
 
 def _report(pending: Sequence[_Pending], steps: int, targets: int, device: torch.device, began: float) -> StepMetrics:
-    """Wait for the pending steps, and sum them up. Raises TrainingError when one of their values is not finite."""
+    """Synchronise with the pending steps and sum them up. Raises TrainingError for a value that is not finite."""
     each = []
-    for one, values in zip(pending, torch.stack([one.values for one in pending]).tolist(), strict=True):
-        count = len(one.wheres)
-        losses, norm, own = values[:count], values[count], values[count + 1 :]
+    found = iter(_to_host([tensor for one in pending for tensor in one.tensors.values()]))
+    for one in pending:
+        values: dict[Any, Any] = {name: next(found) for name in one.tensors}
+        losses, norm = [values.pop(i) for i in range(len(one.wheres))], values.pop("norm")
         _check_finite(one, losses, norm)
-        base, heads = (own[0], own[1:]) if one.has_base else (None, own)
-        each.append(Step(one.step, math.fsum(losses), norm, one.learning_rate, one.tokens, base, tuple(heads)))
+        each.append(Step(one.step, math.fsum(losses), norm, one.learning_rate, one.tokens, values))
     seconds = time.perf_counter() - began
-    hits = [one.hits for one in pending if one.hits is not None]
-    right, asked = torch.stack(hits).sum(0).tolist() if hits else ([], [])
+    totals = {name: _sum(one.ratios[name] for one in pending) for name in pending[-1].ratios}
+    ratios = {name: (total[0] / total[1].clamp(min=1)).tolist() for name, total in totals.items()}
     return StepMetrics(
         each[-1].step,
         steps,
@@ -210,56 +220,44 @@ def _report(pending: Sequence[_Pending], steps: int, targets: int, device: torch
         each[-1].learning_rate,
         sum(one.tokens for one in each) / seconds,
         tuple(each),
-        tuple(a / max(1, b) for a, b in zip(right, asked, strict=True)),
+        ratios,
         _peak_memory(device),
         targets,
     )
 
 
-def _own_losses(out: Any) -> Tensor:
-    """What a loss is made of, (n,): the base model's, where it has a part, then each head's; (0,) for a plain model."""
-    base, heads = getattr(out, "base_loss", None), getattr(out, "head_losses", None)
-    found = [each.detach().flatten() for each in (base, heads) if each is not None]
-    return torch.cat(found) if found else out.loss.new_empty(0)
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([tensor.detach() for tensor in tensors]).sum(0)
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[Value]:
+    """Values of scalars and vectors, by one copy from the device, in the dtype of the first."""
+    values = iter(torch.cat([tensor.to(tensors[0].dtype).flatten() for tensor in tensors]).tolist())
+    return [list(islice(values, tensor.numel())) if tensor.ndim else next(values) for tensor in tensors]
 
 
 def _peak_memory(device: torch.device) -> int | None:
-    """Bytes: of the GPU that torch has held at most, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         import resource
-    except ImportError:  # Only Unix knows.
+    except ImportError:  # not on Windows
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def count_targets(model: Trainable, parts: Iterable[Batch]) -> Tensor:
-    """Targets in batches taken together, of the shape of `num_targets`: what to divide their summed loss by."""
-    bounds = ("position_ids", "cu_seqlens")
-    counts = [model.num_targets(part["labels"], **{k: part[k] for k in bounds if k in part}) for part in parts]
-    return torch.stack(counts).sum(0)
-
-
-def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch on `device`; to a GPU it goes without waiting."""
-    if device.type != "cuda":
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
 def _check_finite(one: _Pending, losses: Sequence[float], norm: float) -> None:
     if all(map(math.isfinite, (*losses, norm))):
         return
-    # The first batch whose loss is at fault; or all of the step, when it is only the gradient.
+    # The first micro-batch with such a loss; all of the step's, if only the gradient is at fault.
     wrong = [i for i, loss in enumerate(losses) if not math.isfinite(loss)][:1] or range(len(losses))
     wheres = [where() for i in wrong if (where := one.wheres[i]) is not None]
     batch = f"batch {wrong[0] + 1} of {len(losses)}" if len(wrong) == 1 else "all its batches"
     raise TrainingError(
-        f"step {one.step}: the loss is {sum(losses)} and the gradient's norm {norm}; training stopped. "
+        f"step {one.step}: the loss is {sum(losses)} and the gradient norm {norm}; training stopped. "
         f"At fault: {batch}{', made of ' + '; '.join(wheres) if wheres else ''}. "
-        "Try a lower learning rate, a longer warm-up or a lower grad_clip, and look at that data"
+        "Try a lower learning rate, a longer warm-up or a lower max_grad_norm, and look at that data"
     )
 
 
@@ -267,6 +265,6 @@ def _no_target(pending: Sequence[_Pending]) -> TrainingError:
     where = next((where for one in pending for where in one.wheres if where is not None), None)
     return TrainingError(
         f"step {pending[-1].step}: there has not been a single target to learn{f' in {where()}' if where else ''}; "
-        "training stopped. Of chats only what the assistant says is learned, and a head's targets lie some tokens "
+        "training stopped. Only the assistant's turns of a chat are trained on, and targets lie one or more tokens "
         "ahead in the same document: give other data"
     )

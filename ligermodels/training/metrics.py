@@ -1,32 +1,37 @@
-"""What a run leaves of its course: lines of JSON, and TensorBoard's files where it is installed."""
+"""Metrics of a run: metrics.jsonl and, where TensorBoard is installed, its event files."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ligermodels.training.evaluation import Drift, HeadScores
-from ligermodels.training.folder import METRICS, TENSORBOARD, write_whole
-from ligermodels.training.loop import StepMetrics
+from ligermodels.training.folder import METRICS, TENSORBOARD, write_atomically
+from ligermodels.training.loop import StepMetrics, Value
+
+VALIDATION = "validation_"
+"""Prefix of the metrics of evaluations."""
 
 
 class Metrics:
-    """`metrics.jsonl` in a run's folder, a line a step, and scores in between; the same for TensorBoard.
+    """metrics.jsonl in a run's folder: a line per step, per report and per evaluation. The same for TensorBoard.
 
-    `scored`: whether there are scores of the step that it begins after.
+    `evaluated`: whether it holds an evaluation of step `after`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, after: int = 0) -> None:
-        """Begin after step `after`: lines of later steps, and what was cut off in the middle, are of a lost run."""
+        """Continue after step `after`; lines of later steps, and incomplete ones, are removed."""
         path = Path(folder) / METRICS
-        entries = [(line, _entry(line)) for line in _lines(path)] if after else []
-        kept = [line for line, entry in entries if entry["step"] <= after]
-        self.scored = any(entry["step"] == after and "top-1" in entry for _, entry in entries)
-        write_whole(path, b"".join(kept))
+        lines = path.read_bytes().splitlines(keepends=True) if after and path.is_file() else []
+        entries = [(line, _entry(line)) for line in lines]
+        self.evaluated = any(
+            entry["step"] == after and any(key.startswith(VALIDATION) for key in entry) for _, entry in entries
+        )
+        write_atomically(path, b"".join(line for line, entry in entries if entry["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
         self._board: Any = None
         if find_spec("tensorboard") is not None:
@@ -34,8 +39,8 @@ class Metrics:
 
             self._board = SummaryWriter(str(path.parent / TENSORBOARD), purge_step=after + 1)
 
-    def write(self, step: int, values: dict[str, float | list[float]]) -> None:
-        """Note `values` at `step`: numbers, or lists of a number for each head."""
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write `values` at `step`: numbers, or lists of numbers."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -44,42 +49,27 @@ class Metrics:
                 for tag, number in each.items():
                     self._board.add_scalar(tag, number, step)
 
-    def write_steps(self, state: StepMetrics) -> None:
-        """Note each of the steps reported, and, at the last, the speed, the memory and the accuracies."""
-        for one in state.each:
-            numbers: dict[str, float | list[float]] = {"loss": one.loss}
-            if one.base_loss is not None:
-                numbers["base_loss"] = one.base_loss
-            numbers |= {"head_losses": list(one.head_losses)} if one.head_losses else {}
-            self.write(one.step, {**numbers, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate})
-        about: dict[str, float | list[float]] = {"tokens_per_second": state.tokens_per_second}
-        if state.memory is not None:
-            about["memory"] = state.memory
-        self.write(state.step, {**about, "accuracy": list(state.accuracy)})
+    def write_report(self, report: StepMetrics) -> None:
+        """Write each step of a report, then its speed, memory and ratios."""
+        for one in report.each:
+            values = {"loss": one.loss, **one.losses, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate}
+            self.write(one.step, values)
+        memory = {} if report.peak_memory is None else {"peak_memory": report.peak_memory}
+        self.write(report.step, {"tokens_per_second": report.tokens_per_second, **memory, **report.ratios})
 
-    def write_scores(self, step: int, scores: HeadScores | None, drift: Drift | None) -> None:
-        """Note, at `step`, the scores on what was held out, as far as there are any."""
-        numbers: dict[str, float | list[float]] = {}
-        if scores is not None:
-            numbers |= {f"top-{k}": scores.accuracy(k).tolist() for k in (1, 5)}
-        if drift is not None:
-            numbers |= {"kl": drift.kl, "perplexity": math.exp(drift.loss)}
-            numbers["perplexity_change"] = drift.perplexity_change
-        self.write(step, numbers)
+    def write_evaluation(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write metrics of the validation split."""
+        self.write(step, {VALIDATION + name: value for name, value in values.items()})
 
     def close(self) -> None:
-        """Write all there is."""
+        """Close the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()
 
 
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-
-
 def _entry(line: bytes) -> dict[str, Any]:
-    """What a line says; of one that is not whole, that it is of no step before infinity."""
+    """A line's content; an incomplete line counts as one of step infinity."""
     try:
         found: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
         return {**found, "step": float(found["step"])}

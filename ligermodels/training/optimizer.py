@@ -1,4 +1,4 @@
-"""Optimisers with weight decay where it belongs, and the learning rates' way up and down."""
+"""Optimizers, their parameter groups, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ligermodels.errors import InputError
 from ligermodels.training.fused_adamw import FusedAdamW
+from ligermodels.training.renamed import renamed_arguments
 
 
 def adamw(
@@ -23,7 +24,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> FusedAdamW:
-    """AdamW over those `parameters` that require gradients. Only matrices decay: norms and biases have no reason to.
+    """AdamW over those `parameters` that require gradients. Weight decay applies to matrices only.
 
     Raises InputError when nothing is left to train.
     """
@@ -33,9 +34,9 @@ def adamw(
 def parameter_groups(
     rates: Iterable[tuple[Iterable[nn.Parameter], float]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups of an optimiser: for parameters and their learning rate, the matrices, which decay, and the others.
+    """Parameter groups from (parameters, learning rate): matrices, with weight decay, and others, without.
 
-    A parameter that requires no gradient is in none. Raises InputError when nothing is left to train.
+    Frozen parameters are left out. Raises InputError when nothing is left to train.
     """
     groups = []
     for parameters, lr in rates:
@@ -58,31 +59,33 @@ def optimizer_named(
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
 ) -> Optimizer:
-    """ "adamw", or "adafactor", which keeps sums of rows and columns where AdamW keeps two numbers a parameter.
-
-    rounding, seed: of AdamW, see `FusedAdamW`.
-    """
+    """The optimizer "adamw" or "adafactor". `betas`, `rounding` and `seed` are for AdamW: see `FusedAdamW`."""
     if name == "adafactor":
         return Adafactor(groups)
     return FusedAdamW(groups, betas=betas, rounding=rounding, seed=seed)
 
 
-def cosine_factor(step: int, steps: int, warmup: int, floor: float) -> float:
-    """What the learning rate is multiplied by at `step`, from 0: linear to 1 in `warmup` steps, a cosine to `floor`.
+def cosine_factor(step: int, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+    """Factor of the learning rate at `step`, counted from 0: linear warm-up to 1, then a cosine to `min_lr_ratio`.
 
-    The first step has 1 / warmup, step `warmup - 1` has 1, the last of `steps`, and any after it, has `floor`.
+    It is 1 / warmup_steps at step 0, 1 at step warmup_steps - 1, and min_lr_ratio at step steps - 1 and after.
     """
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step + 1 - warmup_steps) / max(1, steps - warmup_steps))
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def warmup_cosine(optimizer: Optimizer, steps: int, *, warmup: int = 0, floor: float = 0.1) -> LambdaLR:
-    """`optimizer`'s learning rates times `cosine_factor`; step it once a step, as `train` does.
+@renamed_arguments(warmup="warmup_steps", floor="min_lr_ratio")
+def warmup_cosine(optimizer: Optimizer, steps: int, *, warmup_steps: int = 0, min_lr_ratio: float = 0.1) -> LambdaLR:
+    """A schedule that multiplies the learning rates by `cosine_factor`; `train` steps it.
 
-    Raises InputError unless 0 <= warmup <= steps, steps > 0 and 0 <= floor <= 1.
+    Raises InputError unless 0 <= warmup_steps <= steps, steps > 0 and 0 <= min_lr_ratio <= 1.
     """
-    if not (0 <= warmup <= steps and steps > 0 and 0 <= floor <= 1):
-        raise InputError(f"need 0 <= warmup <= steps and 0 <= floor <= 1, got {warmup=}, {steps=}, {floor=}")
-    return LambdaLR(optimizer, partial(cosine_factor, steps=steps, warmup=warmup, floor=floor))
+    if not (0 <= warmup_steps <= steps and steps > 0 and 0 <= min_lr_ratio <= 1):
+        raise InputError(
+            f"need 0 <= warmup_steps <= steps and 0 <= min_lr_ratio <= 1, got {warmup_steps=}, {steps=}, "
+            f"{min_lr_ratio=}"
+        )
+    factor = partial(cosine_factor, steps=steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
+    return LambdaLR(optimizer, factor)

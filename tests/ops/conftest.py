@@ -7,7 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ligermodels.ops import dispatch, force
+from ligermodels.ops import set_backend
+from ligermodels.ops.runtime import dispatch
 
 
 class Where(NamedTuple):
@@ -32,18 +33,18 @@ MARKS = {"reference": (), "interpreter": (pytest.mark.kernels,), "cuda": (pytest
     ]
 )
 def where(request: pytest.FixtureRequest) -> Iterator[Where]:
-    """A device and a dtype, with the face forced that is meant to run there."""
+    """A device and a dtype, with the backend forced that is meant to run there."""
     place, dtype = request.param
     if place == "interpreter" and not dispatch.INTERPRETED:
         pytest.skip("Triton compiles here: the kernels run on the GPU")
-    with force("reference" if place == "reference" else "triton"):
+    with set_backend("reference" if place == "reference" else "triton"):
         yield Where(torch.device("cuda" if place == "cuda" else "cpu"), dtype)
 
 
 @pytest.fixture
 def kernels_device() -> Iterator[torch.device]:
     """Where the kernels can run on this machine, for tests marked `kernels`."""
-    with force("triton"):
+    with set_backend("triton"):
         yield torch.device("cpu" if dispatch.INTERPRETED else "cuda")
 
 

@@ -21,12 +21,14 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str) -> torch.Tensor:
-    """As transformers writes Llama's (cast "before") and Gemma's ("after")."""
+def plain_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
+) -> torch.Tensor:
+    """As transformers writes Llama's and Gemma's."""
     y = wide(x) / (wide(x).pow(2).mean(-1, keepdim=True) + eps).sqrt()
     if weight is None:
         return y.to(x.dtype)
-    if cast == "before":
+    if casting_mode == "llama":
         return (offset + weight) * y.to(x.dtype) if offset else weight * y.to(x.dtype)
     return (y * (offset + wide(weight))).to(x.dtype)
 

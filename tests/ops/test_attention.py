@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.attention import AttentionRequest, attention, backends, choose
+from ligermodels.ops.attention.attention import AttentionRequest, attention, backends, choose
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 3},
     "window-wider-than-row": {"window": 100},
-    "softcap": {"softcap": 1.5, "scale": 0.7},
+    "softcap": {"softcap": 1.5, "softmax_scale": 0.7},
     "packed": {"bounds": [0, 5, 6, 6, 13]},
     "packed-window": {"bounds": [0, 9, 13], "window": 4},
     "mask": {"masked": True},
@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "decode-some": {"queries": 4},
     "decode-one-window": {"queries": 1, "window": 5},
     "one-kv-head": {"kv_heads": 1},
-    "all-options": {"window": 6, "softcap": 2.0, "scale": 0.3, "bounds": [0, 8, 13]},
+    "all-options": {"window": 6, "softcap": 2.0, "softmax_scale": 0.3, "bounds": [0, 8, 13]},
 }
 DEVICES = [
     pytest.param("cpu", torch.float64, 14, id="cpu-fp64"),
@@ -43,7 +43,7 @@ def by_definition(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
     mask: torch.Tensor | None = None,
@@ -64,7 +64,7 @@ def by_definition(
                 and document[s] == document[place]
             ]
             for h in range(heads):
-                scores = k[b, seen, h // group] @ q[b, t, h] * (dim**-0.5 if scale is None else scale)
+                scores = k[b, seen, h // group] @ q[b, t, h] * (dim**-0.5 if softmax_scale is None else softmax_scale)
                 scores = scores if softcap is None else softcap * (scores / softcap).tanh()
                 rows.append(scores.softmax(0) @ v[b, seen, h // group])
     return torch.stack(rows).view(batch, length, heads, dim)
@@ -86,7 +86,7 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
         head_dim=head_dim,
         query_length=queries,
         key_length=13,
-        scale=options.get("scale", head_dim**-0.5),
+        softmax_scale=options.get("softmax_scale", head_dim**-0.5),
         window=options.get("window"),
         softcap=options.get("softcap"),
         masked=mask is not None,
@@ -155,7 +155,7 @@ def test_long_sequences(name: str, case: str, head_dim: int) -> None:
 def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends have slower kernels for windows."""
     asked = []
-    module = importlib.import_module("ligermodels.ops.attention")  # the op has the module's name
+    module = importlib.import_module("ligermodels.ops.attention.attention")  # the op has the module's name
     monkeypatch.setattr(module, "choose", lambda request, name: asked.append(request.window) or choose(request, name))
     q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 13, 2, 8)
     for window in (12, 13, 14, None):

@@ -1,17 +1,13 @@
 """Launches of kernels: each kind of arguments finds the kernel that was compiled for it."""
 
-import ast
-import re
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ligermodels.ops import launcher
-from ligermodels.ops.dispatch import tl, triton
-from ligermodels.ops.launcher import MAX_KNOWN, Kernel, kernel
+from ligermodels.ops.runtime.dispatch import tl, triton
+from ligermodels.ops.runtime.launcher import MAX_KNOWN, Kernel, kernel
 
 
 @kernel
@@ -79,20 +75,15 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
         return native(triton.backends.compiler.BaseBackend, argument, False, True, True)
 
     class Compiled:
-        function, packed_metadata = "function", "metadata"
-
         def __init__(self, kind: Any) -> None:
             self.kind = kind
 
         def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            assert grid == (4, 1, 1)
             return self.launch
 
         def launch(self, argument: Any) -> None:
-            raise AssertionError("there is no hook")
-
-        def run(self, *given: Any) -> None:
-            assert given[:-1] == (4, 1, 1, "stream", "function", "metadata", None, None, None)
-            assert kind_of(given[-1]) == self.kind, given[-1]
+            assert kind_of(argument) == self.kind, argument
 
     class Jitted:
         arg_names = ("argument",)
@@ -106,8 +97,7 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
             self.compiled += 1
             return self.result(kind_of(argument))
 
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
     arguments = [*INTEGERS, *Target, True, False, None, 1.0, 0.0, 2.5, float("nan")]
     for order in (arguments, arguments[::-1]):
@@ -134,20 +124,15 @@ HOOKS = ("launch_enter_hook", "launch_exit_hook")
 
 @pytest.mark.kernels
 def test_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anew for each device, grid and constants; on the device's current stream; by Triton itself where it has hooks."""
+    """Anew for each device, grid and constants."""
     launched: list[Any] = []
 
     class Compiled:
-        function, packed_metadata = "function", "metadata"
-
         def __init__(self, constants: dict[str, Any]) -> None:
             self.constants = constants
 
         def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-            return lambda *given: launched.append(("hooked", grid, given))
-
-        def run(self, *given: Any) -> None:
-            launched.append(("direct", *given))
+            return lambda *given: launched.append((grid, given))
 
     class Jitted:
         arg_names = ("x", "factor", "BLOCK", "ADD")
@@ -155,27 +140,15 @@ def test_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **constants: launched.append("compiled") or Compiled(constants)
 
-    device = 0
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream {device}", raising=False)
     monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
     known = Kernel(Jitted())
-
-    def launch(grid: tuple[int, ...], add: bool) -> Any:
-        known[grid](7, 2.5, BLOCK=16, ADD=add, num_warps=1)
-        return launched.pop()
-
     for device in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         for grid in ((4,), (4, 2), (5, 2, 3)):
             for add in (True, False):
-                assert launch(grid, add) == "compiled"
-                whole, values = (*grid, 1, 1)[:3], (7, 2.5, 16, add)
-                start = (*whole, f"stream {device}", "function", "metadata", None, None, None)
-                assert launch(grid, add) == ("direct", *start, *values)
-                for hook in HOOKS:
-                    with monkeypatch.context() as patch:
-                        _add_hook(patch, hook, print)
-                        assert launch(grid, add) == ("hooked", whole, values)
+                for wanted in ("compiled", ((*grid, 1, 1)[:3], (7, 2.5, 16, add))):
+                    known[grid](7, 2.5, BLOCK=16, ADD=add, num_warps=1)
+                    assert launched.pop() == wanted
     assert launched == []
 
 
@@ -214,59 +187,3 @@ def test_known_kernels_follow_streams_graphs_and_hooks(monkeypatch: pytest.Monke
             launch()
         launch()
         assert len(told) == 1
-
-
-def _kernels() -> list[ast.FunctionDef]:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(launcher.__file__).parent.glob("*.py")]
-    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return [f for f in functions if any(isinstance(d, ast.Name) and d.id == "kernel" for d in f.decorator_list)]
-
-
-@pytest.mark.parametrize("function", _kernels(), ids=lambda function: function.name)
-def test_kernels_wait_before_anything_else(function: ast.FunctionDef) -> None:
-    """What a kernel that is launched early did before it waits could miss what the kernel before it writes: it may ask
-    for what it will read, but not read it."""
-    statements = [ast.unparse(s) for s in (function.body[1:] if ast.get_docstring(function) else function.body)]
-    waits = [s for s in statements if "after_previous_kernel" in s or "let_next_kernel_start" in s]
-    assert waits in (["after_previous_kernel()"], ["let_next_kernel_start()"])
-    before = "\n".join(statements[: statements.index(waits[0])])
-    assert not before or "ask_for" in before
-    assert set(re.findall(r"([\w.]+)\(", before)) <= {
-        "tl.program_id",
-        ".to",
-        "tl.static_range",
-        "tl.minimum",
-        "ask_for",
-    }
-
-
-def test_asking_reads_nothing() -> None:
-    """`ask_for` may come before the wait: it computes addresses and prefetches."""
-    tree = ast.parse(Path(launcher.__file__).read_text(encoding="utf-8"))
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "ask_for"]
-    calls = {ast.unparse(n.func) for f in functions for n in ast.walk(f) if isinstance(n, ast.Call)}
-    ours = {"start.to", "tl.cast", "tl.where", "tl.target_info.cuda_capability_geq", "tl.inline_asm_elementwise"}
-    assert len(functions) == 2 and calls == ours
-
-
-@pytest.mark.parametrize(
-    ("waits", "version", "capability", "early"),
-    [
-        (True, "13.0", (9, 0), True),
-        (True, "13.0", (10, 0), True),
-        (True, "13.0", (8, 9), False),
-        (True, None, (9, 4), False),
-        (False, "13.0", (9, 0), False),
-    ],
-)
-def test_only_kernels_that_wait_are_launched_early(
-    waits: bool, version: str | None, capability: tuple[int, int], early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Jitted:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **constants: constants
-
-    monkeypatch.setattr(torch.version, "cuda", version)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    found = Kernel(Jitted(), waits)._compiled((1,), (), {"num_warps": 4})
-    assert found == {"num_warps": 4} | ({"launch_pdl": True} if early else {})

@@ -8,7 +8,7 @@ from conftest import Where
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.generation import Tree, chain, default_tree
+from ligermodels.speculative.tree import Tree, chain, default_tree
 
 TREES = {
     "root": Tree.from_paths([]),
@@ -20,16 +20,28 @@ TREES = {
 VOCAB, MAX_NEW = 3, 9  # so few tokens that many are right
 
 
-def copied(rows: ops.Rows) -> ops.Rows:
-    return ops.Rows(*(getattr(rows, field.name).clone() for field in fields(rows)))
+def paths_of(tree: Tree, device: torch.device) -> ops.Paths:
+    """By the definition: each node's path from the root, its last node repeated."""
+    retrieve_indices = []
+    for node in range(len(tree)):
+        path = [node]
+        while path[0]:
+            path.insert(0, int(tree.parent[path[0]]))
+        retrieve_indices.append(path + [node] * (tree.max_depth + 1 - len(path)))
+    tensors = tree.parent, tree.depth, torch.tensor(retrieve_indices)
+    return ops.Paths(*(x.to(device) for x in tensors))
 
 
-def in_lists(rows: ops.Rows) -> dict[str, Any]:
+def copied(rows: ops.Sequences) -> ops.Sequences:
+    return ops.Sequences(*(getattr(rows, field.name).clone() for field in fields(rows)))
+
+
+def in_lists(rows: ops.Sequences) -> dict[str, Any]:
     return {field.name: getattr(rows, field.name).tolist() for field in fields(rows)}
 
 
-def make_rows(batch: int, width: int, tree: Tree, device: torch.device, dtype: torch.dtype) -> ops.Rows:
-    """Rows of different lengths, as they stand in the middle: some about to end, some done; nothing is next to last."""
+def make_sequences(batch: int, width: int, tree: Tree, device: torch.device, dtype: torch.dtype) -> ops.Sequences:
+    """Sequences of different lengths in the middle of decoding: some about to end, some done."""
     start, count = torch.randint(1, 5, (batch,)), torch.randint(1, MAX_NEW, (batch,))
     done = torch.rand(batch) < 0.2
     count[done] += torch.randint(2, (int(done.sum()),))  # up to the last token
@@ -37,11 +49,11 @@ def make_rows(batch: int, width: int, tree: Tree, device: torch.device, dtype: t
     tensors = (text, start, count, start + count - 1, torch.randint(VOCAB, (batch,)))
     hidden = torch.randn(batch, width, dtype=dtype, device=device)
     steps = torch.randint(5, (batch,))
-    return ops.Rows(*(x.to(device) for x in tensors), hidden, done.to(device), steps.to(device))
+    return ops.Sequences(*(x.to(device) for x in tensors), hidden, done.to(device), steps.to(device))
 
 
 def make_step(
-    rows: ops.Rows, tree: Tree, width: int, right: float, judged: bool
+    rows: ops.Sequences, tree: Tree, width: int, right: float, judged: bool
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
     """What the model makes of a tree: a part `right` of its tokens are chosen, some positions are beyond the limit."""
     device, batch, nodes = rows.root.device, len(rows.root), len(tree)
@@ -50,9 +62,9 @@ def make_step(
         torch.rand(batch, nodes) < right, choices[:, tree.parent], torch.randint(VOCAB, (batch, nodes))
     )
     tokens[:, 0] = rows.root.cpu()
-    lengths = rows.lengths.cpu()[:, None]
-    limit = lengths + torch.randint(tree.max_depth + 1, (batch, 1)) * (torch.rand(batch, 1) < 0.3) + 2
-    positions = torch.minimum(lengths + tree.depth, limit)
+    cache_seqlens = rows.cache_seqlens.cpu()[:, None]
+    limit = cache_seqlens + torch.randint(tree.max_depth + 1, (batch, 1)) * (torch.rand(batch, 1) < 0.3) + 2
+    positions = torch.minimum(cache_seqlens + tree.depth, limit)
     states = torch.randn(batch, nodes, width, dtype=rows.hidden.dtype)
     score = torch.randn(batch, nodes).round()  # so that sums are often equal
     score[torch.rand(batch, nodes) < 0.1] = -torch.inf
@@ -62,7 +74,7 @@ def make_step(
 
 
 def expected(
-    rows: ops.Rows,
+    rows: ops.Sequences,
     tree: Tree,
     given: Sequence[torch.Tensor],
     eos: Sequence[int],
@@ -78,7 +90,7 @@ def expected(
     for b in range(len(tokens)):
         inside, total = [True], [0.0]
         for n in range(1, len(tree)):
-            fits = right[b][n] and positions[b][n] == after["lengths"][b] + depth[n]
+            fits = right[b][n] and positions[b][n] == after["cache_seqlens"][b] + depth[n]
             inside.append(fits and inside[parent[n]])
             total.append(total[parent[n]] + (float(judged[1][b, n]) if judged else 0.0))
         last = max(
@@ -87,7 +99,7 @@ def expected(
         path = [last]
         while path[0]:
             path.insert(0, parent[path[0]])
-        slots.append([after["lengths"][b] + n for n in path + [last] * (tree.max_depth - depth[last])])
+        slots.append([after["cache_seqlens"][b] + n for n in path + [last] * (tree.max_depth - depth[last])])
         if after["done"][b]:
             continue
         after["steps"][b] += 1
@@ -100,27 +112,27 @@ def expected(
                 break
         after["done"][b] = ended
         if not ended:
-            after["lengths"][b] += depth[last] + 1
+            after["cache_seqlens"][b] += depth[last] + 1
             after["root"][b] = choices[b][last]
             after["hidden"][b] = states[b][last]
     return after, slots
 
 
-@pytest.mark.parametrize("judged", [False, True], ids=["chosen", "judged"])
+@pytest.mark.parametrize("judged", [False, True], ids=["chosen", "masked"])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_accept_path(where: Where, tree: Tree, judged: bool) -> None:
     """Step after step, as Python does it, and to the bits of the reference, what nobody reads included."""
     device, batch = where.device, 7
-    paths = ops.Paths(*(x.to(device) for x in (tree.parent, tree.depth, tree.route)))
+    paths = paths_of(tree, device)
     gained, ended = set(), 0
     for seed, (width, right, eos) in enumerate(
         [(5, 0.95, []), (1, 0.6, [2]), (4097, 0.9, [1, 7]), (3, 1.0, [7, 8, 9])]
     ):
         torch.manual_seed(seed)
-        rows = make_rows(batch, width, tree, device, where.dtype)
+        rows = make_sequences(batch, width, tree, device, where.dtype)
         for _ in range(3):
             given, verdict = make_step(rows, tree, width, right, judged)
-            rest = torch.tensor(eos, dtype=torch.long, device=device), MAX_NEW, verdict
+            rest = torch.tensor(eos, dtype=torch.long, device=device), MAX_NEW, *(verdict or ())
             before, other = copied(rows), copied(rows)
             slots = ops.accept_path(rows, paths, *given, *rest)
             assert torch.equal(slots, ops.accept_path_reference(other, paths, *given, *rest))
@@ -139,26 +151,26 @@ def test_accept_path(where: Where, tree: Tree, judged: bool) -> None:
 def test_inputs_may_be_what_is_changed(where: Where) -> None:
     """Tokens and positions that are the rows' own; inputs of any strides; no rows at all."""
     tree = TREES["root"]
-    paths = ops.Paths(*(x.to(where.device) for x in (tree.parent, tree.depth, tree.route)))
-    rows = make_rows(6, 8, tree, where.device, where.dtype)
+    paths = paths_of(tree, where.device)
+    rows = make_sequences(6, 8, tree, where.device, where.dtype)
     other = copied(rows)
     (_, _, choices, states), _ = make_step(rows, tree, 8, 1.0, False)
     eos = torch.tensor([2], device=where.device)
     wide = states.expand(6, 2, 8)[:, 1:], choices.expand(6, 2)[:, 1:]
-    ops.accept_path(rows, paths, rows.root[:, None], rows.lengths[:, None], *wide[::-1], eos, MAX_NEW)
-    same = other.root[:, None].clone(), other.lengths[:, None].clone(), choices, states
+    ops.accept_path(rows, paths, rows.root[:, None], rows.cache_seqlens[:, None], *wide[::-1], eos, MAX_NEW)
+    same = other.root[:, None].clone(), other.cache_seqlens[:, None].clone(), choices, states
     ops.accept_path_reference(other, paths, *same, eos, MAX_NEW)
     assert in_lists(rows) == in_lists(other)
-    rows = make_rows(0, 8, tree, where.device, where.dtype)
+    rows = make_sequences(0, 8, tree, where.device, where.dtype)
     assert ops.accept_path(rows, paths, *make_step(rows, tree, 8, 1.0, False)[0], eos, MAX_NEW).shape == (0, 1)
 
 
 @pytest.mark.kernels
 def test_schema_and_fake(kernels_device: torch.device) -> None:
     tree = TREES["bushy"]
-    rows = make_rows(3, 4, tree, kernels_device, torch.float32)
+    rows = make_sequences(3, 4, tree, kernels_device, torch.float32)
     given, judged = make_step(rows, tree, 4, 0.9, True)
-    paths = (x.to(kernels_device) for x in (tree.parent, tree.depth, tree.route))
+    paths = paths_of(tree, kernels_device)
     state = [getattr(rows, field.name) for field in fields(rows)]
     eos = torch.tensor([2], device=kernels_device)
     args = (*given, *paths, eos, *judged, *state, MAX_NEW)
@@ -175,22 +187,23 @@ def test_schema_and_fake(kernels_device: torch.device) -> None:
         ({"positions": torch.ones(2, 4, dtype=torch.long, device="meta")}, "on cpu; got|on cpu, got .* on meta"),
         ({"states": torch.ones(2, 4, 6)}, r"states must be torch.float32 of shape \(2, 4, 5\)"),
         ({"eos": torch.ones(1, 1, dtype=torch.long)}, "eos must be"),
-        ({"judged": (torch.ones(2, 4), torch.ones(2, 4))}, r"judged\[0\] must be torch.bool"),
-        ({"judged": (torch.ones(2, 4).bool(), torch.ones(2, 4).double())}, r"judged\[1\] must be torch.float32"),
-        ({"tree": ("route", torch.zeros(3, 4, dtype=torch.long))}, "tree.route must be"),
-        ({"rows": ("done", torch.zeros(2))}, "rows.done must be torch.bool"),
-        ({"rows": ("text", torch.zeros(30, 2, dtype=torch.long).t())}, "rows.text must be contiguous"),
+        ({"accept_mask": torch.ones(2, 4), "scores": torch.ones(2, 4)}, "accept_mask must be torch.bool"),
+        ({"accept_mask": torch.ones(2, 4).bool(), "scores": torch.ones(2, 4).double()}, "scores must be torch.float32"),
+        ({"accept_mask": torch.ones(2, 4).bool()}, "accept_mask and scores must be given together"),
+        ({"tree": ("retrieve_indices", torch.zeros(3, 4, dtype=torch.long))}, "tree.retrieve_indices must be"),
+        ({"sequences": ("done", torch.zeros(2))}, "sequences.done must be torch.bool"),
+        ({"sequences": ("text", torch.zeros(30, 2, dtype=torch.long).t())}, "sequences.text must be contiguous"),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
-    tree, rows = chain(3), make_rows(2, 5, chain(3), torch.device("cpu"), torch.float32)
+    tree, rows = chain(3), make_sequences(2, 5, chain(3), torch.device("cpu"), torch.float32)
     given, _ = make_step(rows, tree, 5, 1.0, False)
     call: dict[str, Any] = dict(zip(("tokens", "positions", "choices", "states"), given, strict=True))
-    call |= {"rows": rows, "tree": ops.Paths(tree.parent, tree.depth, tree.route)}
+    call |= {"sequences": rows, "tree": paths_of(tree, torch.device("cpu"))}
     call |= {"eos": torch.zeros(0, dtype=torch.long), "max_new_tokens": 9} | change
-    if "rows" in change:
-        call["rows"] = replace(rows, **dict([change["rows"]]))
+    if "sequences" in change:
+        call["sequences"] = replace(rows, **dict([change["sequences"]]))
     if "tree" in change:
-        call["tree"] = ops.Paths(tree.parent, tree.depth, tree.route)._replace(**dict([change["tree"]]))
+        call["tree"] = paths_of(tree, torch.device("cpu"))._replace(**dict([change["tree"]]))
     with pytest.raises(InputError, match=message):
         ops.accept_path(**call)

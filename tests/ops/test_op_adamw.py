@@ -6,7 +6,7 @@ from conftest import Where
 
 from ligermodels.errors import InputError
 from ligermodels.ops import adamw_step
-from ligermodels.ops.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.training.fused_adamw import FusedAdamW
 
 NUMBERS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -12,14 +12,14 @@ from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.ops import decode_attention
 
-MODULE = import_module("ligermodels.ops.decode_attention")  # the package has a function of this name
+MODULE = import_module("ligermodels.ops.decoding.decode_attention")  # the package has a function of this name
 
 
 def sees(
-    b: int, t: int, S: int, lengths: list[int], window: int | None, tree: list[list[list[int]]] | None
+    b: int, t: int, S: int, cache_seqlens: list[int], window: int | None, tree: list[list[list[int]]] | None
 ) -> list[int]:
     """The slots that token t of row b sees, by the definition."""
-    length = lengths[b]
+    length = cache_seqlens[b]
     place = list(range(S))
     seen = list(range(length + t + 1))
     position = length + t
@@ -32,9 +32,9 @@ def sees(
 
 
 def plain_attention(
-    lengths: list[int],
+    cache_seqlens: list[int],
     *,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
     tree: torch.Tensor | None = None,
@@ -47,11 +47,13 @@ def plain_attention(
         out = torch.zeros_like(q)
         for b in range(B):
             for t in range(T):
-                slots = sees(b, t, k.shape[1], lengths, window, nodes)
+                slots = sees(b, t, k.shape[1], cache_seqlens, window, nodes)
                 if not slots:
                     continue
                 keys, values = (x[b, slots].repeat_interleave(heads // k.shape[2], 1) for x in (k, v))
-                scores = torch.einsum("hd,shd->hs", q[b, t], keys) * (D**-0.5 if scale is None else scale)
+                scores = torch.einsum("hd,shd->hs", q[b, t], keys) * (
+                    D**-0.5 if softmax_scale is None else softmax_scale
+                )
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
                 out[b, t] = torch.einsum("hs,shd->hd", wide(scores).softmax(-1).to(q.dtype), values)
@@ -68,14 +70,16 @@ def random_tree(nodes: int) -> torch.Tensor:
     return mask
 
 
-def make(where: Where, T: int, heads: int, kv_heads: int, D: int, S: int, lengths: list[int]) -> list[torch.Tensor]:
+def make(
+    where: Where, T: int, heads: int, kv_heads: int, D: int, S: int, cache_seqlens: list[int]
+) -> list[torch.Tensor]:
     """q and caches, in which slots without a token hold NaN."""
-    B = len(lengths)
+    B = len(cache_seqlens)
     q, k, v = (
         torch.randn(s, dtype=where.dtype, device=where.device)
         for s in ((B, T, heads, D), (B, S, kv_heads, D), (B, S, kv_heads, D))
     )
-    for b, length in enumerate(lengths):
+    for b, length in enumerate(cache_seqlens):
         for cache in (k, v):
             cache[b, length + T :] = float("nan")
     return [q, k, v]
@@ -88,19 +92,19 @@ def check_attention(
     kv_heads: int,
     D: int,
     S: int,
-    lengths: list[int],
+    cache_seqlens: list[int],
     *,
     tree: torch.Tensor | None = None,
     q_layout: Callable = contiguous,
     cache_layout: Callable = contiguous,
     **options: Any,
 ) -> None:
-    q, k, v = make(where, T, heads, kv_heads, D, S, lengths)
-    counts = torch.tensor(lengths, device=where.device)
+    q, k, v = make(where, T, heads, kv_heads, D, S, cache_seqlens)
+    counts = torch.tensor(cache_seqlens, device=where.device)
     mask = None if tree is None else tree.to(where.device)
     check_forward(
         lambda q, k, v: decode_attention(q, k, v, counts, tree_mask=mask, **options),
-        plain_attention(lengths, tree=tree, **options),
+        plain_attention(cache_seqlens, tree=tree, **options),
         [q_layout(q), cache_layout(k), cache_layout(v)],
     )
 
@@ -114,9 +118,9 @@ CASES: dict[str, dict[str, Any]] = {  # T, query heads, kv heads, head_dim, slot
     "window": {"sizes": (4, 2, 1, 16, 300, [290, 0]), "window": 33},
     "window of one": {"sizes": (2, 2, 1, 16, 70, [66, 0]), "window": 1},
     "window wider than the cache": {"sizes": (3, 2, 1, 16, 70, [66, 5]), "window": 70},
-    "softcap": {"sizes": (2, 4, 2, 64, 100, [90]), "softcap": 3.0, "scale": 0.7},
+    "softcap": {"sizes": (2, 4, 2, 64, 100, [90]), "softcap": 3.0, "softmax_scale": 0.7},
     "wide softcap": {"sizes": (1, 2, 1, 256, 70, [60]), "softcap": 50.0},
-    "huge scores": {"sizes": (2, 2, 1, 16, 100, [90, 30]), "scale": 3e3},
+    "huge scores": {"sizes": (2, 2, 1, 16, 100, [90, 30]), "softmax_scale": 3e3},
     "tree": {"sizes": (9, 4, 2, 16, 150, [141]), "tree": random_tree},
     "tree of one": {"sizes": (1, 2, 2, 16, 70, [64]), "tree": random_tree},
     "wide tree": {"sizes": (67, 2, 1, 16, 200, [130]), "tree": random_tree},
@@ -127,16 +131,16 @@ CASES: dict[str, dict[str, Any]] = {  # T, query heads, kv heads, head_dim, slot
         "tree": random_tree,
         "window": 9,
         "softcap": 2.0,
-        "scale": 0.3,
+        "softmax_scale": 0.3,
     },
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("processors", [1, 64])
-def test_decode_attention(where: Where, case: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_sms", [1, 64])
+def test_decode_attention(where: Where, case: str, num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all slots to one program, and with as many programs as there are tiles of slots, some with nothing to do."""
-    monkeypatch.setattr(MODULE, "processors", lambda device: processors)
+    monkeypatch.setattr(MODULE, "num_sms", lambda device: num_sms)
     options = dict(CASES[case])
     sizes = options.pop("sizes")
     if "tree" in options:
@@ -146,7 +150,7 @@ def test_decode_attention(where: Where, case: str, processors: int, monkeypatch:
 
 @pytest.mark.parametrize("D", [1, 64, 96, 128, 256, 520])
 def test_head_dims(where: Where, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "processors", lambda device: 3)
+    monkeypatch.setattr(MODULE, "num_sms", lambda device: 3)
     check_attention(where, 2, 6, 2, D, 100, [98, 40])
 
 
@@ -177,7 +181,7 @@ def test_each_row_its_own_mask(where: Where, window: int | None) -> None:
 
 
 def test_full_beyond_the_cache(where: Where) -> None:
-    """lengths that are too large are a mistake, but nothing past the end is read."""
+    """cache_seqlens that are too large are a mistake, but nothing past the end is read."""
     q, *caches = make(where, 2, 2, 1, 16, 80, [68])
     k, v = (x[:, :70] for x in caches)
     for mask in (None, torch.ones(2, 2, dtype=torch.bool, device=where.device)):
@@ -186,15 +190,15 @@ def test_full_beyond_the_cache(where: Where) -> None:
             assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("processors", [1, 64])
-def test_nan_shows(where: Where, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_sms", [1, 64])
+def test_nan_shows(where: Where, num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in a query or in a key reaches the tokens that see it, and no other."""
-    monkeypatch.setattr(MODULE, "processors", lambda device: processors)
-    lengths = torch.tensor([90], device=where.device)
+    monkeypatch.setattr(MODULE, "num_sms", lambda device: num_sms)
+    cache_seqlens = torch.tensor([90], device=where.device)
     for slot, tokens in ((None, [0]), (3, [0, 1]), (91, [1])):
         q, k, v = make(where, 2, 2, 1, 16, 100, [90])
         (q[0, 0, 1] if slot is None else k[0, slot, 0])[5] = float("nan")
-        nan = decode_attention(q, k, v, lengths).isnan()
+        nan = decode_attention(q, k, v, cache_seqlens).isnan()
         assert nan.any(-1).any(-1)[0].nonzero().flatten().tolist() == tokens
         assert (nan[0, tokens, 1] & ~nan[0, tokens, 0] if slot is None else nan[0, tokens]).all()
 
@@ -208,34 +212,34 @@ def test_no_tokens(where: Where, B: int) -> None:
 def test_as_ops_attention(where: Where) -> None:
     """Where both can serve: one row, the cache just full."""
     q, k, v = make(where, 3, 6, 2, 64, 100, [97])
-    lengths = torch.tensor([97], device=where.device)
-    for options in ({}, {"window": 20}, {"softcap": 4.0, "scale": 0.2}):
-        ours, other = decode_attention(q, k, v, lengths, **options), ops.attention(q, k, v, **options)
+    cache_seqlens = torch.tensor([97], device=where.device)
+    for options in ({}, {"window": 20}, {"softcap": 4.0, "softmax_scale": 0.2}):
+        ours, other = decode_attention(q, k, v, cache_seqlens, **options), ops.attention(q, k, v, **options)
         tolerance = 1e-4 if where.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "all": {"scale": 0.3, "window": 5, "softcap": 2.0, "tree_mask": random_tree(3)},
+    "all": {"softmax_scale": 0.3, "window": 5, "softcap": 2.0, "tree_mask": random_tree(3)},
 }
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compiled(name: str, kernels_device: torch.device) -> None:
-    """One graph for all lengths, without a break; the schema and the fake tell the truth."""
+    """One graph for all cache_seqlens, without a break; the schema and the fake tell the truth."""
     options = {k: v.to(kernels_device) if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
     where = Where(kernels_device, torch.float32)
     q, k, v = (x.nan_to_num(0) for x in make(where, 3, 4, 2, 16, 20, [6, 9]))
     torch._dynamo.reset()
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
-    for lengths in ([6, 9], [17, 0]):
-        counts = torch.tensor(lengths, device=kernels_device)
-        with torch._dynamo.config.patch(error_on_recompile=lengths[1] == 0):
+    for cache_seqlens in ([6, 9], [17, 0]):
+        counts = torch.tensor(cache_seqlens, device=kernels_device)
+        with torch._dynamo.config.patch(error_on_recompile=cache_seqlens[1] == 0):
             assert torch.equal(compiled(q, k, v, counts, **options), decode_attention(q, k, v, counts, **options))
-    given = {"tree_mask": None, "scale": 0.25, "window": None, "softcap": None} | options
-    given = [given[name] for name in ("tree_mask", "scale", "window", "softcap")]
+    given = {"tree_mask": None, "softmax_scale": 0.25, "window": None, "softcap": None} | options
+    given = [given[name] for name in ("tree_mask", "softmax_scale", "window", "softcap")]
     torch.library.opcheck(
         torch.ops.ligermodels.decode_attention.default,
         (q.transpose(0, 1).contiguous().transpose(0, 1), k, v, counts, *given),
@@ -284,12 +288,14 @@ def test_step_in_a_cuda_graph(tree: bool) -> None:
     mask = random_tree(T).cuda() if tree else None
     qkv, start = torch.randn(3, T, Hkv * (G + 2) * D, device="cuda").bfloat16(), torch.tensor([0, 7, 100]).cuda()
     caches = [torch.randn(3, S, Hkv, D, device="cuda").bfloat16() for _ in range(2)]
-    lengths = start.clone()
+    cache_seqlens = start.clone()
 
     def step(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-        angle = (lengths[:, None] + torch.arange(T, device="cuda"))[:, :, None] / torch.arange(1, 33, device="cuda")
-        q = ops.rope_qkv_cached(qkv, angle.cos(), angle.sin(), Hkv, G, D, k_cache, v_cache, lengths)
-        return decode_attention(q, k_cache, v_cache, lengths, tree_mask=mask)
+        angle = (cache_seqlens[:, None] + torch.arange(T, device="cuda"))[:, :, None] / torch.arange(
+            1, 33, device="cuda"
+        )
+        q = ops.rope_qkv_cached(qkv, angle.cos(), angle.sin(), Hkv, G, D, k_cache, v_cache, cache_seqlens)
+        return decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask=mask)
 
     mine = [x.clone() for x in caches]
     step(*mine)  # compiles
@@ -302,7 +308,7 @@ def test_step_in_a_cuda_graph(tree: bool) -> None:
         qkv.normal_()
         graph.replay()
         assert torch.equal(out, step(*caches))
-        lengths += T
+        cache_seqlens += T
     assert all(torch.equal(x, y) for x, y in zip(mine, caches, strict=True))
 
 
@@ -320,15 +326,15 @@ Q, CACHE, LENGTHS = torch.ones(2, 3, 4, 8), torch.ones(2, 9, 2, 8), torch.tensor
         ({"v_cache": CACHE.double()}, "v_cache must be"),
         ({"k_cache": torch.ones(2, 9, 3, 8)}, "k_cache must be"),
         ({"k_cache": torch.ones(2, 9, 8, 2).transpose(2, 3)}, "last dimension of k_cache must be contiguous"),
-        ({"lengths": torch.tensor(1)}, r"lengths must be int32 or int64 of shape \(2,\)"),
-        ({"lengths": torch.ones(2)}, "lengths must be int32"),
+        ({"cache_seqlens": torch.tensor(1)}, r"cache_seqlens must be int32 or int64 of shape \(2,\)"),
+        ({"cache_seqlens": torch.ones(2)}, "cache_seqlens must be int32"),
         ({"tree_mask": torch.ones(3, 3)}, r"tree_mask must be bool of shape \(3, 3\) or \(2, 3, 3\)"),
         ({"tree_mask": torch.ones(1, 3, 3, dtype=torch.bool)}, "tree_mask must be"),
         ({"window": 0}, "window must be at least 1"),
-        ({"lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "q is on cpu, but another tensor on meta"),
+        ({"cache_seqlens": torch.ones(2, dtype=torch.int32, device="meta")}, "q is on cpu, but another tensor on meta"),
         ({"q": Q.clone().requires_grad_()}, "has no gradient"),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        decode_attention(**({"q": Q, "k_cache": CACHE, "v_cache": CACHE, "lengths": LENGTHS} | change))
+        decode_attention(**({"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": LENGTHS} | change))

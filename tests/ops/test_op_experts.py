@@ -7,6 +7,7 @@ from op_harness import LAYOUTS, check, contiguous
 
 from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.ops.moe import experts
 
 SHAPES = [  # rows of each group, K, M; those of the last two have a grouped GEMM in bfloat16 on a GPU
     ((1,), 1, 1),
@@ -48,9 +49,9 @@ def test_torchs_grouped_gemm(
 ) -> None:
     """What a GPU runs, with torch's implementation for the CPU, which wants the same alignment."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    monkeypatch.setattr(ops.experts, "use_kernels", lambda *tensors: True)
-    monkeypatch.setattr(ops.experts, "_has_grouped_gemm", lambda x, columns: True)
-    monkeypatch.setattr(ops.experts, "grouped_mm_reference", None)
+    monkeypatch.setattr(experts, "use_kernels", lambda *tensors: True)
+    monkeypatch.setattr(experts, "_has_grouped_gemm", lambda x, columns: True)
+    monkeypatch.setattr(experts, "grouped_mm_reference", None)
     x, weights = (layout(torch.randn(s).bfloat16()) for s in ((sum(counts), K), (len(counts), M, K)))
     check(ops.grouped_mm, plain, [x, weights, ends(counts)])
     leaf = x.detach().requires_grad_()

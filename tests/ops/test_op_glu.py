@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -8,16 +11,16 @@ from op_harness import LAYOUTS, check, contiguous, wide
 from torch.nn import functional
 
 from ligermodels.errors import InputError
-from ligermodels.ops import geglu, geglu_reference, glu_linear, swiglu, swiglu_reference
+from ligermodels.ops import geglu, geglu_reference, swiglu, swiglu_reference
 
 Op = Callable[..., torch.Tensor]
 
 
 def plain(activation: Callable[[torch.Tensor], torch.Tensor]) -> Op:
-    """As eager models write it: the activation is rounded, then the product; of two tensors or of a packed one."""
+    """As eager models write it: the activation is rounded, then the product; of two tensors or of packed pairs."""
 
     def glu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+        gate, up = (gate[..., ::2], gate[..., 1::2]) if up is None else (gate, up)
         return activation(wide(gate)).to(gate.dtype) * up
 
     return glu
@@ -28,7 +31,7 @@ OPS = {
     "gelu_tanh": (geglu, geglu_reference, plain(partial(functional.gelu, approximate="tanh"))),
     "gelu": (partial(geglu, approximate="none"), partial(geglu_reference, approximate="none"), plain(functional.gelu)),
 }
-SHAPES = [(1, 1), (5,), (3, 100), (2, 3, 2050), (2, 0, 6), (4, 0)]
+SHAPES = [(1, 1), (5,), (3, 100), (2, 3, 2050), (2, 517), (2, 0, 6), (4, 0)]
 
 
 @pytest.fixture(params=OPS)
@@ -48,41 +51,11 @@ def test_glu(where: Where, ops: tuple[Op, Op, Op], shape: tuple[int, ...], layou
     check(op, expected, [packed])
 
 
-@pytest.mark.parametrize("activation", OPS)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 70), (2, 0, 6)], ids=str)
-def test_glu_linear(where: Where, activation: str, biased: bool, shape: tuple[int, ...]) -> None:
-    """With the projection after it, of which nothing but the packed gate and up are kept."""
-    expected = OPS[activation][2]
-    gate_up, weight, bias = (
-        torch.randn(size, dtype=where.dtype, device=where.device)
-        for size in ((*shape[:-1], 2 * shape[-1]), (9, shape[-1]), (9,))
-    )
-
-    def op(x: torch.Tensor, *projection: torch.Tensor) -> torch.Tensor:
-        return glu_linear(x, *projection, activation=activation)
-
-    def plain_op(x: torch.Tensor, *projection: torch.Tensor) -> torch.Tensor:
-        return functional.linear(expected(x), *projection)
-
-    check(op, plain_op, [gate_up, weight, bias] if biased else [gate_up, weight], frozen=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.ones(9, 7)}, r"weight must be torch.float32 \(9, 6\) on cpu"),
-        ({"weight": torch.ones(6)}, "weight must be"),
-        ({"weight": torch.ones(9, 6).double()}, "weight must be"),
-        ({"bias": torch.ones(8)}, r"bias must be torch.float32 \(9,\)"),
-        ({"gate_up": torch.ones(3, 11)}, "even last dimension"),
-        ({"activation": "relu"}, "activation must be one of silu, gelu_tanh, gelu, got 'relu'"),
-    ],
-)
-def test_bad_input_of_glu_linear(change: dict[str, object], message: str) -> None:
-    given = {"gate_up": torch.ones(3, 12), "weight": torch.ones(9, 6), "bias": torch.ones(9), "activation": "silu"}
-    with pytest.raises(InputError, match=message):
-        glu_linear(**{**given, **change})
+def test_columns_of_a_shard_are_a_shard(where: Where, ops: tuple[Op, Op, Op]) -> None:
+    """A contiguous part of the packed columns gives a contiguous part of the result, as tensor parallelism cuts it."""
+    packed = torch.randn(3, 48, dtype=where.dtype, device=where.device)
+    parts = [ops[0](part) for part in packed.chunk(4, -1)]
+    assert torch.equal(torch.cat(parts, -1), ops[0](packed))
 
 
 def test_great_and_small_values(where: Where, ops: tuple[Op, Op, Op]) -> None:
@@ -90,6 +63,37 @@ def test_great_and_small_values(where: Where, ops: tuple[Op, Op, Op]) -> None:
     check(ops[0], ops[2], [gate, torch.randn_like(gate)])
     check(ops[0], ops[2], [1e-3 * torch.randn_like(gate), torch.randn_like(gate)])
     check(ops[0], ops[2], [-3 - torch.rand_like(gate), torch.randn_like(gate)])
+
+
+COMPILED = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ligermodels.ops.glu import glu
+
+dtype, per_thread = sys.argv[1], int(sys.argv[2])
+pointers = dict.fromkeys(("gate", "out", "dy", "dgate", "dup"), f"*{dtype}")
+shared = {"PACKED": True, "TILES": 4, "BLOCK": 128 * per_thread, "ACTIVATION": "silu", "up": None, "up_stride": 0}
+for kernel, more in ((glu._glu_forward_kernel, {}), (glu._glu_backward_kernel, {"NEED_GATE": True, "NEED_UP": False})):
+    constants, names = {**shared, **more}, kernel._jitted.arg_names
+    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants and n != "blocks"}
+    source = ASTSource(kernel._jitted, signature, constants, aligned)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    ptx = made.asm["ptx"]
+    assert ptx.count("ld.global.v4.b32") == 4, ptx  # one load of 16 bytes a thread for each tile's pairs
+    assert made.metadata.shared == 0 and "shfl" not in ptx, ptx  # gate and up part within a thread's registers
+"""
+
+
+@pytest.mark.parametrize(("dtype", "per_thread"), [("bf16", 4), ("fp32", 2)])
+def test_pairs_are_loaded_wide_and_split_in_registers(dtype: str, per_thread: int) -> None:
+    """Compiled for Hopper, which takes no GPU."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILED, dtype, str(per_thread)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

@@ -7,8 +7,8 @@ from conftest import Where
 from op_harness import LAYOUTS, check, contiguous, middle_transposed, run, strided_rows, wide
 
 from ligermodels.errors import InputError
-from ligermodels.ops import force, layer_norm, layer_norm_reference
-from ligermodels.ops.norm_rows import MAX_KERNEL_WIDTH
+from ligermodels.ops import layer_norm, layer_norm_reference, set_backend
+from ligermodels.ops.norm.norm_rows import MAX_KERNEL_WIDTH
 
 EPS = 1e-5
 
@@ -134,7 +134,7 @@ def test_weights_of_other_dtypes(where: Where, dtypes: tuple[torch.dtype, torch.
     x, weight, bias = make(where, 5, 33), *(torch.randn(33, device=where.device).to(dtype) for dtype in dtypes)
     (y,), gradients = run(op, [x, weight, bias], [0, 1, 2])
     assert [t.dtype for t in (y, *gradients)] == [where.dtype, where.dtype, *dtypes]
-    with force("reference"):
+    with set_backend("reference"):
         (expected,), others = run(op, [x, weight, bias], [0, 1, 2])
     torch.testing.assert_close([y, *gradients], [expected, *others])
 

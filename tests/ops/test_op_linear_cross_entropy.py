@@ -11,10 +11,10 @@ from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import check, contiguous, strided_rows, transposed
 
 from ligermodels.errors import InputError
-from ligermodels.ops import cross_entropy, force, linear_cross_entropy, linear_cross_entropy_reference
-from ligermodels.ops.gradient_sum import GradientSum
-from ligermodels.ops.linear_cross_entropy import chunk_rows
-from ligermodels.ops.token_losses import LossOptions
+from ligermodels.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference, set_backend
+from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.linear_cross_entropy import chunk_rows
+from ligermodels.ops.loss.token_losses import LossOptions
 
 TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
 
@@ -261,25 +261,10 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
 def test_chunks_fill_the_budget_evenly() -> None:
     x = torch.empty(0, dtype=torch.float32)
     for T, budget in ((8192, 2**30), (1000, 2**24), (100, 2**20), (1, 1), (0, 1), (129, 128 * 4 * 1008)):
-        rows = chunk_rows(T, 1000, 64, x, LossOptions(), budget, accumulates=True)
+        rows = chunk_rows(T, 1000, 64, x, LossOptions(), budget, True)
         assert rows == 1 or rows * 1008 * 4 <= budget
         chunks = -(-T // rows)
         assert T == 0 or rows * chunks - T < max(128, rows), "the last chunk is empty"
-
-
-def test_chunks_take_the_memory_of_gradients_to_come() -> None:
-    """Of heads in 16 bits: as many rows as fit into what is still to come, all at once if a sum is spared so."""
-    x, H, V, T = torch.empty(0, dtype=torch.bfloat16), 64, 1008, 256
-    gradient, row = V * H * 2, V * 2 + (V + H) * 4  # with the CPU's wider operands
-
-    def rows(to_come: int, given: torch.Tensor = x, accumulates: bool = True) -> int:
-        return chunk_rows(T, V, H, given, LossOptions(), 1, accumulates=accumulates, to_come=to_come)
-
-    with force("reference"):
-        assert 12 * gradient < T * row < 13 * gradient
-        assert [rows(n) for n in (12, 6, 1, 0)] == [T, 6 * gradient // row, gradient // row, 1]
-        assert rows(0, x.float()) == 1, "float32 needs no sum of its own"
-        assert rows(6, accumulates=False) == 6 * gradient // (V * 6)
 
 
 def test_the_sum_is_part_of_a_budget_that_has_room_for_it() -> None:
@@ -287,10 +272,10 @@ def test_the_sum_is_part_of_a_budget_that_has_room_for_it() -> None:
 
     def memory(H: int, T: int) -> int:
         """Bytes beyond the gradients, as multiples of H * V * 2."""
-        rows = chunk_rows(T, V, H, x, LossOptions(), 2**24, accumulates=True, sum_inside=True)
+        rows = chunk_rows(T, V, H, x, LossOptions(), 2**24, True)
         return rows * (V * 2 + (V + H) * 4) + (V * H * 2 if rows < T else 0)
 
-    with force("reference"):
+    with set_backend("reference"):
         assert 2**23 < memory(H=2**11, T=10**6) <= 2**24, "half of it is taken, and not more than all"
         assert 2**24 < memory(H=2**13, T=10**6) <= 2**24 + V * 2**13 * 2, "more than half of it comes on top"
         assert memory(H=2**11, T=1300) > 2**24, "all rows at once take what the sum would"

@@ -1,4 +1,4 @@
-"""What all ops have in common: which face runs, how torch.compile sees them, and that their schemas tell the truth."""
+"""What all ops have in common: the choice of backends, torch.compile, and schemas that tell the truth."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels import ops
 from ligermodels.errors import BackendError
-from ligermodels.ops import dispatch
+from ligermodels.ops.runtime import dispatch
 
 TARGET = (3, -100, 49, 0, 12, 7)
 
@@ -70,29 +70,21 @@ CASES = {
     ),
     "swiglu": Case(ops.swiglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
     "swiglu packed": Case(ops.swiglu, ((4, 60),), ("glu_forward", "glu_backward")),
-    "glu_linear": Case(ops.glu_linear, ((4, 60), (7, 30), (7,)), ("glu_forward", "glu_backward")),
     "geglu": Case(ops.geglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
     "cross_entropy": Case(
         lambda x: ops.cross_entropy(x, target(x), return_rank=True, label_smoothing=0.1),
         ((4, 50),),
-        ("weigh_rows", "cross_entropy_forward", "cross_entropy_backward"),
+        ("loss_weights", "cross_entropy_forward", "cross_entropy_backward"),
     ),
     "linear_cross_entropy": Case(
         lambda h, w, b: ops.linear_cross_entropy(h, w, target(h), b, softcap=5.0, memory_budget=1),
         ((4, 8), (50, 8), (50,)),
-        ("weigh_rows", "linear_cross_entropy"),
+        ("loss_weights", "linear_cross_entropy"),
     ),
     "linear_cross_entropy, each row": Case(
         lambda h, w: ops.linear_cross_entropy(h, w, target(h), reduction="none"),
         ((4, 8), (50, 8)),
-        ("weigh_rows", "linear_cross_entropy", "linear_cross_entropy"),
-    ),
-    "multi_head_linear_cross_entropy": Case(
-        lambda h, w, v, b, c, d: ops.multi_head_linear_cross_entropy(
-            h, w, torch.stack([target(h), target(h).roll(1)]), [[(v, b)], [(c, d)]], return_rank=True, memory_budget=1
-        )[::2],
-        ((4, 8), (50, 8), (8, 8), (8,), (8, 8), (8,)),
-        ("weigh_rows", "multi_head_linear_cross_entropy"),
+        ("loss_weights", "linear_cross_entropy", "linear_cross_entropy"),
     ),
 }
 
@@ -147,14 +139,14 @@ def test_compiled_with_a_frozen_operand(name: str, kernels_device: torch.device)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "rms_norm"])
-@pytest.mark.parametrize("face", ["reference", pytest.param("triton", marks=pytest.mark.kernels)])
-def test_compiled_with_varying_sizes(name: str, face: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.kernels)])
+def test_compiled_with_varying_sizes(name: str, backend: str) -> None:
     """One graph for all sizes: no recompilation after the first change."""
-    device = torch.device("cuda" if face == "triton" and not dispatch.INTERPRETED else "cpu")
+    device = torch.device("cuda" if backend == "triton" and not dispatch.INTERPRETED else "cpu")
     case = CASES[name]
     torch._dynamo.reset()
     compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager", dynamic=True)
-    with ops.force(face):
+    with ops.set_backend(backend):
         for rows in (4, 3, 6):
             inputs = make(case, device)
             inputs[0] = torch.randn(rows, *case.shapes[0][1:], device=device, requires_grad=True)
@@ -212,15 +204,15 @@ def test_no_second_derivative(kernels_device: torch.device) -> None:
 
 def test_force_nests_and_restores() -> None:
     x = torch.ones(1)
-    with ops.force(None):
+    with ops.set_backend(None):
         chosen = ops.use_kernels(x)
-        with ops.force("reference"):
+        with ops.set_backend("reference"):
             assert not ops.use_kernels(x)
-            with pytest.raises(RuntimeError, match="inner"), ops.force(None):
+            with pytest.raises(RuntimeError, match="inner"), ops.set_backend(None):
                 raise RuntimeError("inner")
             assert not ops.use_kernels(x)
         assert ops.use_kernels(x) == chosen == dispatch.INTERPRETED
-    with pytest.raises(BackendError, match="face must be"), ops.force("cuda"):  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match="backend must be"), ops.set_backend("cuda"):  # type: ignore[arg-type]
         pass
 
 
@@ -236,14 +228,15 @@ if sys.argv[1] == "no triton":
     sys.modules["triton"] = None
 import torch
 from ligermodels import ops
+from ligermodels.errors import BackendError
 x = torch.ones(2, 4, requires_grad=True)
 ops.swiglu(ops.rms_norm(x, None, 1e-6)).sum().backward()
 ops.linear_cross_entropy(x, torch.ones(3, 4), torch.tensor([0, 1])).backward()
 assert not ops.use_kernels(x)
 try:
-    with ops.force("triton"):
+    with ops.set_backend("triton"):
         ops.swiglu(x)
-except ops.dispatch.BackendError as error:
+except BackendError as error:
     print(error)
 """
 

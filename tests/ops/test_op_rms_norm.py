@@ -6,19 +6,19 @@ from conftest import Where
 from op_harness import LAYOUTS, check, contiguous, plain_rms_norm, run, strided_rows
 
 from ligermodels.errors import InputError
-from ligermodels.ops import add_rms_norm, add_rms_norm_reference, force, rms_norm, rms_norm_reference
-from ligermodels.ops.norm_rows import MAX_KERNEL_WIDTH
+from ligermodels.ops import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference, set_backend
+from ligermodels.ops.norm.norm_rows import MAX_KERNEL_WIDTH
 
 EPS = 1e-5
 
 
-def plain(offset: float = 0.0, cast: str = "before") -> Callable[..., torch.Tensor]:
-    return lambda x, weight=None: plain_rms_norm(x, weight, EPS, offset, cast)
+def plain(offset: float = 0.0, casting_mode: str = "llama") -> Callable[..., torch.Tensor]:
+    return lambda x, weight=None: plain_rms_norm(x, weight, EPS, offset, casting_mode)
 
 
-def plain_add(offset: float = 0.0, cast: str = "before") -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def plain_add(offset: float = 0.0, casting_mode: str = "llama") -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The same of a sum, and the sum."""
-    norm = plain(offset, cast)
+    norm = plain(offset, casting_mode)
     return lambda x, residual, weight=None: (norm(x + residual, weight), x + residual)
 
 
@@ -50,8 +50,8 @@ def test_sum_after(where: Where, shape: tuple[int, ...], layout: Callable) -> No
     x, residual = (layout(torch.randn(shape, dtype=where.dtype, device=where.device) * n) for n in (3, 1))
     weight = torch.randn(shape[-1], dtype=where.dtype, device=where.device)
     check(
-        lambda x, r, w: rms_norm(x, w, EPS, offset=0.5, cast="after", residual=r),
-        lambda x, r, w: plain(0.5, "after")(x, w) + r,
+        lambda x, r, w: rms_norm(x, w, EPS, offset=0.5, casting_mode="gemma", residual=r),
+        lambda x, r, w: plain(0.5, "gemma")(x, w) + r,
         [x, residual, weight],
         frozen=layout is contiguous,
     )
@@ -70,8 +70,8 @@ def test_sum_with_other_options(where: Where) -> None:
     x, residual = (strided_rows(torch.randn(9, 130, dtype=where.dtype, device=where.device)) for _ in range(2))
     weight = torch.randn(130, dtype=where.dtype, device=where.device) / 4
     check(
-        lambda x, r, w: add_rms_norm(x, r, w, EPS, offset=1.0, cast="after"),
-        plain_add(1.0, "after"),
+        lambda x, r, w: add_rms_norm(x, r, w, EPS, offset=1.0, casting_mode="gemma"),
+        plain_add(1.0, "gemma"),
         [x, residual, weight],
         frozen=True,
     )
@@ -96,7 +96,12 @@ def test_only_one_result_used(where: Where, used: int) -> None:
 def test_gemma_no_weight_and_a_strided_weight(where: Where) -> None:
     x = strided_rows(torch.randn(9, 130, dtype=where.dtype, device=where.device))
     weight = torch.randn(130, dtype=where.dtype, device=where.device) / 4
-    check(lambda x, w: rms_norm(x, w, EPS, offset=1.0, cast="after"), plain(1.0, "after"), [x, weight], frozen=True)
+    check(
+        lambda x, w: rms_norm(x, w, EPS, offset=1.0, casting_mode="gemma"),
+        plain(1.0, "gemma"),
+        [x, weight],
+        frozen=True,
+    )
     check(lambda x: rms_norm(x, None, EPS), plain(), [x])
     check(lambda x, w: rms_norm(x, w[::2], EPS), lambda x, w: plain()(x, w[::2]), [x, torch.cat([weight, weight])])
 
@@ -112,15 +117,15 @@ def test_rows_too_wide_for_the_kernel(where: Where) -> None:
     check(lambda x: rms_norm(x, None, EPS), plain(), [x])
 
 
-@pytest.mark.parametrize("cast", ["before", "after"])
-def test_weight_of_another_dtype(where: Where, cast: str) -> None:
+@pytest.mark.parametrize("casting_mode", ["llama", "gemma"])
+def test_weight_of_another_dtype(where: Where, casting_mode: str) -> None:
     """A float32 weight beside 16-bit activations: the result has the activations' dtype, the gradient the weight's."""
     x = torch.randn(5, 33, dtype=where.dtype, device=where.device)
     weight = torch.randn(33, device=where.device)
-    (y,), (dx, dw) = run(lambda x, w: rms_norm(x, w, EPS, cast=cast), [x, weight], [0, 1])
+    (y,), (dx, dw) = run(lambda x, w: rms_norm(x, w, EPS, casting_mode=casting_mode), [x, weight], [0, 1])
     assert (y.dtype, dx.dtype, dw.dtype) == (where.dtype, where.dtype, torch.float32)
-    with force("reference"):
-        (expected,), _ = run(lambda x, w: rms_norm(x, w, EPS, cast=cast), [x, weight], [0, 1])
+    with set_backend("reference"):
+        (expected,), _ = run(lambda x, w: rms_norm(x, w, EPS, casting_mode=casting_mode), [x, weight], [0, 1])
     torch.testing.assert_close(y, expected)
 
 
@@ -139,7 +144,9 @@ def test_large(shape: tuple[int, int]) -> None:
 
 def test_reference_gradients() -> None:
     x, r, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 7), (3, 7), (7,)))
-    assert torch.autograd.gradcheck(lambda x, w: rms_norm_reference(x, w, EPS, offset=0.5, cast="after"), (x, w))
+    assert torch.autograd.gradcheck(
+        lambda x, w: rms_norm_reference(x, w, EPS, offset=0.5, casting_mode="gemma"), (x, w)
+    )
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS), (x, w))
     assert torch.autograd.gradcheck(lambda x, r, w: add_rms_norm_reference(x, r, w, EPS, offset=0.5), (x, r, w))
 
@@ -150,7 +157,7 @@ def test_reference_gradients() -> None:
         ({"x": torch.ones(2, 3), "weight": torch.ones(4)}, "weight must be floating, of shape \\(3,\\)"),
         ({"x": torch.ones(2, 3, dtype=torch.int64), "weight": None}, "x must be floating"),
         ({"x": torch.ones(2, 0), "weight": None}, "N > 0"),
-        ({"x": torch.ones(2, 3), "weight": None, "cast": "never"}, "cast must be"),
+        ({"x": torch.ones(2, 3), "weight": None, "casting_mode": "never"}, "casting_mode must be"),
         ({"x": torch.ones(2, 3), "weight": None, "residual": torch.ones(3)}, "residual must be like x"),
         ({"x": torch.ones(2, 3), "weight": torch.ones(3, device="meta")}, "weight is on meta"),
     ],

@@ -33,7 +33,7 @@ def split(qkv: torch.Tensor, Hkv: int, G: int, D: int) -> tuple[torch.Tensor, ..
 
 
 def plain_qkv(
-    table: Tables, Hkv: int, G: int, D: int, eps: float = 1e-6, offset: float = 0.0, cast: str = "before"
+    table: Tables, Hkv: int, G: int, D: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The op in single steps, for a packed projection and the weights of q's and of k's norm, if there are such."""
 
@@ -41,7 +41,7 @@ def plain_qkv(
         *heads, v = split(qkv, Hkv, G, D)
         for i, weight in enumerate(weights):
             if weight is not None:
-                heads[i] = plain_rms_norm(heads[i], weight, eps, offset, cast)
+                heads[i] = plain_rms_norm(heads[i], weight, eps, offset, casting_mode)
         if table[0] is not None:
             heads = [rotate(x, *table) for x in heads]
         return *heads, v
@@ -82,21 +82,21 @@ def test_rope_qkv(where: Where, layout: Callable, B: int, T: int, Hkv: int, G: i
     assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
 
 
-NORMED = {  # B, T, Hkv, G, D, R: None for no tables; offset, cast
-    "Qwen": (1, 2, 2, 3, 64, 64, 0.0, "before"),
-    "Gemma": (1, 1, 1, 2, 96, 96, 1.0, "after"),
-    "partial": (2, 1, 3, 1, 60, 40, 0.0, "before"),
-    "odd": (1, 2, 1, 3, 37, 20, 0.0, "after"),
-    "not rotated": (1, 2, 2, 2, 50, None, 0.0, "before"),
-    "none": (2, 0, 1, 1, 4, 4, 0.0, "before"),
+NORMED = {  # B, T, Hkv, G, D, R: None for no tables; offset, casting_mode
+    "Qwen": (1, 2, 2, 3, 64, 64, 0.0, "llama"),
+    "Gemma": (1, 1, 1, 2, 96, 96, 1.0, "gemma"),
+    "partial": (2, 1, 3, 1, 60, 40, 0.0, "llama"),
+    "odd": (1, 2, 1, 3, 37, 20, 0.0, "gemma"),
+    "not rotated": (1, 2, 2, 2, 50, None, 0.0, "llama"),
+    "none": (2, 0, 1, 1, 4, 4, 0.0, "llama"),
 }
 
 
 @pytest.mark.parametrize("case", NORMED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms(where: Where, case: str, layout: Callable) -> None:
-    B, T, Hkv, G, D, R, offset, cast = NORMED[case]
-    shape, norm = (Hkv, G, D), {"eps": 1e-5, "offset": offset, "cast": cast}
+    B, T, Hkv, G, D, R, offset, casting_mode = NORMED[case]
+    shape, norm = (Hkv, G, D), {"eps": 1e-5, "offset": offset, "casting_mode": casting_mode}
     qkv = layout(3 * torch.randn(B, T, Hkv * (G + 2) * D, dtype=where.dtype, device=where.device))
     weights = [torch.randn(D, dtype=where.dtype, device=where.device) for _ in range(2)]
     table = (None, None) if R is None else tables(1, T, R // 2, where.device)
@@ -110,8 +110,8 @@ def test_norms(where: Where, case: str, layout: Callable) -> None:
 
 def test_programs_of_several_tokens(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' gradients come from programs with unlike numbers of tokens, and without any."""
-    monkeypatch.setattr(import_module("ligermodels.ops.rope"), "processors", lambda device: 4)
-    monkeypatch.setattr(import_module("ligermodels.ops.rope"), "PROGRAMS", 1)
+    monkeypatch.setattr(import_module("ligermodels.ops.rope.rope"), "num_sms", lambda device: 4)
+    monkeypatch.setattr(import_module("ligermodels.ops.rope.rope"), "PROGRAMS", 1)
     for tokens in (5, 7):
         qkv = torch.randn(1, tokens, 192, dtype=where.dtype, device=where.device)
         weights = [torch.randn(64, dtype=where.dtype, device=where.device) for _ in range(2)]
@@ -131,10 +131,10 @@ def test_one_norm_or_none(where: Where, rotated: bool) -> None:
     check(lambda x, w: rope_qkv(x, *table, *shape, None, w[64:]), lambda x, w: expected(x, None, w[64:]), [qkv, weight])
 
 
-@pytest.mark.parametrize("cast", ["before", "after"])
-def test_norms_round_as_the_ops_apart(where: Where, cast: str) -> None:
+@pytest.mark.parametrize("casting_mode", ["llama", "gemma"])
+def test_norms_round_as_the_ops_apart(where: Where, casting_mode: str) -> None:
     """But for a few elements, where another order of a float32 sum decides. The weights may have another dtype."""
-    shape, norm = (2, 2, 64), {"eps": 1e-5, "cast": cast}
+    shape, norm = (2, 2, 64), {"eps": 1e-5, "casting_mode": casting_mode}
     qkv = torch.randn(1, 3, 512, dtype=where.dtype, device=where.device)
     weights = [torch.randn(64, device=where.device).requires_grad_() for _ in range(2)]
     cos, sin = tables(1, 3, 32, where.device)
@@ -220,5 +220,5 @@ def test_bad_packed_input() -> None:
         rope_qkv(qkv, table, table, 1, 2, 6, torch.ones(6), torch.ones(12))
     with pytest.raises(InputError, match="rope_qkv: q_norm is on meta"):
         rope_qkv(qkv, table, table, 1, 2, 6, torch.ones(6, device="meta"))
-    with pytest.raises(InputError, match="rope_qkv: cast must be"):
-        rope_qkv(qkv, table, table, 1, 2, 6, cast="never")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="rope_qkv: casting_mode must be"):
+        rope_qkv(qkv, table, table, 1, 2, 6, casting_mode="never")  # type: ignore[arg-type]

@@ -11,12 +11,13 @@ from test_op_rope import plain_qkv, tables
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.ops import rope_qkv, rope_qkv_cached
+from ligermodels.ops.runtime import dispatch
 
 CASES: dict[str, dict[str, Any]] = {  # B, T, kv heads, group, head_dim, rotated; slots of the cache, first slots
     "Llama": {"sizes": (1, 1, 2, 4, 64, 64), "slots": (9, [8])},
     "tree": {"sizes": (2, 3, 1, 3, 16, 16), "slots": (12, [9, 2]), "tables": 2},
     "Qwen": {"sizes": (2, 2, 2, 2, 64, 64), "slots": (7, [5, 0]), "norms": "qk"},
-    "Gemma": {"sizes": (1, 1, 1, 2, 96, 96), "slots": (3, [1]), "norms": "qk", "offset": 1.0, "cast": "after"},
+    "Gemma": {"sizes": (1, 1, 1, 2, 96, 96), "slots": (3, [1]), "norms": "qk", "offset": 1.0, "casting_mode": "gemma"},
     "partial": {"sizes": (1, 2, 3, 1, 60, 40), "slots": (3, [0]), "norms": "k"},
     "odd": {"sizes": (1, 2, 1, 7, 37, 20), "slots": (4, [1]), "norms": "q"},
     "not rotated": {"sizes": (1, 2, 2, 2, 50, None), "slots": (4, [2])},
@@ -73,10 +74,10 @@ def test_bits_of_rope_qkv(where: Where) -> None:
         assert torch.equal(ours, other)
 
 
-@pytest.mark.parametrize("face", ["reference", pytest.param("triton", marks=pytest.mark.kernels)])
-def test_compiled(face: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.kernels)])
+def test_compiled(backend: str) -> None:
     """One graph for all slots, in which the op stays opaque, and which changes the caches: views of one tensor."""
-    device = torch.device("cuda" if face == "triton" and not ops.dispatch.INTERPRETED else "cpu")
+    device = torch.device("cuda" if backend == "triton" and not dispatch.INTERPRETED else "cpu")
 
     def step(qkv: torch.Tensor, layer: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = layer
@@ -86,7 +87,7 @@ def test_compiled(face: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     table, start = tables(1, 2, 4, device), torch.randn(2, 3, 9, 2, 8, device=device)
-    with ops.force(face):
+    with ops.set_backend(backend):
         for number, slots in enumerate(([0, 1, 7], [3, 7, 2])):
             qkv, at = torch.randn(3, 2, 80, device=device), torch.tensor(slots, device=device)
             one, two = start.clone(), start.clone()
@@ -96,7 +97,7 @@ def test_compiled(face: str) -> None:
             assert torch.equal(one, two) and not torch.equal(one, start)
         torch.library.opcheck(
             torch.ops.ligermodels.rope_cached.default,
-            (qkv, *table, *one, at, None, torch.ones(8, device=device), 2, 3, 8, 1e-6, 0.0, True, face == "triton"),
+            (qkv, *table, *one, at, None, torch.ones(8, device=device), 2, 3, 8, 1e-6, 0.0, True, backend == "triton"),
             test_utils=("test_schema", "test_faketensor"),
         )
 
@@ -130,7 +131,7 @@ QKV, CACHE, SLOTS, TABLE = torch.ones(2, 3, 24), torch.ones(2, 9, 1, 6), torch.t
         ({"cos": TABLE[:, 1:]}, "rope_qkv_cached: cos must be"),
         ({"k_norm": torch.ones(5)}, "rope_qkv_cached: k_norm must be"),
         ({"q_norm": torch.ones(5)}, "rope_qkv_cached: q_norm must be"),
-        ({"cast": "never"}, "rope_qkv_cached: cast must be"),
+        ({"casting_mode": "never"}, "rope_qkv_cached: casting_mode must be"),
         ({"q_norm": torch.ones(6, requires_grad=True)}, "has no gradient"),
     ],
 )

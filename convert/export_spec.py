@@ -1,0 +1,150 @@
+"""How a model is written as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ligermodels.convert.config_json import check_generation, for_export
+from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.safetensors_writer import save_checkpoint
+from ligermodels.convert.weight_map import LazyTensor, WeightMap
+from ligermodels.errors import CheckpointError, InputError
+
+Keep = Literal["model", "all"]
+"""What is written: the language model, or the whole checkpoint that it was loaded from."""
+
+
+@dataclass(frozen=True)
+class SourceCheckpoint:
+    """The checkpoint that a language model was loaded from.
+
+    Args:
+        folder: where it is.
+        hf_config: its config.json.
+        weight_map: the one by which the model was loaded.
+        extra: names of the tensors that are not the language model's, such as a vision tower's.
+        nested: whether the language model's config is the `text_config` of `hf_config`.
+        files: name -> path of further files that belong to the extra tensors.
+    """
+
+    folder: Path
+    hf_config: dict[str, Any]
+    weight_map: WeightMap
+    extra: Collection[str] = ()
+    nested: bool = False
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+    def exported_config(self, export: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        """`hf_config` with `export` applied to the language model's config."""
+        if not self.nested:
+            return export(self.hf_config)
+        text = export(self.hf_config.get("text_config") or {})
+        dtypes = {name: text[name] for name in ("dtype", "torch_dtype")}
+        return {**self.hf_config, **dtypes, "text_config": text}
+
+    def extra_tensors(self, opened: ExitStack) -> list[LazyTensor]:
+        """The extra tensors, mapped from their files, which `opened` closes."""
+        try:
+            checkpoint = opened.enter_context(Checkpoint(self.folder))
+            if lost := [name for name in self.extra if name not in checkpoint.headers]:
+                raise CheckpointError(f"{self.folder}: no longer holds {len(lost)} of them, such as {lost[0]}")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"keep='all' reads the extra tensors from the checkpoint that the model was loaded from: {error}; "
+                "put that checkpoint back, or write the model alone"
+            ) from error
+        found = {name: checkpoint.headers[name] for name in self.extra}
+        return [
+            LazyTensor(name, each.shape, each.dtype, partial(checkpoint.read, name)) for name, each in found.items()
+        ]
+
+
+@dataclass(frozen=True)
+class ExportSpec:
+    """The Hugging Face checkpoint that a model is written as.
+
+    Args:
+        hf_config: config.json as found.
+        weight_map: native names to those of the checkpoint.
+        generation_config: generation_config.json, if there is one.
+        default_theta: rotary base of a config that names none, or that of each layer type.
+        files: name -> path of files to copy, such as the tokenizer's.
+        attribute_map: other names of the config's fields, see `for_export`.
+        source: the checkpoint that the model was loaded from, if it was.
+
+    Raises ConfigError when a token id in `generation_config` is not one.
+    """
+
+    hf_config: dict[str, Any]
+    weight_map: WeightMap
+    generation_config: dict[str, Any] | None = None
+    default_theta: float | Mapping[str, float] = 10_000.0
+    files: Mapping[str, Path] = field(default_factory=dict)
+    attribute_map: Mapping[str, str] = field(default_factory=dict)
+    source: SourceCheckpoint | None = None
+
+    def __post_init__(self) -> None:
+        check_generation(self.generation_config or {})
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        state: Mapping[str, Tensor],
+        *,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+        check: Callable[[Path], object] | None = None,
+        keep: Keep = "model",
+    ) -> None:
+        """Write `state` (native name -> tensor) as a checkpoint folder; `check` and errors as in `save_checkpoint`.
+
+        Where tensors are DTensors, all ranks call this with the same arguments; rank 0 writes, and all succeed or none.
+
+        With `keep` "all", everything of the checkpoint that the model was loaded from is written: `state` in place of
+        the language model, all other tensors unchanged. CheckpointError if it is not there any more, or never was.
+        """
+        if keep not in get_args(Keep):
+            raise InputError(f"keep: must be 'model' or 'all', got {keep!r}")
+        dtype = next((each.dtype for each in state.values() if each.is_floating_point()), torch.float32)
+        export = partial(for_export, dtype=dtype, default_theta=self.default_theta, attribute_map=self.attribute_map)
+        config, weight_map, files, extra = export(self.hf_config), self.weight_map, self.files, []
+        ranks = Ranks(state.values())
+        with ExitStack() as opened:
+            if keep == "all":
+                with ranks.step(os.fspath(folder)):
+                    source = self._require_source()
+                    config, weight_map = source.exported_config(export), source.weight_map
+                    files, extra = {**files, **source.files}, source.extra_tensors(opened)
+            written: dict[str, Any] = {"config.json": as_json(config)}
+            if self.generation_config is not None:
+                written["generation_config.json"] = as_json(self.generation_config)
+            save_checkpoint(
+                folder,
+                [*weight_map.export(state), *extra],
+                max_shard_size=max_shard_size,
+                files={**files, **written},
+                overwrite=overwrite,
+                check=check,
+                ranks=ranks,
+            )
+
+    def _require_source(self) -> SourceCheckpoint:
+        if self.source is None:
+            raise CheckpointError("keep='all': the model was not loaded from a checkpoint, so there is no more to keep")
+        return self.source
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """The text of a JSON file that holds `content`."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

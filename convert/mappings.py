@@ -1,0 +1,161 @@
+"""Which views of a native tensor are which tensors of a Hugging Face checkpoint.
+
+A mapping is written in one direction only, as views. Loading copies every checkpoint tensor into its view and export
+reads the same views, so the inverse needs no code and is exact to the byte. Views are partials of plain functions, so
+that mappings can be copied and pickled.
+
+Layers build the mappings of their own parameters: this module imports nothing but torch and the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A `view` of a native tensor that holds checkpoint tensor `source`.
+
+    Args:
+        source: name of the checkpoint tensor.
+        view: from the native tensor to the view.
+        flatten: first and last of the consecutive dimensions of the view that are one dimension of `source`, as in
+            `torch.flatten`; None where both have the same dimensions.
+        start: the view holds the rows of `source` from this one on; other views hold the rest.
+    """
+
+    source: str
+    view: Callable[[Tensor], Tensor]
+    flatten: tuple[int, int] | None = None
+    start: int = 0
+
+    def shape(self, view: Tensor) -> tuple[int, ...]:
+        """The shape that these rows have in the checkpoint, given their view."""
+        shape = tuple(view.shape)
+        if self.flatten is None:
+            return shape
+        first, last = self.flatten
+        return (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+
+
+@dataclass(frozen=True)
+class WeightMapping:
+    """The native tensor `target`, of whose elements `views` cover each exactly once."""
+
+    target: str
+    views: tuple[TensorView, ...]
+
+    def split(self, tensor: Tensor) -> list[tuple[TensorView, Tensor]]:
+        """Each view with what it is of `tensor`; RuntimeError or IndexError when the views do not cover `tensor`."""
+        views = [(each, each.view(tensor)) for each in self.views]
+        if sum(view.numel() for _, view in views) != tensor.numel():
+            raise RuntimeError("its views do not cover it")
+        return views
+
+
+def rename(target: str, source: str) -> WeightMapping:
+    """`target` is `source` under another name."""
+    return WeightMapping(target, (TensorView(source, _whole),))
+
+
+def concat(target: str, sources: Sequence[str], sizes: Sequence[int], dim: int = 0) -> WeightMapping:
+    """`target` is the concatenation of `sources`, which have these `sizes` along `dim`."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    each = zip(sources, starts, sizes, strict=True)
+    return WeightMapping(
+        target, tuple(TensorView(s, partial(_slice, dim=dim, start=start, size=n)) for s, start, n in each)
+    )
+
+
+def stack(target: str, sources: Sequence[str]) -> WeightMapping:
+    """`target[i]` is `sources[i]`, as with the experts of a layer."""
+    return WeightMapping(target, tuple(TensorView(source, partial(_item, index=i)) for i, source in enumerate(sources)))
+
+
+def grouped_qkv(
+    target: str, q: str, k: str, v: str, num_kv_heads: int, group_size: int, head_dim: int
+) -> WeightMapping:
+    """`target` (num_kv_heads * (group_size + 2) * head_dim, ...) has, for each kv head, its query heads, its k, its v.
+
+    For weights and for biases. Query heads are in the checkpoint's order.
+    """
+    grouped = partial(_grouped, shape=(num_kv_heads, group_size + 2, head_dim))
+    return WeightMapping(
+        target,
+        (
+            TensorView(q, partial(grouped, heads=slice(group_size)), flatten=(0, 2)),
+            TensorView(k, partial(grouped, heads=group_size), flatten=(0, 1)),
+            TensorView(v, partial(grouped, heads=group_size + 1), flatten=(0, 1)),
+        ),
+    )
+
+
+def grouped_qkv_in_one(target: str, source: str, num_kv_heads: int, group_size: int, head_dim: int) -> WeightMapping:
+    """`target` as in `grouped_qkv`, where `source` has all query heads, then all k, then all v (Phi 3)."""
+    apart = grouped_qkv(target, source, source, source, num_kv_heads, group_size, head_dim)
+    rows = num_kv_heads * head_dim
+    starts = (0, group_size * rows, (group_size + 1) * rows)
+    return WeightMapping(target, tuple(replace(v, start=start) for v, start in zip(apart.views, starts, strict=True)))
+
+
+def interleaved_gate_up(target: str, gate: str, up: str) -> WeightMapping:
+    """`target` (2 I, ...) has in row 2 i row i of `gate`, and in row 2 i + 1 row i of `up`.
+
+    A contiguous shard of an even number of its rows is a gate_up weight itself: that of tensor parallelism. For weights
+    and for biases.
+    """
+    pair = (TensorView(name, partial(_pair, index=i)) for i, name in enumerate((gate, up)))
+    return WeightMapping(target, tuple(pair))
+
+
+def interleaved_gate_up_in_one(target: str, source: str) -> WeightMapping:
+    """`target` as in `interleaved_gate_up`, where `source` (2 I, ...) is gate, then up (Phi 3)."""
+    return WeightMapping(target, (TensorView(source, partial(_pairs, dim=0), flatten=(0, 1)),))
+
+
+def experts_gate_up(target: str, gates: Sequence[str], ups: Sequence[str]) -> WeightMapping:
+    """`target[i]` (2 I, ...) has the rows of `gates[i]` and `ups[i]` interleaved as in `interleaved_gate_up`."""
+    names = [name for pair in zip(gates, ups, strict=True) for name in pair]
+    return WeightMapping(
+        target, tuple(TensorView(s, partial(_expert_pair, expert=i // 2, index=i % 2)) for i, s in enumerate(names))
+    )
+
+
+def experts_gate_up_in_one(target: str, source: str) -> WeightMapping:
+    """`target` (E, 2 I, ...) as in `experts_gate_up`; `source[i]` (2 I, ...) is gate, then up (transformers 5)."""
+    return WeightMapping(target, (TensorView(source, partial(_pairs, dim=1), flatten=(1, 2)),))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
+    return tensor.narrow(dim, start, size)
+
+
+def _item(tensor: Tensor, index: int) -> Tensor:
+    return tensor[index]
+
+
+def _grouped(tensor: Tensor, shape: tuple[int, int, int], heads: int | slice) -> Tensor:
+    return tensor.unflatten(0, shape)[:, heads]
+
+
+def _pair(tensor: Tensor, index: int) -> Tensor:
+    """Rows 2 i + index: (2 I, ...) -> (I, ...)."""
+    return tensor.unflatten(0, (-1, 2))[:, index]
+
+
+def _pairs(tensor: Tensor, dim: int) -> Tensor:
+    """The even rows, then the odd ones: (..., 2 I, ...) -> (..., 2, I, ...)."""
+    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1)
+
+
+def _expert_pair(tensor: Tensor, expert: int, index: int) -> Tensor:
+    return _pair(tensor[expert], index)

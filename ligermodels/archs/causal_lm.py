@@ -1,0 +1,388 @@
+"""CausalLM: a decoder and a language-model head."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.archs.decoder import Decoder, DecoderConfig
+from ligermodels.archs.output import CausalLMOutput
+from ligermodels.archs.registry import family_of, first_difference, module_difference
+from ligermodels.convert.config_json import generation_defaults
+from ligermodels.convert.export_spec import ExportSpec, Keep
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.generation import DecodingState, generate
+from ligermodels.generation.generate import renamed_options
+from ligermodels.generation.step import RopeThresholds, rope_thresholds
+from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
+from ligermodels.layers.checkpointing import ActivationCheckpointing
+from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import initialize, skip_init
+from ligermodels.layers.lm_head import check_loss_options
+from ligermodels.layers.packing import (
+    Unpadding,
+    assert_async,
+    bounds_of,
+    check_bounds,
+    check_same_tokens,
+    check_token_ids,
+)
+from ligermodels.layers.sharding import reshard
+from ligermodels.layers.targets import count_targets
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model.
+
+    `config` is the composed config. `export_spec` says which Hugging Face checkpoint the model goes back out as
+    (`save_pretrained`); a model composed by hand has none until one is set.
+    """
+
+    def __init__(self, config: DecoderConfig, export_spec: ExportSpec | None = None) -> None:
+        super().__init__()
+        self.config, self.export_spec = config, export_spec
+        self.decoder = Decoder(config)
+        self.head = LMHead(config.hidden_size, config.vocab_size, config.head)
+        self._tie()
+        self.register_load_state_dict_post_hook(lambda model, _: model._tie())  # `assign` gives each its own
+        self.reset_parameters()
+
+    @property
+    def _tied(self) -> bool:
+        return isinstance(self.head, LMHead) and self.head.weight is getattr(self.decoder.embed, "weight", None)
+
+    def _tie(self) -> None:
+        if self.config.head.tied and isinstance(self.head, LMHead) and hasattr(self.decoder.embed, "weight"):
+            self.head.weight = self.decoder.embed.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Moving between devices makes new Parameters, each module its own: tie them again.
+        tied = self._tied
+        super()._apply(fn, recurse)
+        if tied:
+            self._tie()
+        return self
+
+    def reset_parameters(self) -> None:
+        """New random weights: every module fills its own parameters and buffers, see `layers.initialization`."""
+        for name, module in self.named_children():
+            initialize(module, self.config.initializer_range, name)
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """The Hugging Face config this model came from, as found."""
+        return self._require_export_spec().hf_config
+
+    @property
+    def activation_checkpointing(self) -> ActivationCheckpointing:
+        """What the backward pass computes again instead of keeping it in memory; set it to change it.
+
+        "none"; "selective": results of attention and of widening matrix products are kept, norms, activations and
+        rotations computed again; "full": all but the input of each block is, which then runs forward twice.
+
+        In bfloat16 a block of Llama-3-8B (H = 4096, I = 14336, K = V = 1024) keeps 136 KiB a token with "none", 92 KiB
+        with "selective", 8 KiB with "full".
+        """
+        return self.decoder.activation_checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
+        self.decoder.activation_checkpointing = mode
+
+    @property
+    def recompute(self) -> str:
+        """Deprecated: `activation_checkpointing`."""
+        return {new: old for old, new in _RECOMPUTE.items()}[self.activation_checkpointing]
+
+    @recompute.setter
+    def recompute(self, what: str) -> None:
+        warnings.warn("model.recompute is now model.activation_checkpointing", DeprecationWarning, stacklevel=2)
+        if what not in _RECOMPUTE:
+            raise InputError(f"recompute: must be one of {', '.join(_RECOMPUTE)}, got {what!r}")
+        self.activation_checkpointing = _RECOMPUTE[what]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first parameter."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first parameter."""
+        return next(self.parameters()).dtype
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        return_logits: bool | None = None,
+        return_last_hidden_state: bool = False,
+        token_indices: Tensor | Targets | None = None,
+        state: DecodingState | None = None,
+        tree: TreeTokens | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        last_hidden_state: Tensor | None = None,
+        targets: Tensor | None = None,
+        **loss_options: Any,
+    ) -> CausalLMOutput:
+        """Logits without labels; with labels the loss, for which logits are never materialised.
+
+        Args:
+            input_ids: (B, T) long.
+            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
+            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side: padding is left out of the pass, and
+                is zero in logits and losses. Positions count from each row's first token.
+            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Documents neither attend to nor
+                predict one another.
+            inputs_embeds: (B, T, H) in place of `input_ids`.
+            return_logits: by default exactly when there are no labels.
+            return_last_hidden_state: also return the states after the final norm; without labels and `return_logits`,
+                these alone.
+            token_indices: long (n,), indices of the flattened B * T: logits and states are computed for these tokens
+                alone, (1, n, ...). `Targets` stand for the tokens that have one.
+            state: a decoding state (`new_state`), to which the tokens are added. In a prefill, the pass with an empty
+                one, `attention_mask` may have padding on the right. Token ids are not checked then.
+            tree: with a state, the new tokens are a tree of candidates.
+            num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
+            last_hidden_state: (..., H) in place of inputs: the head alone is run. With `targets` (...), already
+                shifted, it returns their loss, with the options of `ops.linear_cross_entropy`.
+            loss_options: token_weights (B, T), label_smoothing, z_loss, reduction, memory_budget: see
+                `ops.linear_cross_entropy`.
+
+        Raises:
+            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
+        """
+        if last_hidden_state is not None:
+            if input_ids is not None or inputs_embeds is not None or labels is not None:
+                raise InputError("last_hidden_state: is in place of inputs; give no ids, embeddings or labels with it")
+            return self._run_head(last_hidden_state, targets, loss_options)
+        if targets is not None:
+            raise InputError("targets: go with last_hidden_state; give labels with inputs")
+        if state is not None and cu_seqlens is not None:
+            raise InputError("cu_seqlens: a decoding state takes one sequence a row; give no packed documents with it")
+        if labels is None and num_items_in_batch is not None:
+            raise InputError("num_items_in_batch: is for a loss, which needs labels")
+        if labels is None and state is None and loss_options:
+            check_loss_options(loss_options)
+            raise InputError(f"{next(iter(loss_options))}: is an option of a loss, which needs labels")
+        shape = self._check_inputs(input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
+        if attention_mask is not None and state is None:
+            if position_ids is not None or cu_seqlens is not None or token_indices is not None:
+                raise InputError("attention_mask: give no position_ids, cu_seqlens or token_indices with it")
+            unpad = Unpadding(attention_mask)
+            if not unpad.trivial:
+                if rope_thresholds(self) != RopeThresholds(frozenset(), None):
+                    raise InputError(
+                        "attention_mask: rotary frequencies of this model depend on the length of a row, which padding "
+                        "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"
+                    )
+                options: dict[str, Any] = {
+                    "return_logits": return_logits,
+                    "return_last_hidden_state": return_last_hidden_state,
+                }
+                tensors = unpad.take_all(
+                    input_ids=input_ids, labels=labels, inputs_embeds=inputs_embeds, loss_options=loss_options
+                )
+                out = CausalLM.forward(self, **tensors, **options, num_items_in_batch=num_items_in_batch)
+                return out.padded(unpad)
+        bounds = None if state is not None else document_bounds(shape, position_ids, cu_seqlens)
+        made: Targets | None = None
+        if labels is not None:
+            every = bool(return_logits) or return_last_hidden_state
+            made = Targets(labels, (1,), vocab_size=self.config.vocab_size, cu_seqlens=bounds, every_token=every)
+        router_outputs: list[RouterOutput] = []
+        hidden = self.decoder(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            cu_seqlens=bounds,
+            state=state,
+            seq_lens=_seq_lens(attention_mask, state),
+            tree=tree,
+            token_indices=token_indices if made is None else made,
+            router_outputs=router_outputs,
+        )
+        output = CausalLMOutput(last_hidden_state=hidden if return_last_hidden_state else None)
+        if made is not None:
+            output.loss = made.loss(0, self.head, hidden, num_items_in_batch=num_items_in_batch, **loss_options)
+        if router_outputs and (made is not None or isinstance(token_indices, Targets)):
+            output.aux_loss = load_balancing_loss(router_outputs)
+            # Losses of single tokens have no share of it.
+            if output.loss is not None and output.loss.ndim == 0 and self.config.router_aux_loss_coef:
+                output.loss = output.loss + self.config.router_aux_loss_coef * output.aux_loss
+        if return_logits or (return_logits is None and labels is None and not return_last_hidden_state):
+            output.logits = self.head(hidden)
+        return output
+
+    def _run_head(self, hidden: Tensor, targets: Tensor | None, loss_options: dict[str, Any]) -> CausalLMOutput:
+        if targets is None:
+            if loss_options:
+                raise InputError(f"{next(iter(loss_options))}: is an option of a loss, which needs targets")
+            return CausalLMOutput(logits=self.head(hidden))
+        found = self.head(hidden, targets, **loss_options)
+        loss, ranks = found if isinstance(found, tuple) else (found, None)
+        return CausalLMOutput(loss=loss, ranks=ranks)
+
+    def _check_inputs(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        labels: Tensor | None,
+        attention_mask: Tensor | None,
+        state: DecodingState | None,
+        loss_options: Mapping[str, Any],
+    ) -> tuple[int, int]:
+        """(B, T) of the inputs; InputError when they, or what comes with them, are not usable."""
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is None or (inputs_embeds is not None and input_ids is not None):
+            raise InputError("give either input_ids or inputs_embeds, and not both")
+        if state is not None:
+            if labels is not None:
+                raise InputError("labels: a decoding state is for generation; give no labels with it")
+            if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+                raise InputError("state: a pass with a decoding state has no gradient; call it under torch.no_grad()")
+            if loss_options:
+                raise InputError(f"{next(iter(loss_options))}: has no meaning with a decoding state")
+            return inputs.shape[0], inputs.shape[1]
+        token_weights = loss_options.get("token_weights")
+        check_same_tokens(inputs, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
+        if inputs_embeds is None:
+            # Padding may hold any id, even one that the embedding does not have.
+            ids = inputs if attention_mask is None else inputs.masked_fill(attention_mask == 0, 0)
+            check_token_ids(ids, self.config.vocab_size)
+        elif inputs.shape[2:] != (self.config.hidden_size,):
+            raise InputError(f"inputs_embeds: must be (batch, tokens, {self.config.hidden_size})")
+        check_loss_options(loss_options)
+        return inputs.shape[0], inputs.shape[1]
+
+    def num_targets(
+        self,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Labels that `forward` counts, a long scalar: summed over batches, it is their `num_items_in_batch`."""
+        if attention_mask is not None:
+            unpad = Unpadding(attention_mask)
+            labels, cu_seqlens = unpad.take(labels), unpad.cu_seqlens
+        bounds = document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
+        return count_targets(labels, (1,), bounds)[0]
+
+    # -- generation and export -----------------------------------------------------------------------------------------
+
+    def new_state(self, batch_size: int, max_length: int) -> DecodingState:
+        """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
+        return self.decoder.new_state(batch_size, max_length)
+
+    def generation_defaults(self, do_sample: bool | None = None) -> dict[str, Any]:
+        """The options of `generate` that the checkpoint sets, in generation_config.json or, of old, in config.json.
+
+        Raises ConfigError for an option that changes the text and is not implemented.
+        """
+        if self.export_spec is None:
+            return {}
+        spec = self.export_spec
+        return generation_defaults(spec.generation_config, spec.hf_config, do_sample=do_sample)
+
+    def generate(
+        self, input_ids: Tensor | Sequence[Sequence[int]], max_new_tokens: int | None = None, **options: Any
+    ) -> Tensor:
+        """Continue each prompt. Options and errors: see `generation.generate`.
+
+        What is not given is as the checkpoint's generation_config.json says, as in transformers: it may say to sample.
+        """
+        if max_new_tokens is not None:
+            options["max_new_tokens"] = max_new_tokens
+        options = renamed_options(options)
+        return generate(self, input_ids, **{**self.generation_defaults(options.get("do_sample")), **options})
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+        keep: Keep = "model",
+    ) -> None:
+        """Write a Hugging Face checkpoint: safetensors, config.json, tokenizer and generation files.
+
+        With `keep` "all" it is the checkpoint that the model was loaded from, with the weights of the model in it and
+        the others (a vision tower's) as they were; that must be where it was. Of a sharded model all ranks call this,
+        and the first one writes.
+
+        Raises:
+            ConfigError: the model was composed by hand and has no `export_spec`; or its config is no longer what its
+                config.json composes to: the field is named.
+            CheckpointError: the folder is in use, or the disk is full; nothing is left half-written. Or the checkpoint
+                that `keep` refers to is not there.
+        """
+        spec = self.checked_export_spec()
+        reshard(self)
+        spec.save(folder, persistent_tensors(self), max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
+
+    def checked_export_spec(self) -> ExportSpec:
+        """The `export_spec`; ConfigError when the checkpoint that it writes would be of another model than this."""
+        spec = self._require_export_spec()
+        composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
+        difference = first_difference(self.config, composed, "config")
+        if difference is None:
+            with torch.device("meta"), skip_init():
+                difference = module_difference(self, CausalLM(composed))
+        if difference is not None:
+            where, ours, theirs = difference
+            raise ConfigError(
+                f"model.{where} is {ours}, but the model's config.json composes to {theirs}: it would be loaded "
+                "as another model. Change model.hf_config so that it says the same, or change the config back"
+            )
+        return spec
+
+    def _require_export_spec(self) -> ExportSpec:
+        if self.export_spec is None:
+            raise ConfigError(
+                "this model was composed by hand: set model.export_spec (hf_config and weight map) to export it"
+            )
+        return self.export_spec
+
+
+_RECOMPUTE: dict[str, ActivationCheckpointing] = {"nothing": "none", "activations": "selective", "blocks": "full"}
+
+
+def document_bounds(shape: tuple[int, int], position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Bounds of the packed documents that `cu_seqlens`, or positions that restart, describe; None without any.
+
+    Raises InputError when they do not fit inputs of `shape` (B, T).
+    """
+    shape = (shape[0], shape[1])
+    if position_ids is not None and tuple(position_ids.shape) != shape:
+        raise InputError(f"position_ids: must have the inputs' shape {shape}, got {tuple(position_ids.shape)}")
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, shape)
+        return cu_seqlens
+    return None if position_ids is None else bounds_of(position_ids)
+
+
+def _seq_lens(attention_mask: Tensor | None, state: DecodingState | None) -> Tensor | None:
+    """The tokens of each sequence in a prefill, long (B,)."""
+    if attention_mask is None or state is None:
+        return None
+    if state.cache_seqlens is not None:
+        raise InputError("attention_mask: is for the prefill; a decoding pass takes tokens without padding")
+    seq_lens = attention_mask.long().sum(1)
+    assert_async(seq_lens > 0, "attention_mask: a row has no token")
+    on_the_left = torch.arange(attention_mask.shape[1], device=seq_lens.device) < seq_lens[:, None]
+    assert_async(attention_mask.bool() == on_the_left, "attention_mask: a prefill takes padding on the right only")
+    return seq_lens

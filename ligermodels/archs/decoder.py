@@ -1,0 +1,194 @@
+"""Decoder: from tokens to hidden states, composed from configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.generation.state import DecodingState
+from ligermodels.layers import (
+    Block,
+    BlockConfig,
+    Embedding,
+    ForwardContext,
+    HeadConfig,
+    NormConfig,
+    RotaryEmbedding,
+    RouterOutput,
+    Targets,
+    TreeTokens,
+)
+from ligermodels.layers.checkpointing import ActivationCheckpointing, run
+from ligermodels.layers.packing import packed_positions
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A whole decoder as data.
+
+    `blocks` has one entry a layer; embeddings of tokens are multiplied by `embed_scale`, rounded to their dtype, and
+    whatever goes into the first block, `inputs_embeds` too, by `input_scale`; the embedding's row of `padding_idx` gets
+    no gradient from the inputs; `router_aux_loss_coef` is the weight of the load-balancing loss of mixtures of experts
+    in the whole loss; `initializer_range` is the standard deviation of new weights; `max_position_embeddings` the
+    longest context the checkpoint was made for.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[BlockConfig, ...]
+    norm: NormConfig
+    head: HeadConfig = field(default_factory=HeadConfig)
+    embed_scale: float | None = None
+    input_scale: float = 1.0
+    padding_idx: int | None = None
+    router_aux_loss_coef: float = 0.0
+    initializer_range: float = 0.02
+    max_position_embeddings: int | None = None
+
+    def weight_map(
+        self,
+        *,
+        prefix: str = "model",
+        head: str = "lm_head.weight",
+        names: Mapping[str, str] | None = None,
+        ignored: tuple[str, ...] = (),
+    ) -> WeightMap:
+        """Where the tensors of a `CausalLM` of this config are in a checkpoint of Hugging Face's usual layout.
+
+        Args:
+            prefix: what stands before `layers`, `embed_tokens` and `norm`.
+            head: name of the language-model head.
+            names: a family's own names of parts of a layer; `NAMES` of the layers' configs has the parts and the usual
+                names.
+            ignored: patterns of tensors of the checkpoint to skip.
+        """
+        embedding = f"{prefix}.embed_tokens.weight"
+        entries: list[WeightMapping] = [rename("decoder.embed.weight", embedding)]
+        for layer, block in enumerate(self.blocks):
+            here, there = f"decoder.blocks.{layer}", f"{prefix}.layers.{layer}"
+            entries += block.weight_mappings(self.hidden_size, here, there, names or {})
+        for kind in ("weight", "bias") if self.norm.bias else ("weight",):
+            entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.norm.{kind}"))
+        if not self.head.tied:
+            entries.append(rename("head.weight", head))
+        if self.head.bias:
+            entries.append(rename("head.bias", f"{head.removesuffix('.weight')}.bias"))
+        aliases = {head: embedding} if self.head.tied else {}
+        return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *ignored], aliases=aliases)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        if not config.blocks:
+            raise ConfigError("blocks: a decoder needs at least one block")
+        self.config = config
+        self._activation_checkpointing: ActivationCheckpointing = "none"
+        self.embed = Embedding(config.vocab_size, config.hidden_size, config.embed_scale, config.padding_idx)
+        self.blocks = nn.ModuleList(Block(config.hidden_size, block) for block in config.blocks)
+        self.norm = config.norm.build(config.hidden_size)
+        ropes = dict.fromkeys(rope for block in config.blocks for rope in (*block.mixer.ropes, *block.mlp.ropes))
+        self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+
+    @property
+    def activation_checkpointing(self) -> ActivationCheckpointing:
+        """ "none", "selective" or "full"."""
+        return self._activation_checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
+        if mode not in get_args(ActivationCheckpointing):
+            known = ", ".join(get_args(ActivationCheckpointing))
+            raise InputError(f"activation_checkpointing: must be one of {known}, got {mode!r}")
+        self._activation_checkpointing = mode
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: DecodingState | None = None,
+        seq_lens: Tensor | None = None,
+        tree: TreeTokens | None = None,
+        token_indices: Tensor | Targets | None = None,
+        router_outputs: list[RouterOutput] | None = None,
+    ) -> Tensor:
+        """Hidden states (B, T, H) after the final norm. Values of the inputs are not checked: `CausalLM` does that.
+
+        Args:
+            input_ids: (B, T) long; or `inputs_embeds` (B, T, H) in its place.
+            position_ids: (B, T) long; by default they count from what `state` holds, or within each document.
+            cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
+            state: keys, values and the like of earlier tokens; those of the new ones are added: see `DecodingState`.
+            seq_lens: long (B,), in a prefill: the tokens of each sequence; the rest of its row is padding.
+            tree: the new tokens are a tree of candidates.
+            token_indices: long (n,), indices of the flattened B * T: the states of these tokens alone are computed as
+                far as that is possible, and returned, (1, n, H). `Targets` stand for the tokens that have one.
+            router_outputs: gets the `RouterOutput` of every mixture of experts.
+        """
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
+        batch, length = x.shape[:2]
+        if state is not None:
+            state.check(batch, length)
+        if cu_seqlens is not None:
+            x = x.reshape(1, batch * length, -1)
+            position_ids = None if position_ids is None else position_ids.reshape(1, -1)
+        cache_seqlens = None if state is None else state.cache_seqlens
+        if position_ids is None:
+            position_ids = _positions(length, x.device, cu_seqlens, cache_seqlens, seq_lens, tree)
+        ropes = cast(Iterable[RotaryEmbedding], self.ropes)
+        tables = {rope.config: rope(position_ids, x.dtype) for rope in ropes}
+        context = ForwardContext(tables, cu_seqlens, seq_lens, cache_seqlens, tree)
+        for i, block in enumerate(self.blocks):
+            last = i == len(self.blocks) - 1
+            if last and isinstance(token_indices, Targets):
+                token_indices = token_indices.token_indices  # synchronises, with all other blocks queued
+            indices = cast("Tensor | None", token_indices) if last else None
+            own = None if state is None else state.layers[i]
+            x = run(self._activation_checkpointing, block, x, context, own, indices)
+            if isinstance(x, tuple):
+                x, router = x
+                if router_outputs is not None:
+                    router_outputs.append(router)
+        if state is not None:
+            state.after(length, seq_lens, tree)
+        if token_indices is None:
+            x = x.view(batch, length, -1)
+        return cast(Tensor, self.norm(x))
+
+    def new_state(self, batch_size: int, max_length: int) -> DecodingState:
+        """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
+        mixers = [block.mixer for block in self.config.blocks]
+        weight = next(self.parameters())
+        sizes: dict[str, Any] = {"hidden_size": self.config.hidden_size, "dtype": weight.dtype, "device": weight.device}
+        return DecodingState(mixers, batch_size, max_length, **sizes)
+
+
+def _positions(
+    length: int,
+    device: torch.device,
+    cu_seqlens: Tensor | None,
+    cache_seqlens: Tensor | None,
+    seq_lens: Tensor | None,
+    tree: TreeTokens | None,
+) -> Tensor:
+    """The positions (B or 1, T) of tokens that come without any."""
+    if cu_seqlens is not None:
+        return packed_positions(cu_seqlens, length)
+    places = torch.arange(length, device=device)[None] if tree is None else tree.depth[None]
+    if cache_seqlens is not None:
+        return places + cache_seqlens[:, None]
+    # The highest position of a row, which some rotary scalings go by, is that of its last token, not of padding.
+    return places if seq_lens is None else torch.minimum(places, seq_lens[:, None] - 1)

@@ -1,0 +1,81 @@
+"""The families by `model_type`: ours, those that a user registers, and those of installed plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from torch import nn
+
+from ligermodels.archs import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, smollm
+from ligermodels.archs.family import Family
+from ligermodels.errors import ConfigError
+
+ENTRY_POINTS = "ligermodels.families"
+"""Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for module in (llama, mistral, mixtral, gemma, qwen, phi, olmo, granite, smollm)
+    for family in module.FAMILIES
+}
+
+
+def register(family: Family) -> None:
+    """Make checkpoints of `family.model_type` loadable; a user's own family is added the same way as ours."""
+    FAMILIES[family.model_type] = family
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a Hugging Face config; ConfigError when its `model_type` is missing or unknown."""
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ConfigError("config.json: field 'model_type' is missing")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"config.json: field 'model_type' must be a string, got {model_type!r}")
+    if model_type not in FAMILIES:
+        for plugin in entry_points(group=ENTRY_POINTS):
+            plugin.load()
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ConfigError(
+            f"config.json: model_type {model_type!r} is not implemented; implemented: {known}. One of your own is "
+            "registered by ligermodels.archs.register, in a module that --import or an entry point names"
+        )
+    return FAMILIES[model_type]
+
+
+def module_difference(ours: nn.Module, theirs: nn.Module) -> tuple[str, Any, Any] | None:
+    """As `first_difference`, of two models: what their modules of one name are, and their plain attributes."""
+    named = dict(theirs.named_modules())
+    for name, module in ours.named_modules():
+        twin = named.get(name)
+        if twin is None:
+            continue  # its tensors, if there are any, have no place in the weight map
+        sharded = callable(getattr(module, "unshard", None))  # FSDP2 makes a subclass
+        if type(module) is not type(twin) and not (sharded and type(twin) in type(module).__mro__):
+            return name, type(module).__name__, type(twin).__name__
+        for attribute, wanted in vars(twin).items():
+            plain = not attribute.startswith("_") and attribute not in ("training", "export_spec", "config")
+            if plain and not callable(wanted) and getattr(module, attribute, None) != wanted:
+                return f"{name}.{attribute}".lstrip("."), getattr(module, attribute, None), wanted
+        found = first_difference(getattr(module, "config", None), getattr(twin, "config", None))
+        if found is not None:
+            return (f"{name}.config.{found[0]}".lstrip("."), *found[1:])
+    return None
+
+
+def first_difference(ours: Any, theirs: Any, where: str = "") -> tuple[str, Any, Any] | None:
+    """The first field in which two configs differ: its path and both values; None when they are equal."""
+    if ours == theirs:
+        return None
+    if is_dataclass(ours) and type(ours) is type(theirs):
+        parts = [(f".{f.name}", getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(ours) if f.compare]
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        parts = [(f"[{i}]", one, other) for i, (one, other) in enumerate(zip(ours, theirs, strict=True))]
+    else:
+        return where.removeprefix("."), ours, theirs
+    found = (first_difference(one, other, where + name) for name, one, other in parts)
+    return next((each for each in found if each is not None), (where.removeprefix("."), ours, theirs))

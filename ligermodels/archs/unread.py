@@ -1,0 +1,128 @@
+"""Fields of a config that its family does not read: what passes, what is an error, and what is a warning."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ligermodels.convert.config_json import short
+from ligermodels.errors import ConfigError, ConfigWarning
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+HARMLESS = frozenset(
+    _names("""
+    _name_or_path architectures auto_map model_type transformers_version transformers.js_config task_specific_params
+    dtype torch_dtype use_bfloat16 torchscript use_cache cache_implementation attn_implementation
+    experts_implementation use_flash_attn use_flash_attention flash_attention gradient_checkpointing
+    return_dict output_attentions output_hidden_states output_scores tie_last_hidden_states chunk_size_feed_forward
+    pretraining_tp tie_encoder_decoder is_decoder finetuning_task id2label label2id num_labels problem_type prefix
+    tokenizer_class tokenizer_model_max_length tokenizer_padding_side model_max_length max_sequence_length max_seq_len
+    max_seq_length seq_length classifier_dropout summary_type is_llama_config license tags base_model_name_or_path
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id
+    bos_token eos_token pad_token bad_words_ids begin_suppress_tokens suppress_tokens forced_bos_token_id
+    forced_eos_token_id max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size num_return_sequences return_dict_in_generate remove_invalid_values
+    exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
+    unsloth_fixed unsloth_version mlx_version
+    """)
+)
+"""Fields that change nothing of what a model computes, whatever they hold. `pretraining_tp` and
+`chunk_size_feed_forward` split a computation without changing it."""
+
+COMPUTATION: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        _names("""
+        hidden_act hidden_activation head_dim
+        attention_bias mlp_bias use_bias bias qkv_bias use_qkv_bias add_qkv_bias o_bias lm_head_bias add_bias_linear
+        attention_out_bias use_attention_bias
+        qk_norm use_qk_norm qk_layernorm use_qk_layernorm query_key_norm use_query_key_norm
+        sliding_window layer_types use_sliding_window max_window_layers sliding_window_pattern sliding_window_size
+        attention_window_size window_size attention_chunk_size global_attn_every_n_layers layers_block_type
+        block_types attn_type_list full_attention_interval
+        query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_sink attention_sinks
+        use_bidirectional_attention clip_qkv multi_query new_decoder_architecture num_kv_shared_layers
+        rope_local_base_freq rope_interleaved use_mrope mrope_section mrope_interleaved no_rope_layers
+        no_rope_layer_interval nope_layer_interval rotary_dim rotary_base rotary_emb_base local_rope_theta
+        global_rope_theta use_dynamic_ntk use_logn_attn attn_temperature_tuning alibi use_alibi
+        use_parallel_residual parallel_residual parallel_attn
+        num_experts num_local_experts num_experts_per_tok num_experts_per_token num_shared_experts moe_num_experts
+        moe_intermediate_size shared_expert_intermediate_size mlp_only_layers norm_topk_prob output_router_logits
+        router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts first_k_dense_replace moe_layer_freq
+        n_group topk_group topk_method scoring_func moe_topk enable_moe_block
+        kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+        linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim mamba_d_state mamba_d_conv ssm_state_size
+        hidden_size_per_layer_input laurel_rank cross_attention_layers add_cross_attention cross_attention_hidden_size
+        is_encoder_decoder pruned_heads text_config vision_config per_layer_config
+        quantization_config quantization compression_config sparsity_config transformers_weights
+        attention_dropout resid_pdrop embd_pdrop attn_pdrop resid_dropout attn_dropout hidden_dropout
+        hidden_dropout_prob attention_probs_dropout_prob ffn_dropout
+        embed_scale scale_emb scale_depth scale_embedding dim_model_base mup_enabled use_mup
+        """),
+        (),
+    ),
+    **dict.fromkeys(
+        _names("""
+        attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
+        routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
+        decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp
+        """),
+        (1,),
+    ),
+    **dict.fromkeys(("activation", "activation_function", "mlp_activation"), ("silu", "swiglu", "swish")),
+    "position_embedding_type": ("rope", "rotary"),
+}
+"""Fields that change what a model computes -> values, besides EMPTY, at which they do not (True is 1). They are those
+that a family of the zoo reads, and well-known ones of other models; in rope settings too."""
+
+EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values at which a field changes nothing, unless it is one that does at 0 (or false): of COMPUTATION with 1."""
+
+INACTIVE = {"sliding_window", "max_window_layers", "sliding_window_pattern"}
+"""Fields without effect where `use_sliding_window` is false."""
+
+
+def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -> None:
+    """Check the fields of `config` that are not among those `read`.
+
+    A field that is EMPTY or HARMLESS, or starts with "_", passes. One of COMPUTATION whose value matters is a
+    ConfigError; any other a ConfigWarning that names the most similar field.
+    """
+    model_type = f" for model_type {config['model_type']!r}" if isinstance(config.get("model_type"), str) else ""
+    for name, value in config.items():
+        if name in read or name in HARMLESS or name.startswith("_") or _is_empty(name, value):
+            continue
+        if name not in COMPUTATION:
+            nearest = difflib.get_close_matches(name, {*read, *HARMLESS, *COMPUTATION}, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            warnings.warn(
+                f"{where}: field {name!r} = {short(value)} is unknown{model_type} and not used{hint}",
+                ConfigWarning,
+                stacklevel=3,
+            )
+        elif _matters(name, value, config):
+            raise ConfigError(
+                f"{where}: {name} = {short(value)} is not implemented{model_type}; remove the field if the checkpoint "
+                "was made without it"
+            )
+
+
+def _is_empty(name: str, value: Any) -> bool:
+    return value is None or (value in EMPTY and 1 not in COMPUTATION.get(name, ()))
+
+
+def _matters(name: str, value: Any, config: Mapping[str, Any]) -> bool:
+    """Whether field `name` of COMPUTATION changes the computation."""
+    if name == "layer_types":
+        return not (isinstance(value, list) and all(each == "full_attention" for each in value))
+    if name in INACTIVE and config.get("use_sliding_window") is False:
+        return False
+    if name == "hidden_activation" and value == config.get("hidden_act"):
+        return False
+    return value not in COMPUTATION[name]

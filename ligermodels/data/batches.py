@@ -1,0 +1,39 @@
+"""Batches, their number of targets, and copies to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Batch(dict[str, Tensor]):
+    """Arguments of a model's forward, always with `input_ids` and `labels`. `where()` names the files and lines."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], where: Callable[[], str] | None = None) -> None:
+        super().__init__(tensors)
+        self.where = where
+
+
+class CountsTargets(Protocol):
+    """A model that counts the targets of its loss, as `CausalLM` does."""
+
+    def num_targets(
+        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def count_targets(model: CountsTargets, parts: Iterable[Batch]) -> Tensor:
+    """Number of targets in several batches together, of the shape of `num_targets`: divides their summed loss."""
+    bounds = ("position_ids", "cu_seqlens")
+    counts = [model.num_targets(part["labels"], **{k: part[k] for k in bounds if k in part}) for part in parts]
+    return torch.stack(counts).sum(0)
+
+
+def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The batch on `device`; copies to a GPU are asynchronous."""
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,322 @@
+"""Chats as text and as tokens by a checkpoint's chat template, with a mask of the assistant's tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ligermodels.convert.config_json import read_json, short
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import CheckpointError, InputError
+
+Message: TypeAlias = Mapping[str, Any]
+"""One turn: `role`, `content`, and optional keys that the template reads (`tool_calls`, `name` ...)."""
+
+START, END, PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Markers in rendered text: noncharacters, which are not valid in text and which no template trims."""
+
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of special tokens in templates."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}`: marks what the assistant generates."""
+
+    tags = {"generation"}  # noqa: RUF012  (as the base class declares it)
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        return f"{START}{caller()}{END}"
+
+
+class ChatTemplate:
+    """A chat template: jinja2 in a sandbox, with the helpers that published templates expect.
+
+    `now` is the time for templates that write the date. It is fixed when the object is made, so that a chat gives the
+    same text throughout a run.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, *, name: str = "chat template") -> None:
+        """Compile `source`; the special `tokens` ("bos_token", "eos_token" ...) are variables of it.
+
+        Raises CheckpointError, with `name`, when it is not a jinja2 template.
+        """
+        self.name, self.tokens, self.now = name, dict(tokens or {}), datetime.now()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: self.now.strftime(form)}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"{name}: not a jinja2 template: {error}") from None
+        self._marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> ChatTemplate:
+        """The template of the checkpoint in `folder`, or the one in another `file`, with the checkpoint's tokens.
+
+        Searched in chat_template.jinja, tokenizer_config.json (of a list of named templates, "default") and
+        chat_template.json. Raises CheckpointError when there is none.
+        """
+        folder = Path(folder)
+        tokens: dict[str, str] = {}
+        config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                config = read_json(folder / name)
+                found = {key: _token_text(config.get(key)) for key in TOKENS}
+                tokens |= {key: text for key, text in found.items() if text is not None}
+        path = Path(file) if file is not None else folder / "chat_template.jinja"
+        if file is not None or path.is_file():
+            try:
+                return cls(path.read_text(encoding="utf-8"), tokens, name=str(path))
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        path = folder / "tokenizer_config.json"
+        source = config.get("chat_template")
+        if source is None and (folder / "chat_template.json").is_file():
+            path = folder / "chat_template.json"
+            source = read_json(path).get("chat_template")
+        if isinstance(source, list):
+            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            if "default" not in named:
+                raise CheckpointError(f"{path}: chat_template: none is named 'default', only {short(list(named))}")
+            source = named["default"]
+        if source is None:
+            raise CheckpointError(f"{folder}: has no chat template (base models have none): give the file of one")
+        if not isinstance(source, str):
+            raise CheckpointError(f"{path}: chat_template: must be text, got {short(source)}")
+        return cls(source, tokens, name=f"{path}: chat_template")
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
+        """The text of a chat. `variables` (`tools`, `documents` ...) are further variables of the template.
+
+        If the template supports no system turn, one at the start is prepended to the user's first turn.
+
+        Raises InputError when the template refuses the chat.
+        """
+        text = self._render(self._fitting(messages), add_generation_prompt, variables)
+        return text.replace(START, "").replace(END, "")
+
+    def _fitting(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The chat, with its system turn merged into the user's if the template supports none."""
+        roles = [message.get("role") for message in messages[:2] if isinstance(message.get("content"), str)]
+        if roles != ["system", "user"] or self._takes_system:
+            return messages
+        return [join_turns(*messages[:2]), *messages[2:]]
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the content of a system turn is rendered; some published templates raise, some drop it."""
+        chat = [{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}]
+        # If it refuses the same content from a user, the system turn is not the reason.
+        return self._writes(chat) or not self._writes([join_turns(*chat)])
+
+    def _writes(self, messages: Sequence[Message]) -> bool:
+        try:
+            return PROBE in self._render(messages, False, {})
+        except InputError:
+            return False
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        known = {"tools": None, "documents": None, **self.tokens, **variables}
+        turns = list(messages)  # templates may concatenate lists to it
+        try:
+            return self._template.render(messages=turns, add_generation_prompt=add_generation_prompt, **known)
+        except Exception as error:  # templates may raise anything
+            raise InputError(f"{self.name}: refuses the chat: {error or type(error).__name__}") from None
+
+    def spans(
+        self, messages: Sequence[Message], *, special: re.Pattern[str], **variables: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, as of `render`, and the spans [start, end) of the assistant's turns, end tokens included.
+
+        If the template marks them with `{% generation %}`, these are the spans. Otherwise a turn starts at the end of
+        its generation prompt, or with its content; it ends with the special token that follows, or with its content.
+        The content is located by rendering the chat with another one in its place, which also works for templates that
+        trim content, drop reasoning of earlier turns or move the system turn.
+
+        Args:
+            special: matches special tokens.
+
+        Raises InputError when the template refuses the chat or omits its tool calls, or when a turn cannot be located.
+        """
+        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (START, END, PROBE)):
+            raise InputError("the chat holds U+FDD0, U+FDD1 or U+FDD2, which are noncharacters; remove them")
+        messages = self._fitting(messages)
+        marked = self._render(messages, False, variables)
+        turns = _Turns(self, marked, messages, special, variables)
+        turns.check_calls()
+        if self._marks_turns:
+            return _without_marks(marked)
+        return marked, [turns.span(i) for i, message in enumerate(messages) if message.get("role") == "assistant"]
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Locates the assistant's turns in `text`, the rendering of `messages` by `template`."""
+
+    template: ChatTemplate
+    text: str
+    messages: Sequence[Message]
+    special: re.Pattern[str]
+    variables: Mapping[str, Any]
+
+    def check_calls(self) -> None:
+        """Raises InputError if the template omits tool calls: the model would be trained on an empty turn."""
+        for i, message in enumerate(self.messages):
+            if message.get("tool_calls"):
+                without = {key: value for key, value in message.items() if key != "tool_calls"}
+                if self._try([*self.messages[:i], without, *self.messages[i + 1 :]]) == self.text:
+                    raise InputError(f"{self.template.name}: does not write the tool calls in message {i}")
+
+    def span(self, i: int) -> tuple[int, int]:
+        earlier, text = self.messages[:i], self.text
+        # The turn as the last one shows what the template writes before and after the content.
+        head, probed, tail = (self._try([*earlier, {"role": "assistant", "content": PROBE}]) or "").partition(PROBE)
+        prompt = self._try(earlier, prompt=True)
+        has_prompt = prompt is not None and prompt != self._try(earlier)
+        start = len(prompt) if prompt is not None and text.startswith(prompt) else None
+        content = self._content(i)
+        if content is not None:
+            if start is None or start > content[0] or not (has_prompt or text[start : content[0]].isspace()):
+                start = content[0]
+            if not self.messages[i].get("tool_calls"):
+                return start, self._end(content[1], tail)
+        elif not has_prompt:
+            heads = [each for each in (head, head.rstrip()) if probed and text.startswith(each)]
+            start = len(heads[0]) if heads else None
+        # The turn has more than content (tool calls), or its content changes the surrounding text (reasoning).
+        end = self._end_of_more(i, content[1] if content else start, tail) if start is not None else None
+        if start is None or end is None:
+            raise InputError(
+                f"{self.template.name}: message {i}, of the assistant, cannot be located in the rendered chat"
+            )
+        return start, end
+
+    def _end_of_more(self, i: int, start: int, tail: str) -> int | None:
+        """The end, after `start`, of message i, which is followed by `tail` if it is the last one; None if unknown."""
+        so_far = self._try(self.messages[: i + 1])
+        if so_far is not None and self.text.startswith(so_far):
+            tokens = list(self.special.finditer(so_far, start))
+            if tokens and not so_far[tokens[-1].end() :].strip():
+                return tokens[-1].end()
+        token = self.special.match(tail.lstrip())
+        mark = token[0] if token else tail.strip()
+        end = self.text.find(mark, start) if mark else -1
+        return end + len(mark) if end >= 0 else None
+
+    def _content(self, i: int) -> tuple[int, int] | None:
+        """The span of the content of message i: what changes when the content is replaced."""
+        probed = self._try([*self.messages[:i], {**self.messages[i], "content": PROBE}, *self.messages[i + 1 :]])
+        before, found, after = (probed or "").partition(PROBE)
+        if not found or PROBE in after or len(before) + len(after) > len(self.text):
+            return None
+        if not (self.text.startswith(before) and self.text.endswith(after)):
+            return None
+        return len(before), len(self.text) - len(after)
+
+    def _end(self, content_end: int, tail: str) -> int:
+        """The end of a turn whose content ends at `content_end`; `tail` follows the content of a last turn."""
+        rest = tail.lstrip()
+        if token := self.special.match(rest):
+            after = len(self.text) - len(self.text[content_end:].lstrip())
+            return after + len(token[0]) if self.text.startswith(token[0], after) else content_end
+        mark = tail.rstrip()  # an end marker that is not a special token
+        return content_end + len(mark) if self.text.startswith(mark, content_end) else content_end
+
+    def _try(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
+        """The text of some messages, or None if the template refuses them."""
+        try:
+            return self.template._render(messages, prompt, self.variables)
+        except InputError:
+            return None
+
+
+def encode_chat(
+    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer, **variables: Any
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a chat, and a mask of the assistant's: its content, and the token that ends its turn.
+
+    A token that is partly the assistant's counts. No special token is added to those of the template. Raises InputError
+    as `ChatTemplate.spans`.
+    """
+    text, spans = template.spans(messages, special=special_pattern(tokenizer), **variables)
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    return ids, covered(offsets, spans)
+
+
+def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """For each token, by its span [start, end), whether it overlaps one of `spans`. Both are sorted."""
+    found, k = [], 0
+    for start, end in offsets:
+        while k < len(spans) and spans[k][1] <= start:
+            k += 1
+        found.append(k < len(spans) and max(start, spans[k][0]) < min(end, spans[k][1]))
+    return found
+
+
+def join_turns(first: Message, second: Message) -> Message:
+    """Two turns as one of the second's role; contents are joined by a blank line if neither is empty."""
+    contents = filter(None, (first["content"], second["content"]))
+    return {**first, **second, "content": "\n\n".join(contents)}
+
+
+@lru_cache(maxsize=8)
+def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """A pattern of the special tokens of `tokenizer`, the longest first."""
+    texts = sorted(tokenizer.special_tokens(), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    parts, spans, size, start = [], [], 0, 0
+    for piece in re.split(f"([{START}{END}])", marked):
+        if piece == START:
+            start = size
+        elif piece == END:
+            spans.append((start, size))
+        else:
+            parts.append(piece)
+            size += len(piece)
+    return "".join(parts), spans
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token, given as text or as an object with `content`."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's tojson escapes <, >, & and ' for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,161 @@
+"""An index of the records in files, which stay on disk, and its split into training and validation."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ligermodels.data.fingerprint import of_file
+from ligermodels.data.records import has_json_lines
+from ligermodels.errors import InputError
+
+PIECE = 1 << 15
+"""Bytes per piece of a text file: long texts are read in pieces, cut at line ends if there are any."""
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    size: int
+    has_lines: bool
+    first: int
+    """Index, in the corpus, of its first document."""
+    starts: array[int]
+    """Where its documents start, in bytes."""
+
+
+class Corpus:
+    """The documents in files, by index: each line of a file of JSON lines, each piece of any other file.
+
+    Memory holds eight bytes per document, its offset. A piece has at most 2 * PIECE bytes.
+    """
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        """Scan the files. Raises InputError for one that cannot be read or is not UTF-8, and as `has_json_lines`."""
+        self._files: list[_File] = []
+        count = 0
+        for path in map(Path, paths):
+            try:
+                has_lines = has_json_lines(path)
+                size = path.stat().st_size
+                starts = _line_starts(path) if has_lines else _piece_starts(path)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+            self._files.append(_File(path, size, has_lines, count, starts))
+            count += len(starts)
+        self._count = count
+
+    def __len__(self) -> int:
+        """Number of lines and pieces."""
+        return self._count
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Number and bytes of the files, and a digest of their content, not of their paths. Raises InputError when a
+        file cannot be read any more."""
+        try:
+            files = [of_file(file.path)["digest"] for file in self._files]
+        except OSError as error:
+            raise InputError(f"{error.filename}: cannot be read: {error.strerror or error}") from None
+        digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+        return {"files": len(files), "bytes": sum(file.size for file in self._files), "digest": digest[:16]}
+
+    def _find(self, index: int) -> tuple[_File, int]:
+        file = self._files[bisect_right(self._files, index, key=lambda file: file.first) - 1]
+        return file, index - file.first
+
+    def read(self, index: int) -> tuple[bytes, bool, bool, bool]:
+        """Its bytes, whether it is a line of JSON, whether it starts a document, and whether it ends one."""
+        file, place = self._find(index)
+        with file.path.open("rb") as content:
+            content.seek(file.starts[place])
+            if file.has_lines:
+                return content.readline(), True, True, True
+            is_last = place + 1 == len(file.starts)
+            end = file.size if is_last else file.starts[place + 1]
+            return content.read(end - file.starts[place]), False, place == 0, is_last
+
+    def name(self, index: int) -> str:
+        """FILE:LINE where document `index` starts. Counts lines, so it reads the file up to there."""
+        file, place = self._find(index)
+        lines, left = 1, file.starts[place]
+        with file.path.open("rb") as content:
+            while left and (chunk := content.read(min(left, 1 << 20))):
+                lines += chunk.count(b"\n")
+                left -= len(chunk)
+        return f"{file.path}:{lines}"
+
+    def split(self, fraction: float, seed: int) -> tuple[Indices, Indices]:
+        """Indices for training and for validation; the latter are a `fraction` of the lines and files, at least one.
+
+        All pieces of a file are on the same side. With a fraction of 0 validation is empty. Raises InputError for fewer
+        than two lines and files.
+        """
+        if not fraction:
+            return np.arange(len(self)), np.arange(0)
+        units, count = np.empty(len(self), np.int64), 0
+        for file in self._files:
+            number = len(file.starts)
+            units[file.first : file.first + number] = count + (np.arange(number) if file.has_lines else 0)
+            count += number if file.has_lines else min(number, 1)
+        if count < 2:
+            raise InputError(
+                f"the data has {count} document(s), too few to split off some for validation: give more, or "
+                "--validation-fraction 0"
+            )
+        size = min(max(1, round(fraction * count)), count - 1)
+        chosen = np.isin(units, permutation(count, seed, "held out")[:size])  # the words decide the split: keep them
+        return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+
+def permutation(count: int, seed: int, purpose: str | int) -> Indices:
+    """A permutation of range(count), decided by `seed` and `purpose`, the same with every version of numpy."""
+    digits = np.frombuffer(f"{seed} {purpose}".encode(), np.uint8)
+    return np.random.RandomState(digits.astype(np.uint32)).permutation(count)
+
+
+def _line_starts(path: Path) -> array[int]:
+    starts, position = array("q"), 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.strip():
+                starts.append(position)
+            position += len(line)
+    return starts
+
+
+def _piece_starts(path: Path) -> array[int]:
+    starts, position = array("q"), 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as content:
+        while chunk := content.read(PIECE):
+            if not starts:
+                starts.append(0)
+            pending = len(decoder.getstate()[0])
+            try:
+                decoder.decode(chunk, final=len(chunk) < PIECE)
+            except UnicodeDecodeError as error:
+                raise InputError(f"{path}: not UTF-8 text at byte {position - pending + error.start}") from None
+            position += len(chunk)
+            if len(chunk) == PIECE:
+                line_end = chunk.rfind(b"\n") + 1
+                starts.append(position - (len(chunk) - line_end if line_end else len(decoder.getstate()[0])))
+    if decoder.getstate()[0]:
+        raise InputError(f"{path}: not UTF-8 text at byte {position - len(decoder.getstate()[0])}")
+    while len(starts) > 1 and starts[-1] >= position:
+        starts.pop()
+    return starts

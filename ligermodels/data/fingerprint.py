@@ -1,0 +1,62 @@
+"""Fingerprints of file contents, from samples of their bytes: fast, and independent of names and folders."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ligermodels.convert.safetensors_reader import Checkpoint
+
+PIECE, PIECES = 1 << 16, 64
+"""Size and number of the samples of a file, evenly spaced from head to tail. Smaller files are read in full."""
+OF_TENSOR = 1 << 12
+"""Bytes read from the middle of each tensor."""
+DECISIVE = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a checkpoint, other than weights, that affect tokens or computation."""
+
+Fingerprint = dict[str, Any]
+"""Of a file: its `name` for messages, its size in `bytes`, and a `digest` of the samples."""
+
+
+def of_file(path: Path) -> Fingerprint:
+    """Fingerprint of a file. Raises OSError when it cannot be read."""
+    size = path.stat().st_size
+    places = (max(i * PIECE, (size - PIECE) * i // (PIECES - 1)) for i in range(PIECES))
+    return _digest(path, size, ((place, PIECE) for place in places))
+
+
+def of_checkpoint(folder: Path) -> list[Fingerprint]:
+    """Fingerprints of a Hugging Face checkpoint; of safetensors files, the header and the middle of each tensor.
+
+    Raises CheckpointError when the weights are missing or damaged.
+    """
+    with Checkpoint(folder) as checkpoint:
+        headers = sorted(checkpoint.headers.values(), key=lambda header: (header.file, header.start))
+    pieces: dict[str, list[tuple[int, int]]] = {}
+    for header in headers:
+        if header.file not in pieces:
+            pieces[header.file] = [(0, header.start)]
+        middle = (header.start + header.end - OF_TENSOR) // 2
+        start = max(header.start, middle)
+        pieces[header.file].append((start, min(OF_TENSOR, header.end - start)))
+    found = [of_file(folder / name) for name in DECISIVE if (folder / name).is_file()]
+    return found + [_digest(path := folder / file, path.stat().st_size, pieces[file]) for file in sorted(pieces)]
+
+
+def _digest(path: Path, size: int, pieces: Iterable[tuple[int, int]]) -> Fingerprint:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        for start, length in pieces:
+            digest.update(os.pread(file.fileno(), length, start))
+    return {"name": path.name, "bytes": size, "digest": digest.hexdigest()[:32]}

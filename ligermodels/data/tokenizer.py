@@ -1,0 +1,97 @@
+"""Text to token ids and back, with the tokenizer.json of a checkpoint folder."""
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from ligermodels.errors import CheckpointError
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint `folder`; CheckpointError when it has no usable tokenizer.json."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file; text needs a checkpoint with its tokenizer")
+        try:
+            self.backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # The library raises nothing narrower.
+            raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+        # Some are saved with truncation or padding enabled.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with the special tokens that the tokenizer adds (usually a BOS)."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts, in parallel. A text that starts with the BOS gets no second one."""
+        found = []
+        for encoding in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens):
+            ids: list[int] = encoding.ids
+            is_twice = ids[:1] == ids[1:2] and encoding.special_tokens_mask[:2] == [1, 0]  # one added, one in the text
+            found.append(ids[1:] if is_twice else ids)
+        return found
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of `text`, which contains its special tokens, and the span [start, end) of each.
+
+        No special token is added. Spans are in characters, and include the white space that belongs to a token.
+        """
+        encoding = self._verbatim.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
+    @cached_property
+    def _verbatim(self) -> tokenizers.Tokenizer:
+        """The tokenizer without post-processing: some post-processors remove white space from the spans."""
+        copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        copy.post_processor = None
+        return copy
+
+    def special_tokens(self) -> list[str]:
+        """Texts of the special tokens."""
+        return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def continuation(self, prompt: Sequence[int], new: Iterable[int]) -> str:
+        """The text of the ids `new` after `prompt`."""
+        stream = TextStream(self, prompt)
+        return "".join([*map(stream.push, new), stream.flush()])
+
+
+class TextStream:
+    """Decodes tokens one by one. A token may be part of a character, and its text may depend on earlier tokens."""
+
+    CONTEXT = 8
+    """Number of earlier tokens that are decoded together with the newest ones."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self.tokenizer, self.ids = tokenizer, list(prompt[-self.CONTEXT :])
+        self.shown = len(self.ids)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        self.ids.append(token)
+        text = self._pending()
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._take(text)
+
+    def flush(self) -> str:
+        """The remaining text, if the last character is incomplete."""
+        return self._take(self._pending())
+
+    def _pending(self) -> str:
+        return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.shown])) :]
+
+    def _take(self, text: str) -> str:
+        start = max(0, len(self.ids) - self.CONTEXT)
+        self.ids = self.ids[start:]
+        self.shown = len(self.ids)
+        return text

@@ -1,0 +1,41 @@
+"""Activation checkpointing: what a backward pass computes again instead of keeping it in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+
+_GEMMS = ("mm", "addmm", "_grouped_mm", "grouped_mm", "bmm")
+_ATTENTION = ("attention", "flash_attn")
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep results of attention, and of matrix products that are at least as wide as their operand.
+
+    A narrower product (the down projection) is computed again if the backward pass needs it; the last one of a block
+    never is.
+    """
+    name = op.__name__.partition(".")[0]
+    if any(word in name for word in _ATTENTION):
+        return CheckpointPolicy.MUST_SAVE
+    if name in _GEMMS:
+        weight = args[2] if name == "addmm" else args[1]
+        if weight.shape[-1] >= weight.shape[-2]:
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any) -> Any:
+    """`module(*args)`; for the backward pass "selective" keeps results of expensive ops, "full" the inputs alone."""
+    if mode == "none" or not torch.is_grad_enabled():
+        return module(*args)
+    contexts: dict[str, Any] = {}
+    if mode == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(module, *args, use_reentrant=False, **contexts)

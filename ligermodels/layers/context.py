@@ -1,0 +1,67 @@
+"""What one forward pass tells each of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.layers.rope import RopeConfig
+
+
+class TreeTokens(NamedTuple):
+    """New tokens of a decoding pass that form a tree, the same for every sequence; node 0 is its root.
+
+    mask: bool (N, N), True at [i, j] where node j is node i or one of its ancestors.
+    parent: long (N,), each node's parent; the root's is itself.
+    depth: long (N,), each node's distance from the root.
+    """
+
+    mask: Tensor
+    parent: Tensor
+    depth: Tensor
+
+
+class RouterOutput(NamedTuple):
+    """`logits` (tokens, E) of a mixture of experts' router, and the `top_k` experts that a token is sent to."""
+
+    logits: Tensor
+    top_k: int
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Given to every layer of a forward pass, beside its hidden states (B, T, H) and its decoding state.
+
+    rope_tables: cos and sin, each (B or 1, T, dim / 2), for every rope that a layer's config names.
+    cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1); None for one document a row.
+    seq_lens: long (B,), in a prefill (a pass with an empty decoding state): the tokens of each sequence; what follows
+        them in its row is padding, whose results are not used. None: all T.
+    cache_seqlens: long (B,), in a decoding pass: tokens of each sequence that its state holds already.
+    tree: in a decoding pass, the new tokens as a tree of candidates, of which `commit` later keeps a path; None: the
+        new tokens follow one another, and are kept.
+    """
+
+    rope_tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    cu_seqlens: Tensor | None = None
+    seq_lens: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    tree: TreeTokens | None = None
+
+    def paths(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """How the new tokens of each sequence follow one another, for recurrent mixers.
+
+        Returns long (T,), each token's distance from the first one, and bool (T, T), True at [t, s] where token s is
+        token t or comes before it: in its document of a packed row, or on its path in a tree.
+        """
+        if self.tree is not None:
+            return self.tree.depth, self.tree.mask
+        place = torch.arange(tokens, device=device)
+        before = place[:, None] >= place
+        if self.cu_seqlens is not None:
+            document = torch.bucketize(place, self.cu_seqlens[1:], right=True)
+            before = before & (document[:, None] == document)
+        return place, before

@@ -1,0 +1,90 @@
+"""Initial values of models: every module fills its own parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ligermodels.errors import ConfigError
+
+
+class skip_init(TorchFunctionMode):
+    """Within it `torch.nn.init` leaves parameters as they are: on the meta device there is nothing to fill."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def owned_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of `module` itself, not of the modules within it, by name."""
+    for named in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in named.items() if tensor is not None)
+
+
+def initialize(module: nn.Module, std: float, name: str = "") -> None:
+    """Fill the parameters and buffers of `module` and of all modules within it, the innermost first.
+
+    A module that owns some has `init_weights(std)`, as those of `layers` do, or `reset_parameters()`, as those of torch
+    do; weights of torch's own linear layers and embeddings are normal(0, std), their biases and the row of a
+    `padding_idx` zero, as in transformers. On the meta device nothing is filled.
+
+    Raises ConfigError, naming the module, when there is no way to fill it.
+    """
+    for child_name, child in module.named_children():
+        initialize(child, std, f"{name}.{child_name}" if name else child_name)
+    owned = dict(owned_tensors(module))
+    if owned and not any(tensor.is_meta for tensor in owned.values()):
+        initialize_own(module, std, name)
+
+
+@torch.no_grad()
+def initialize_own(module: nn.Module, std: float, name: str) -> None:
+    """`initialize` for the tensors that `module` itself owns."""
+    init_weights, reset = getattr(module, "init_weights", None), getattr(module, "reset_parameters", None)
+    if callable(init_weights):
+        init_weights(std)
+    elif isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Embedding):
+            module._fill_padding_idx_with_zero()
+        elif module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif callable(reset):
+        reset()
+    else:
+        raise ConfigError(
+            f"{name or 'the model'} ({type(module).__name__}) owns {', '.join(dict(owned_tensors(module)))} and has no "
+            "way to fill them: give it init_weights(std) or reset_parameters()"
+        )
+
+
+def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give a model on the meta device memory: floating parameters in `dtype`, all else in its own.
+
+    Buffers of a module that loading does not fill (see `owned_tensors`) are filled by `initialize_buffers`.
+    """
+    parameters = {id(p) for p in module.parameters()}
+
+    def empty(tensor: Tensor) -> Tensor:
+        cast = id(tensor) in parameters and tensor.is_floating_point()
+        return torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device=device)
+
+    module._apply(empty)
+
+
+def initialize_buffers(module: nn.Module, std: float) -> None:
+    """Fill modules that own buffers: those that a checkpoint does not hold would stay as memory was."""
+    for name, each in module.named_modules():
+        if any(buffer is not None for buffer in each._buffers.values()) and not any(
+            tensor.is_meta for _, tensor in owned_tensors(each)
+        ):
+            initialize_own(each, std, name)

@@ -1,0 +1,76 @@
+"""The language-model head, which computes its own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+from ligermodels.layers.packing import check_same_tokens
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """`tied`: the weight is the embedding's. Logits are scaled by `logit_scale`, then capped by `softcap`."""
+
+    tied: bool = False
+    bias: bool = False
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+LOSS_OPTIONS = ("token_weights", "label_smoothing", "z_loss", "reduction", "memory_budget")
+"""What a caller of a model may choose of its loss: see `ops.linear_cross_entropy`."""
+
+
+def check_loss_options(options: Iterable[str]) -> None:
+    """InputError for a name that is not among LOSS_OPTIONS."""
+    for name in options:
+        if name not in LOSS_OPTIONS:
+            raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
+
+
+def check_loss_inputs(inputs: Tensor | None, labels: Tensor | None, loss_options: Mapping[str, Any]) -> None:
+    """InputError unless the inputs (B, T, ...) and what a loss of them is computed from fit together."""
+    check_loss_options(loss_options)
+    if inputs is not None:  # else the base model says what is missing
+        check_same_tokens(inputs, labels=labels, token_weights=loss_options.get("token_weights"))
+
+
+class LMHead(nn.Module):
+    """Projects hidden states to the vocabulary. The weight is used inside forward only, so that FSDP can gather it."""
+
+    weight: Tensor
+
+    def __init__(self, hidden_size: int, vocab_size: int, config: HeadConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or HeadConfig()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if self.config.bias else None
+
+    def init_weights(self, std: float) -> None:
+        """normal(0, std), bias zero; a tied weight is the embedding's to fill."""
+        if not self.config.tied:
+            nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
+        """hidden (..., H) -> logits (..., V); with targets (...) the loss of `ops.linear_cross_entropy` instead.
+
+        `loss_options` (reduction, token_weights, label_smoothing, z_loss, return_rank ...) go to that op.
+        """
+        scale, softcap = self.config.logit_scale, self.config.softcap
+        if targets is not None:
+            return ops.linear_cross_entropy(
+                hidden, self.weight, targets, self.bias, softcap=softcap, logit_scale=scale, **loss_options
+            )
+        logits = F.linear(hidden, self.weight, self.bias)
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)

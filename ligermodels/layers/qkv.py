@@ -1,0 +1,99 @@
+"""From the fused projection of attention to queries, keys and values: split, normalised, rotated, in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+from ligermodels.layers.kv_cache import LayerKV
+from ligermodels.layers.norm import NormConfig
+
+Tables = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class QKNormConfig:
+    """RMSNorm of queries and keys before they are rotated: of each head, or of the whole projection (OLMo 2)."""
+
+    norm: NormConfig
+    over: Literal["head", "projection"] = "head"
+
+
+class SplitQKV(nn.Module):
+    """Splits the fused projection, normalises queries and keys, and rotates them.
+
+    It owns the weights of both norms, `q_norm` and `k_norm`, if there are any: norm and rotation are one kernel. The
+    number of key/value heads is that of the projection it is given, which may be a tensor-parallel shard.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, qk_norm: QKNormConfig | None) -> None:
+        super().__init__()
+        self.group_size, self.head_dim, self.qk_norm = num_heads // num_kv_heads, head_dim, qk_norm
+        self.q_norm: nn.Parameter | None = None
+        self.k_norm: nn.Parameter | None = None
+        if qk_norm is not None:
+            whole = qk_norm.over == "projection"
+            self.q_norm = nn.Parameter(torch.empty(head_dim * (num_heads if whole else 1)))
+            self.k_norm = nn.Parameter(torch.empty(head_dim * (num_kv_heads if whole else 1)))
+            self.init_weights()
+
+    def init_weights(self, std: float = 0.0) -> None:
+        """Scales one."""
+        if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
+            for weight in (self.q_norm, self.k_norm):
+                nn.init.constant_(weight, 1.0 - self.qk_norm.norm.offset)
+
+    def forward(
+        self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv (B, T, Hkv * (group + 2) * D) -> q (B, T, Hq, D), k and v (B, T, Hkv, D), q and k rotated.
+
+        With `cache_seqlens`, long (B,), k and v are written to the slots of `cache` from there on instead, and what is
+        returned are all slots of it.
+        """
+        width = (self.group_size + 2) * self.head_dim
+        if qkv.shape[-1] % width:
+            raise InputError(
+                f"qkv: width {qkv.shape[-1]} is no multiple of {width}, a key/value head with its query heads; shard "
+                "the projection by key/value heads"
+            )
+        shape = qkv.shape[-1] // width, self.group_size, self.head_dim
+        norms, options = self._head_norms()
+        if cache is not None and cache_seqlens is not None and norms is not None:
+            qkv = qkv.to(cache.keys.dtype)
+            q = ops.rope_qkv_cached(qkv, *tables, *shape, cache.keys, cache.values, cache_seqlens, *norms, **options)
+            return q, cache.keys, cache.values
+        if norms is not None:
+            return ops.rope_qkv(qkv, *tables, *shape, *norms, **options)
+        q, k, v = ops.rope_qkv(qkv, None, None, *shape)
+        q, k = self._normalise(q, self.q_norm, options), self._normalise(k, self.k_norm, options)
+        if cache is not None and cache_seqlens is not None:
+            again = torch.cat([each.unflatten(2, (shape[0], -1)) for each in (q, k, v)], dim=3).flatten(2)
+            q = ops.rope_qkv_cached(
+                again.to(cache.keys.dtype), *tables, *shape, cache.keys, cache.values, cache_seqlens
+            )
+            return q, cache.keys, cache.values
+        cos, sin = tables
+        return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
+
+    def _head_norms(self) -> tuple[tuple[Tensor, ...] | None, dict[str, Any]]:
+        """The weights of norms of each head, which go with the rotation, and the options of norms; None otherwise."""
+        if self.qk_norm is None or self.q_norm is None or self.k_norm is None:
+            return (), {}
+        norm = self.qk_norm.norm
+        options = {"eps": norm.eps, "offset": norm.offset, "casting_mode": norm.casting_mode}
+        return ((self.q_norm, self.k_norm) if self.qk_norm.over == "head" else None), options
+
+    def _normalise(self, x: Tensor, weight: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """x (B, T, heads, D) normalised over all heads together."""
+        if weight is None or weight.shape[0] != x.shape[2] * x.shape[3]:
+            raise InputError(
+                f"the norm over the whole projection has {0 if weight is None else weight.shape[0]} channels, the "
+                f"projection {x.shape[2] * x.shape[3]}: such a norm cannot be sharded by heads"
+            )
+        return ops.rms_norm(x.flatten(2), weight, **options).view_as(x)

@@ -1,0 +1,1 @@
+"""Attention backends for training and prefill."""

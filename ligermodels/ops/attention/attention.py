@@ -1,0 +1,287 @@
+"""Causal grouped-query attention. Each backend states the calls that it cannot serve; the first that can is used."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ligermodels.errors import BackendError, InputError
+from ligermodels.ops.attention.flash_attention_4 import flash_attention_4
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """The properties of a call by which a backend is chosen; none is read from device memory."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    query_length: int
+    key_length: int
+    softmax_scale: float
+    window: int | None
+    softcap: float | None
+    masked: bool
+    packed: bool
+    compiling: bool = False
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`refuses` gives the reason why a request cannot be served, or None; `run` serves it."""
+
+    name: str
+    refuses: Callable[[AttentionRequest], str | None]
+    run: Callable[[Tensor, Tensor, Tensor, AttentionRequest, Tensor | None, Tensor | None], Tensor]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention of each query over the keys at or before its own place.
+
+    Args:
+        q: (B, T, Hq, D).
+        k, v: (B, S, Hkv, D) with S >= T and Hkv dividing Hq; query t is at the position of key S - T + t.
+        softmax_scale: factor on q·k; D ** -0.5 when None.
+        window: number of keys a query sees, its own included (Mistral's sliding window); None for all.
+        softcap: logits become softcap * tanh(logits / softcap) before masking (Gemma 2).
+        mask: bool (B, T, S), True where a query sees a key; replaces the causal rule. Every query must see a key.
+        cu_seqlens: int32 (n + 1,), the bounds of n sequences packed into one row (B = 1, S = T).
+        backend: "auto", or the name of one of `backends()`.
+
+    Returns:
+        (B, T, Hq, D), in q's dtype.
+
+    Raises:
+        InputError: shapes that do not fit together.
+        BackendError: the named backend is unknown, not installed, or cannot serve this call.
+    """
+    batch, length, heads, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
+        raise InputError(
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together"
+        )
+    if k.shape[1] < length:
+        raise InputError(f"attention: {length} queries but only {k.shape[1]} keys")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length, k.shape[1])):
+        raise InputError(
+            f"attention: mask must be bool {(batch, length, k.shape[1])}, got {mask.dtype} {tuple(mask.shape)}"
+        )
+    if cu_seqlens is not None and (batch != 1 or k.shape[1] != length or mask is not None):
+        raise InputError("attention: cu_seqlens needs one row (B = 1), as many keys as queries, and no mask")
+    request = AttentionRequest(
+        device=q.device.type,
+        dtype=q.dtype,
+        head_dim=head_dim,
+        query_length=length,
+        key_length=k.shape[1],
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        window=None if window is None or window >= k.shape[1] else window,  # none is faster than one that hides nothing
+        softcap=softcap,
+        masked=mask is not None,
+        packed=cu_seqlens is not None,
+        compiling=torch.compiler.is_compiling(),
+    )
+    return choose(request, backend).run(q, k, v, request, mask, cu_seqlens)
+
+
+def choose(request: AttentionRequest, name: str = "auto") -> Backend:
+    """The first backend that serves `request`, or the named one; BackendError says why it cannot."""
+    if name != "auto":
+        backend = _BY_NAME.get(name)
+        if backend is None:
+            raise BackendError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(_BY_NAME)}")
+        if reason := backend.refuses(request):
+            raise BackendError(f"attention backend {name!r} cannot serve this call: {reason}")
+        return backend
+    return next(backend for backend in _BACKENDS if not backend.refuses(request))
+
+
+def backends() -> dict[str, bool]:
+    """Name of every backend, fastest first, and whether it is installed here."""
+    return {backend.name: backend.name not in _MODULES or _INSTALLED[backend.name] for backend in _BACKENDS}
+
+
+def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Bool (T, S): the causal rule with the request's window, and within one document when packed."""
+    keys = torch.arange(request.key_length, device=device)
+    queries = keys[request.key_length - request.query_length :, None]
+    allowed = keys <= queries
+    if request.window is not None:
+        allowed = allowed & (keys > queries - request.window)
+    if cu_seqlens is not None:
+        document = torch.bucketize(keys, cu_seqlens[1:], right=True)
+        allowed = allowed & (document == document[:, None])
+    return allowed
+
+
+# -- reference ---------------------------------------------------------------------------------------------------------
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The specification: fp32 (or fp64) scores and softmax, every option; memory grows with T * S."""
+    batch, length, heads, head_dim = q.shape
+    compute = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(compute).unflatten(2, (k.shape[2], heads // k.shape[2]))
+    scores = torch.einsum("bthgd,bshd->bhgts", grouped, k.to(compute)) * request.softmax_scale
+    if request.softcap is not None:
+        scores = request.softcap * torch.tanh(scores / request.softcap)
+    allowed = visible(request, q.device, cu_seqlens) if mask is None else mask[:, None, None]
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    out = torch.einsum("bhgts,bshd->bthgd", scores.softmax(-1), v.to(compute))
+    return out.reshape(batch, length, heads, head_dim).to(q.dtype)
+
+
+# -- torch SDPA --------------------------------------------------------------------------------------------------------
+
+_CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _sdpa_refuses(request: AttentionRequest) -> str | None:
+    return "torch's scaled_dot_product_attention has no softcap" if request.softcap is not None else None
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    if cu_seqlens is not None and request.device == "cpu" and not request.compiling:
+        # Here bounds can be read without a sync, and separate sequences cost less than a T x T mask.
+        bounds = cu_seqlens.tolist()
+        alone = [
+            _sdpa_rows(q[:, a:b], k[:, a:b], v[:, a:b], request, _window_mask(request, b - a, q.device))
+            for a, b in itertools.pairwise(bounds)
+            if b > a
+        ]
+        return torch.cat(alone, dim=1)
+    if mask is not None:
+        return _sdpa_rows(q, k, v, request, mask[:, None])
+    aligned = request.key_length == request.query_length
+    if cu_seqlens is not None or (not aligned and request.query_length > 1) or _slides(request, request.key_length):
+        return _sdpa_rows(q, k, v, request, visible(request, q.device, cu_seqlens))
+    return _sdpa_rows(q, k, v, request, None)
+
+
+def _slides(request: AttentionRequest, length: int) -> bool:
+    return request.window is not None and request.window < length
+
+
+def _window_mask(request: AttentionRequest, length: int, device: torch.device) -> Tensor | None:
+    if not _slides(request, length):
+        return None
+    place = torch.arange(length, device=device)
+    return (place <= place[:, None]) & (place > place[:, None] - (request.window or 0))
+
+
+_LONG = 512
+"""Queries from which on cuDNN's kernels, on Hopper nearly twice as fast as torch's flash ones, pay for their set-up."""
+
+
+def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None) -> Tensor:
+    long = q.is_cuda and mask is None and q.shape[1] >= _LONG and not request.compiling
+    with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if long else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[1] > 1,
+            scale=request.softmax_scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+    return out.transpose(1, 2)
+
+
+# -- flash-attn 4, 3 and 2 ---------------------------------------------------------------------------------------------
+
+_MODULES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface", "flash-attn-2": "flash_attn"}
+
+
+_PARTS = {"flash-attn-4": "cute", "flash-attn-2": "flash_attn_interface.py"}
+"""What a version has in the package `flash_attn`, which versions 4 and 2 share."""
+
+
+def _find(name: str) -> bool:
+    """Whether a version is installed. Files are looked for instead of imported: importing version 2 takes seconds."""
+    spec = importlib.util.find_spec(_MODULES[name].partition(".")[0])
+    if spec is None or name not in _PARTS:
+        return spec is not None
+    return any((Path(folder) / _PARTS[name]).exists() for folder in spec.submodule_search_locations or ())
+
+
+_INSTALLED = {name: _find(name) for name in _MODULES}
+
+# Packed, flash-attn 4.0.0b36 gave wrong gradients with head_dim 16 and 80 on an H200, and right ones with these.
+_PACKED_HEAD_DIMS = {"flash-attn-4": (64, 128, 256)}
+
+
+def _flash_refuses(name: str) -> Callable[[AttentionRequest], str | None]:
+    def refuses(request: AttentionRequest) -> str | None:
+        if request.device != "cuda":
+            return f"it runs on CUDA, not on {request.device}"
+        if not _INSTALLED[name]:
+            return f"{_MODULES[name]} is not installed"
+        if request.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, not {request.dtype}"
+        if request.head_dim > 256 or request.head_dim % 8:
+            return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
+        if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
+            return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
+        if request.compiling and name != "flash-attn-4":
+            return "torch.compile is not known to trace it"
+        return "it takes no arbitrary mask" if request.masked else None
+
+    return refuses
+
+
+def _flash(name: str) -> Callable[..., Tensor]:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        packed = cu_seqlens is not None
+        q, k, v = (q[0], k[0], v[0]) if packed else (q, k, v)
+        if name == "flash-attn-4":
+            out = flash_attention_4(q, k, v, cu_seqlens, request.softmax_scale, request.window, request.softcap)
+            return out[None] if packed else out
+        module = importlib.import_module(_MODULES[name])
+        window = (-1, -1) if request.window is None else (request.window - 1, 0)
+        options: dict[str, Any] = {"softmax_scale": request.softmax_scale, "causal": True, "window_size": window}
+        options["softcap"] = request.softcap or 0.0
+        if packed:
+            options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+            # The longest sequence would cost a sync to learn; the row's length bounds it.
+            options |= {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
+        out = (module.flash_attn_varlen_func if packed else module.flash_attn_func)(q, k, v, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        return out[None] if packed else out
+
+    return run
+
+
+_BACKENDS = (
+    *(Backend(name, _flash_refuses(name), _flash(name)) for name in _MODULES),
+    Backend("sdpa", _sdpa_refuses, _sdpa),
+    Backend("reference", lambda request: None, _reference),
+)
+_BY_NAME = {backend.name: backend for backend in _BACKENDS}

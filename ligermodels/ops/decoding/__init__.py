@@ -1,0 +1,1 @@
+"""Ops of a decoding step: attention over a cache, trees of candidates, token choice."""

@@ -1,0 +1,317 @@
+"""The end of a speculative decoding step: accept a path of the candidate tree and advance the sequences by it.
+
+In plain torch these are some forty tiny operations, whose launches take longer than their work.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+
+TILE = 16384  # nodes times places that a program holds; the reference serves larger trees
+CHANNELS = 4096  # of the hidden state that a program copies at once
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The state of a batch of B sequences between two decoding steps. Steps change the tensors in place, so that their
+    addresses stay fixed.
+
+    text: long (B, W), token ids by position; W is at least start + max_new_tokens + P, with P as in `Paths`.
+    start, count: long (B,), the prompt's length and the number of new tokens after it.
+    cache_seqlens: long (B,), the number of tokens in the cache. The token at position p is in slot p.
+    root: long (B,), the last new token. It is accepted, but not in the cache yet.
+    hidden: (B, H), the hidden state from which the root was chosen.
+    done, steps: bool and long (B,), whether the sequence has ended, and the number of steps it took.
+    """
+
+    text: torch.Tensor
+    start: torch.Tensor
+    count: torch.Tensor
+    cache_seqlens: torch.Tensor
+    root: torch.Tensor
+    hidden: torch.Tensor
+    done: torch.Tensor
+    steps: torch.Tensor
+
+
+class Paths(NamedTuple):
+    """The paths of a tree of N nodes, of which node 0 is the root.
+
+    parent, depth: long (N,), each node's parent (the root's is the root), and its distance from the root.
+    retrieve_indices: long (N, P), the nodes from the root to each node, the last one repeated to fill; P > depth.
+    """
+
+    parent: torch.Tensor
+    depth: torch.Tensor
+    retrieve_indices: torch.Tensor
+
+
+def accept_path(
+    sequences: Sequences,
+    tree: Paths,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+    states: torch.Tensor,
+    eos: torch.Tensor,
+    max_new_tokens: int,
+    accept_mask: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Accepts a path of a tree of N candidates for each sequence, and advances the sequence by its tokens and the token
+    chosen after it.
+
+    The path leads to the deepest node that is accepted together with all its ancestors. The root, node 0, always is.
+    Another node is, if its token equals the model's choice after its parent (or where accept_mask is True, if given),
+    and if its position is the sequence's cache length plus its depth. Ties are broken by the greatest sum of scores
+    along the path, then by the lowest index. A sequence ends with the first EOS token that it gains, or with its
+    max_new_tokens-th token. Sequences that are done do not change, except for text past their end.
+
+    sequences: changed in place, all but `start`; its tensors are contiguous.
+    tokens, positions, choices: long (B, N), each node's token, its position, and the model's choice after it.
+    states: (B, N, H), the hidden states from which these were chosen.
+    eos: long (E,).
+    accept_mask, scores: bool and float32 (B, N), given together: which nodes' tokens are acceptable, and their scores,
+        which are not NaN where accept_mask is True.
+
+    Returns long (B, P), the cache slots of the accepted path, where node n is in slot cache_seqlens + n, for
+    `compact_kv_cache`.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    given = tokens, positions, choices, states
+    _check(sequences, tree, *given, eos, accept_mask, scores)
+    nodes, places = map(power_of_2_above, tree.retrieve_indices.shape)
+    if not use_kernels(states, sequences.hidden) or nodes * places > TILE:
+        return accept_path_reference(sequences, tree, *given, eos, max_new_tokens, accept_mask, scores)
+    state = (
+        sequences.text,
+        sequences.start,
+        sequences.count,
+        sequences.cache_seqlens,
+        sequences.root,
+        sequences.hidden,
+        sequences.done,
+        sequences.steps,
+    )
+    return _accept_path(*given, *tree, eos, accept_mask, scores, *state, max_new_tokens)
+
+
+def _check(
+    sequences: Sequences,
+    tree: Paths,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+    states: torch.Tensor,
+    eos: torch.Tensor,
+    accept_mask: torch.Tensor | None,
+    scores: torch.Tensor | None,
+) -> None:
+    B, N, P, integer, device = (
+        sequences.root.numel(),
+        tree.depth.numel(),
+        tree.retrieve_indices.shape[-1],
+        torch.long,
+        sequences.root.device,
+    )
+    changed = [
+        ("sequences.text", sequences.text, integer, (B, sequences.text.shape[-1])),
+        ("sequences.start", sequences.start, integer, (B,)),
+        ("sequences.count", sequences.count, integer, (B,)),
+        ("sequences.cache_seqlens", sequences.cache_seqlens, integer, (B,)),
+        ("sequences.root", sequences.root, integer, (B,)),
+        ("sequences.hidden", sequences.hidden, sequences.hidden.dtype, (B, sequences.hidden.shape[-1])),
+        ("sequences.done", sequences.done, torch.bool, (B,)),
+        ("sequences.steps", sequences.steps, integer, (B,)),
+    ]
+    others = [
+        ("tree.parent", tree.parent, integer, (N,)),
+        ("tree.depth", tree.depth, integer, (N,)),
+        ("tree.retrieve_indices", tree.retrieve_indices, integer, (N, P)),
+        ("tokens", tokens, integer, (B, N)),
+        ("positions", positions, integer, (B, N)),
+        ("choices", choices, integer, (B, N)),
+        ("states", states, states.dtype, (B, N, sequences.hidden.shape[-1])),
+        ("eos", eos, integer, (eos.numel(),)),
+    ]
+    if (accept_mask is None) != (scores is None):
+        raise InputError("accept_path: accept_mask and scores must be given together")
+    if accept_mask is not None and scores is not None:
+        others += [("accept_mask", accept_mask, torch.bool, (B, N)), ("scores", scores, torch.float32, (B, N))]
+    reject_dtensors("accept_path", tokens, states, sequences.hidden)
+    for name, x, dtype, shape in changed + others:
+        if x.shape != shape or x.dtype != dtype or x.device != device:
+            raise InputError(
+                f"accept_path: {name} must be {dtype} of shape {shape} on {device}, "
+                f"got {x.dtype} {tuple(x.shape)} on {x.device}"
+            )
+    for name, x, *_ in changed:
+        if not x.is_contiguous():
+            raise InputError(f"accept_path: {name} must be contiguous, it is changed in place: call .contiguous()")
+
+
+def accept_path_reference(
+    sequences: Sequences,
+    tree: Paths,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+    states: torch.Tensor,
+    eos: torch.Tensor,
+    max_new_tokens: int,
+    accept_mask: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification of `accept_path`, in plain torch; the same arguments."""
+    last = _furthest(sequences.cache_seqlens, tree, tokens, positions, choices, accept_mask, scores)
+    each, place = (torch.arange(size, device=last.device) for size in (len(last), tree.retrieve_indices.shape[1]))
+    path, level = tree.retrieve_indices[last], tree.depth[last]
+    choice, hidden, slots = choices[each, last], states[each, last], sequences.cache_seqlens[:, None] + path
+
+    new = tokens.gather(1, path.roll(-1, dims=1)).scatter(1, level[:, None], choice[:, None])  # then padding
+    met = (new[..., None] == eos).any(dim=-1)  # torch.isin may sort, which waits for the device
+    end = torch.where(met, place, len(place)).amin(dim=1)
+    taken = torch.minimum(torch.minimum(level, end) + 1, max_new_tokens - sequences.count).masked_fill(
+        sequences.done, 0
+    )
+    sequences.steps.add_(~sequences.done)
+    # What is written past the tokens taken is overwritten by the next step, or never read.
+    sequences.text.scatter_(1, (sequences.start + sequences.count)[:, None] + place, new)
+    sequences.count.add_(taken)
+    sequences.done.logical_or_((end < taken) | (sequences.count == max_new_tokens))
+    sequences.cache_seqlens.add_((level + 1).masked_fill(sequences.done, 0))
+    sequences.root.copy_(torch.where(sequences.done, sequences.root, choice))
+    sequences.hidden.copy_(torch.where(sequences.done[:, None], sequences.hidden, hidden))
+    return slots
+
+
+def _furthest(
+    cache_seqlens: torch.Tensor,
+    tree: Paths,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+    accept_mask: torch.Tensor | None,
+    scores: torch.Tensor | None,
+) -> torch.Tensor:
+    """Long (B,): the deepest node that is right with all its ancestors; of several, that of the highest path score."""
+    if len(tree.depth) == 1:
+        return torch.zeros_like(cache_seqlens)
+    right = tokens == choices[:, tree.parent] if accept_mask is None else accept_mask
+    right = right & (positions == cache_seqlens[:, None] + tree.depth)
+    inside = (right | (tree.depth == 0))[:, tree.retrieve_indices].all(dim=-1)
+    reached = inside * (tree.depth + 1)
+    if scores is None:
+        return reached.argmax(dim=1)
+    total = torch.zeros_like(scores)
+    for place in range(1, tree.retrieve_indices.shape[1]):  # from the root down: in the order in which the kernel adds
+        total = total + torch.where(place <= tree.depth, scores[:, tree.retrieve_indices[:, place]], 0)
+    return total.masked_fill(reached < reached.amax(dim=1, keepdim=True), -math.inf).argmax(dim=1)
+
+
+@kernel
+def _accept_path_kernel(
+    tokens, positions, choices, states, parent, depth, retrieve_indices, eos, accept_mask, scores,
+    text, start, count, cache_seqlens, root, hidden, done, steps, slots, N, P, H, W, eos_count, max_new_tokens,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes a sequence. It reads all that it changes before any of its threads writes."""
+    row = tl.program_id(0).to(tl.int64)
+    n, place = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
+    length, old = tl.load(cache_seqlens + row), tl.load(count + row)
+    first, was_done, step = tl.load(start + row) + old, tl.load(done + row), tl.load(steps + row)
+
+    above = tl.load(  # the nodes on the way to each node
+        retrieve_indices + n[:, None] * P + place[None, :], mask=(n < N)[:, None] & (place < P)[None, :], other=0
+    )
+    here = row * N + above
+    if MASKED:
+        fits = tl.load(accept_mask + here) != 0
+    else:
+        fits = tl.load(tokens + here) == tl.load(choices + row * N + tl.load(parent + above))
+    fits = (fits & (tl.load(positions + here) == length + tl.load(depth + above))) | (above == 0)
+    inside = (tl.min(fits.to(tl.int32), axis=1) > 0) & (n < N)
+    level_of = tl.load(depth + n, mask=n < N, other=0)
+    reached = tl.where(inside, level_of, -1)
+    best = reached == tl.max(reached, axis=0)
+    if MASKED:
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for at in range(1, P):
+            node = tl.load(retrieve_indices + n * P + at, mask=n < N, other=0)
+            total += tl.where(at <= level_of, tl.load(scores + row * N + node), 0.0)
+        total = tl.where(best, total, float("-inf"))
+        best = best & (total == tl.max(total, axis=0))
+    last = tl.min(tl.where(best, n, N - 1), axis=0)
+
+    level, choice = tl.load(depth + last), tl.load(choices + row * N + last)
+    path = tl.load(retrieve_indices + last * P + place, mask=place < P, other=0)
+    following = tl.load(retrieve_indices + last * P + (place + 1) % P, mask=place < P, other=0)
+    new = tl.where(place == level, choice, tl.load(tokens + row * N + following))
+    met = place >= P
+    for at in range(0, eos_count):
+        met = met | (new == tl.load(eos + at))
+    end = tl.min(tl.where(met, place, P), axis=0)
+    taken = tl.minimum(tl.minimum(level, end) + 1, max_new_tokens - old)
+    taken = tl.where(was_done != 0, 0, taken)
+    now_done = (was_done != 0) | (end < taken) | (old + taken == max_new_tokens)
+
+    tl.debug_barrier()
+    tl.store(slots + row * P + place, length + path, mask=place < P)
+    tl.store(text + row * W + first + place, new, mask=(place < P) & (first + place < W))
+    tl.store(count + row, old + taken)
+    tl.store(done + row, now_done.to(tl.uint8))
+    tl.store(steps + row, tl.where(was_done != 0, step, step + 1))
+    if now_done == 0:
+        tl.store(cache_seqlens + row, length + level + 1)
+        tl.store(root + row, choice)
+        for begin in range(0, H, BLOCK):
+            channel = begin + tl.arange(0, BLOCK)
+            state = tl.load(states + (row * N + last) * H + channel, mask=channel < H)
+            tl.store(hidden + row * H + channel, state, mask=channel < H)
+
+
+@custom_op(mutates_args=("text", "count", "cache_seqlens", "root", "hidden", "done", "steps"))
+def _accept_path(
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+    states: torch.Tensor,
+    parent: torch.Tensor,
+    depth: torch.Tensor,
+    retrieve_indices: torch.Tensor,
+    eos: torch.Tensor,
+    accept_mask: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    text: torch.Tensor,
+    start: torch.Tensor,
+    count: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    root: torch.Tensor,
+    hidden: torch.Tensor,
+    done: torch.Tensor,
+    steps: torch.Tensor,
+    max_new_tokens: int,
+) -> torch.Tensor:
+    (N, P), (B, H) = retrieve_indices.shape, hidden.shape
+    slots = tokens.new_empty(B, P)
+    if is_fake(slots):
+        return slots
+    inputs = [x.contiguous() for x in (tokens, positions, choices, states, parent, depth, retrieve_indices, eos)]
+    mask = None if accept_mask is None else accept_mask.contiguous().view(torch.uint8)
+    scores = None if scores is None else scores.contiguous()
+    if B:
+        _accept_path_kernel[(B,)](
+            *inputs, mask, scores,
+            text, start, count, cache_seqlens, root, hidden, done.view(torch.uint8), steps, slots,
+            N, P, H, text.shape[1], len(eos), max_new_tokens, MASKED=mask is not None,
+            BLOCK_N=power_of_2_above(N), BLOCK_P=power_of_2_above(P), BLOCK=min(power_of_2_above(H), CHANNELS),
+            num_warps=4,
+        )  # fmt: skip
+    return slots

@@ -1,0 +1,69 @@
+"""Moving the accepted slots of a preallocated cache together, for all layers at once."""
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+
+TILE = 4096  # elements per program
+MAX_SLOTS = 512  # per sequence; the reference serves more
+
+
+def compact_kv_cache(stored: torch.Tensor, slots: torch.Tensor) -> None:
+    """Moves slot slots[b, i] of sequence b to slot slots[b, 0] + i, in place, all read before any is written.
+
+    stored: (..., B, S, E), contiguous, of any dtype: B sequences of S slots.
+    slots: long (B, P), in [0, S). This is not checked, but slots out of range are neither read nor written.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    reject_dtensors("compact_kv_cache", stored, slots)
+    if stored.dim() < 3 or not stored.is_contiguous():
+        raise InputError(f"compact_kv_cache: stored must be (..., B, S, E) and contiguous, got {tuple(stored.shape)}")
+    B = stored.shape[-3]
+    if slots.dim() != 2 or len(slots) != B or slots.dtype != torch.long or slots.device != stored.device:
+        raise InputError(
+            f"compact_kv_cache: slots must be long of shape ({B}, P) on {stored.device}, "
+            f"got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
+        )
+    if not use_kernels(stored) or slots.shape[1] > MAX_SLOTS:
+        compact_kv_cache_reference(stored, slots)
+    else:
+        _compact_kv_cache(stored, slots)
+
+
+def compact_kv_cache_reference(stored: torch.Tensor, slots: torch.Tensor) -> None:
+    """The specification of `compact_kv_cache`, in plain torch."""
+    row = torch.arange(len(slots), device=slots.device)[:, None]
+    target = slots[:, :1] + torch.arange(slots.shape[1], device=slots.device)
+    stored[..., row, target, :] = stored[..., row, slots, :]  # indexing copies first
+
+
+@kernel
+def _compact_kv_cache_kernel(stored, slots, B, S, E, P, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program moves some elements of all slots of a sequence in one layer."""
+    layer_row = tl.program_id(0).to(tl.int64)
+    row = layer_row % B
+    place = tl.arange(0, BLOCK_P)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(slots + row * P + place, mask=place < P, other=-1)
+    target = tl.load(slots + row * P) + place
+    moved = (source >= 0) & (source < S) & (target >= 0) & (target < S)
+    moved = moved[:, None] & (e < E)[None, :]
+    stored += layer_row * S * E
+    x = tl.load(stored + source[:, None] * E + e[None, :], mask=moved)
+    tl.debug_barrier()  # all threads have read: one's target may be another's source
+    tl.store(stored + target[:, None] * E + e[None, :], x, mask=moved)
+
+
+@custom_op(mutates_args=("stored",))
+def _compact_kv_cache(stored: torch.Tensor, slots: torch.Tensor) -> None:
+    (B, P), (S, E) = slots.shape, stored.shape[-2:]
+    if is_fake(stored) or not (stored.numel() and P):
+        return
+    block_p = power_of_2_above(P)
+    block = min(power_of_2_above(E), TILE // block_p)
+    _compact_kv_cache_kernel[(stored.numel() // (S * E), -(-E // block))](
+        stored, slots.contiguous(), B, S, E, P, BLOCK_P=block_p, BLOCK=block, num_warps=4
+    )

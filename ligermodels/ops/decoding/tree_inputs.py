@@ -1,0 +1,113 @@
+"""The inputs of a forward pass over a tree of candidates."""
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+
+NODES = 256  # per program
+
+
+def tree_inputs(
+    best: torch.Tensor,
+    root: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    depth: torch.Tensor,
+    rank: torch.Tensor,
+    stops: torch.Tensor,
+    moving: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and positions of a tree's N nodes for each of B sequences: both long (B, N).
+
+    A node of depth d > 0 and rank r holds the r-th best token of head d - 1, the root, of depth 0, the sequence's root
+    token. A node's position is cache_seqlens + depth, limited to the last position that the sequence may reach.
+
+    best: long (B, D, W), the W best tokens of each head, with D the tree's depth.
+    root, cache_seqlens: long (B,), each sequence's root token and its position.
+    depth, rank: long (N,), of each node; depth in [0, D], rank in [0, W) below the root.
+    stops: long (S,). A sequence shorter than a stop reaches no position at or past it.
+    moving: a sequence at least this long reaches no position past its root's; None for no such limit.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    reject_dtensors("tree_inputs", best, root)
+    B, N = len(best), len(depth)
+    wanted = {"best": best.shape if best.dim() == 3 else (B, "D", "W"), "root": (B,), "cache_seqlens": (B,)}
+    wanted |= {"depth": (N,), "rank": (N,), "stops": (stops.numel(),)}
+    given = dict(zip(wanted, (best, root, cache_seqlens, depth, rank, stops), strict=True))
+    for name, x in given.items():
+        if x.shape != wanted[name] or x.dtype != torch.long or x.device != best.device:
+            raise InputError(
+                f"tree_inputs: {name} must be long of shape ({', '.join(map(str, wanted[name]))}) on {best.device}, "
+                f"got {x.dtype} {tuple(x.shape)} on {x.device}"
+            )
+    if not use_kernels(*given.values()):
+        return tree_inputs_reference(best, root, cache_seqlens, depth, rank, stops, moving)
+    return _tree_inputs(best, root, cache_seqlens, depth, rank, stops, moving)
+
+
+def tree_inputs_reference(
+    best: torch.Tensor,
+    root: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    depth: torch.Tensor,
+    rank: torch.Tensor,
+    stops: torch.Tensor,
+    moving: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification of `tree_inputs`, in plain torch; the same arguments."""
+    cache_seqlens = cache_seqlens[:, None]
+    below = torch.cat([root[:, None], best.flatten(1)], dim=1)
+    tokens = below[:, torch.where(depth > 0, (depth - 1) * best.shape[2] + rank + 1, 0)]
+    free = torch.full_like(cache_seqlens, torch.iinfo(torch.long).max)
+    limit = torch.cat([torch.where(cache_seqlens < stops, stops - 1, free), free], dim=1).amin(dim=1, keepdim=True)
+    if moving is not None:
+        limit = torch.where(cache_seqlens < moving, limit, cache_seqlens)
+    return tokens, torch.minimum(cache_seqlens + depth, limit)
+
+
+@kernel
+def _tree_inputs_kernel(
+    best, root, cache_seqlens, depth, rank, stops, tokens, positions, N, width, candidates, stop_count, moving,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes some nodes of a sequence."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = n < N
+    length = tl.load(cache_seqlens + row)
+    d = tl.load(depth + n, mask=there, other=0)
+    r = tl.load(rank + n, mask=there, other=0)
+    position = length + d
+    for place in range(0, stop_count):
+        stop = tl.load(stops + place)
+        position = tl.where(length < stop, tl.minimum(position, stop - 1), position)
+    if moving is not None:
+        position = tl.where(length < moving, position, length)
+    below = tl.load(best + row * candidates + (d - 1) * width + r, mask=there & (d > 0), other=0)
+    tl.store(tokens + row * N + n, tl.where(d > 0, below, tl.load(root + row)), mask=there)
+    tl.store(positions + row * N + n, position, mask=there)
+
+
+@custom_op()
+def _tree_inputs(
+    best: torch.Tensor,
+    root: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    depth: torch.Tensor,
+    rank: torch.Tensor,
+    stops: torch.Tensor,
+    moving: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (B, D, W), N = best.shape, len(depth)
+    tokens, positions = best.new_empty(B, N), best.new_empty(B, N)
+    if is_fake(tokens):
+        return tokens, positions
+    inputs = [x.contiguous() for x in (best, root, cache_seqlens, depth, rank, stops)]
+    block = min(power_of_2_above(N), NODES)
+    if B * N:
+        _tree_inputs_kernel[(B, -(-N // block))](
+            *inputs, tokens, positions, N, W, D * W, len(stops), moving, BLOCK=block, num_warps=4
+        )
+    return tokens, positions

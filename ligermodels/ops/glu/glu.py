@@ -1,0 +1,232 @@
+"""Gated activations of an MLP: SwiGLU and GeGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+Each activation is g * p(g), where p is the part of the gate that passes; with s the logistic sigmoid:
+
+    silu:       p(g) = s(g)
+    gelu:       p(g) = (1 + erf(g / sqrt(2))) / 2                                    (https://arxiv.org/abs/1606.08415)
+    gelu_tanh:  p(g) = (1 + tanh(z / 2)) / 2 = s(z), with z = sqrt(8 / pi) * (g + 0.044715 * g^3)
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import as_rows, custom_op, empty_gradient, is_fake, once_differentiable, replicated
+
+MAX_TILES = 4  # tiles of a row that a program takes
+GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) * up, with silu(g) = g * sigmoid(g).
+
+    gate, up: (..., I), any floating dtype and strides. Without `up`, `gate` is packed, (..., 2*I): pairs of a gate and
+        an up value, g0, u0, g1, u1, ..., as a projection gives them whose weight has gate and up rows interleaved. Its
+        gradient is one packed tensor.
+    Returns a contiguous (..., I) of gate's dtype, computed in float32 (float64 for float64) and rounded once. The
+    backward pass recomputes from gate and up; nothing else is saved.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    return _glu("swiglu", gate, up, "silu")
+
+
+def geglu(
+    gate: torch.Tensor, up: torch.Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh"
+) -> torch.Tensor:
+    """gelu(gate) * up, with the error function ("none") or its tanh approximation, as `torch.nn.functional.gelu`.
+
+    Arguments, result and errors otherwise as for `swiglu`.
+    """
+    if approximate not in GELU:
+        raise InputError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
+    return _glu("geglu", gate, up, GELU[approximate])
+
+
+def swiglu_reference(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """The specification of `swiglu`, in plain torch."""
+    return _glu_reference(gate, up, "silu")
+
+
+def geglu_reference(
+    gate: torch.Tensor, up: torch.Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh"
+) -> torch.Tensor:
+    """The specification of `geglu`, in plain torch."""
+    return _glu_reference(gate, up, GELU[approximate])
+
+
+def _glu(op: str, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    (up,) = replicated(op, gate, up=up)
+    if gate.dim() == 0 or not gate.is_floating_point():
+        raise InputError(f"{op}: gate must be floating, of shape (..., I); got {gate.dtype} {tuple(gate.shape)}")
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise InputError(f"{op}: a packed gate must have an even last dimension, got {tuple(gate.shape)}")
+    elif up.shape != gate.shape or up.dtype != gate.dtype or up.device != gate.device:
+        raise InputError(
+            f"{op}: up must be like gate, {gate.dtype} {tuple(gate.shape)} on {gate.device}; "
+            f"got {up.dtype} {tuple(up.shape)} on {up.device}"
+        )
+    if not use_kernels(gate, up):
+        return _glu_reference(gate, up, activation)
+    return _GLU.apply(gate, up, activation)
+
+
+def _glu_reference(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    if up is None:
+        gate, up = gate.unflatten(-1, (gate.shape[-1] // 2, 2)).unbind(-1)
+    g = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    if activation == "silu":
+        y = functional.silu(g)
+    else:
+        y = functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return (y * up.to(y.dtype)).to(gate.dtype)
+
+
+@triton.jit
+def _part(g, ACTIVATION: tl.constexpr):
+    """The part p of the gate that passes, and its slope p', in float32."""
+    if ACTIVATION == "gelu":
+        p = 0.5 + 0.5 * tl.erf(0.7071067811865476 * g)
+        slope = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:
+        z = g
+        if ACTIVATION == "gelu_tanh":
+            z = g * (1.5957691216057308 + 0.07135481627260025 * g * g)
+        e = tl.exp(-tl.abs(z))  # no overflow, and no loss where p nears 0 or 1
+        r = 1.0 / (1.0 + e)
+        p = tl.where(z < 0, e * r, r)
+        slope = e * r * r
+        if ACTIVATION == "gelu_tanh":
+            slope = slope * (1.5957691216057308 + 0.21406444881780073 * g * g)
+    return p, slope
+
+
+@triton.jit
+def _load_pairs(gate, up, first, N, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK values of gate and of up from column `first` of a row on, in float32, zeros from column N on."""
+    if PACKED:  # one load of both: a thread has whole pairs, so that splitting them moves no data
+        col = 2 * first + tl.arange(0, 2 * BLOCK)
+        pairs = tl.reshape(tl.load(gate + col, mask=col < 2 * N, other=0.0), (BLOCK, 2))
+        g, u = tl.split(pairs)
+    else:
+        col = first + tl.arange(0, BLOCK)
+        g = tl.load(gate + col, mask=col < N, other=0.0)
+        u = tl.load(up + col, mask=col < N, other=0.0)
+    return g.to(tl.float32), u.to(tl.float32)
+
+
+@kernel
+def _glu_forward_kernel(
+    gate, gate_stride, up, up_stride, out, N, blocks,
+    ACTIVATION: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes TILES tiles of BLOCK columns of a row. All loads come before the first store, which none of
+    them could pass."""
+    row = tl.program_id(0).to(tl.int64) // blocks
+    first = tl.program_id(0) % blocks * (TILES * BLOCK)
+    gate += row * gate_stride
+    if not PACKED:
+        up += row * up_stride
+    tiles = ()
+    for i in tl.static_range(TILES):
+        tiles += (_load_pairs(gate, up, first + i * BLOCK, N, PACKED, BLOCK),)  # type: ignore[assignment]
+    for i in tl.static_range(TILES):  # these loops are unrolled
+        g, u = tiles[i]  # type: ignore[var-annotated]
+        p, _ = _part(g, ACTIVATION)
+        col = first + i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + row * N + col, (g * p * u).to(out.dtype.element_ty), mask=col < N)
+
+
+@kernel
+def _glu_backward_kernel(
+    dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dup, N, blocks,
+    ACTIVATION: tl.constexpr, PACKED: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As the forward kernel."""
+    row = tl.program_id(0).to(tl.int64) // blocks
+    first = tl.program_id(0) % blocks * (TILES * BLOCK)
+    dy += row * dy_stride
+    gate += row * gate_stride
+    if not PACKED:
+        up += row * up_stride
+    tiles = ()
+    for i in tl.static_range(TILES):
+        col = first + i * BLOCK + tl.arange(0, BLOCK)
+        d = tl.load(dy + col, mask=col < N, other=0.0).to(tl.float32)
+        g, u = _load_pairs(gate, up, first + i * BLOCK, N, PACKED, BLOCK)
+        tiles += ((d, g, u),)  # type: ignore[assignment]  # the loop is unrolled
+    for i in tl.static_range(TILES):
+        d, g, u = tiles[i]
+        p, slope = _part(g, ACTIVATION)
+        of_gate = (d * u * (p + g * slope)).to(gate.dtype.element_ty)
+        of_up = (d * g * p).to(gate.dtype.element_ty)
+        if PACKED:
+            col = 2 * (first + i * BLOCK) + tl.arange(0, 2 * BLOCK)
+            pairs = tl.reshape(tl.join(of_gate, of_up), (2 * BLOCK,))
+            tl.store(dgate + row * (2 * N) + col, pairs, mask=col < 2 * N)
+        else:
+            col = first + i * BLOCK + tl.arange(0, BLOCK)
+            if NEED_GATE:
+                tl.store(dgate + row * N + col, of_gate, mask=col < N)
+            if NEED_UP:
+                tl.store(dup + row * N + col, of_up, mask=col < N)
+
+
+def _blocks(gate: torch.Tensor, N: int, packed: bool) -> tuple[int, dict[str, Any]]:
+    """Programs a row of N columns, and the launch options: a thread loads 16 bytes of each tile at once."""
+    num_warps = 4 if N > 512 else 1
+    block = num_warps * 32 * 16 // (gate.element_size() * (2 if packed else 1))
+    tiles = min(power_of_2_above(-(-N // block)), MAX_TILES)
+    return -(-N // (tiles * block)), {"PACKED": packed, "TILES": tiles, "BLOCK": block, "num_warps": num_warps}
+
+
+@custom_op()
+def _glu_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    out = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
+    if is_fake(out):
+        return out
+    g, u, N = as_rows(gate), None if up is None else as_rows(up), out.shape[-1]
+    blocks, options = _blocks(gate, N, up is None)
+    _glu_forward_kernel[(g.shape[0] * blocks,)](
+        g, g.stride(0), u, 0 if u is None else u.stride(0), out, N, blocks, ACTIVATION=activation, **options
+    )
+    return out
+
+
+@custom_op()
+def _glu_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, need_gate: int, need_up: bool, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate (packed if up is None) and of up; those not needed are empty."""
+    dgate, dup = empty_gradient(gate, need_gate, gate), empty_gradient(up, need_up, gate)
+    if is_fake(dgate):
+        return dgate, dup
+    d, g, u = as_rows(dy), as_rows(gate), None if up is None else as_rows(up)
+    (M, N), packed = d.shape, up is None
+    blocks, options = _blocks(gate, N, packed)
+    _glu_backward_kernel[(M * blocks,)](
+        d, d.stride(0), g, g.stride(0), u, 0 if u is None else u.stride(0), dgate, dup, N, blocks,
+        ACTIVATION=activation, NEED_GATE=bool(need_gate), NEED_UP=need_up, **options,
+    )  # fmt: skip
+    return dgate, dup
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return _glu_forward(gate, up, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        need_gate, need_up = ctx.needs_input_grad[:2]
+        dgate, dup = _glu_backward(dy, gate, up, need_gate, need_up, ctx.activation)
+        return dgate if need_gate else None, dup if need_up else None, None

@@ -1,0 +1,1 @@
+"""Cross entropy, from logits or from hidden states."""

@@ -1,0 +1,280 @@
+"""The Triton kernels of cross entropy: rows of logits to losses, ranks and gradients.
+
+No program waits for another one: a row's loss, and its gradient in place of the logits, are the work of one program.
+"""
+
+import torch
+
+from ligermodels.ops.loss.token_losses import LossOptions
+from ligermodels.ops.runtime.dispatch import HAS_TRITON, num_sms, power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+
+TILES = 4
+SCALE_BLOCK = 8192  # elements that a program scales at a time
+NEAR = tl.constexpr(0.8) if HAS_TRITON else None
+LOG2_E = tl.constexpr(1.4426950408889634) if HAS_TRITON else None
+LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of no logits, or of -inf
+
+
+@triton.jit
+def _tanh_near(x):
+    """tanh(x) for |x| < NEAR: an odd polynomial (a minimax fit of relative error 7e-9), without cancellation."""
+    z = x * x
+    p = 0.0015847518 * z - 0.0074095489
+    p = p * z + 0.021302985
+    p = p * z - 0.05385233
+    p = p * z + 0.13332221
+    p = p * z - 0.33333297
+    return x + x * z * p
+
+
+@triton.jit
+def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """Effective logits of given ones in float32, accurate to a few units in the last place, and, if CAPPED, their slope
+    1 - tanh^2, accurate to 1e-5 of itself even where tanh is near 1. scale: logit_scale, over softcap if CAPPED."""
+    x = x.to(tl.float32)
+    if SCALED or CAPPED:
+        x = x * scale
+    slope = x
+    if CAPPED:
+        e = tl.exp(-2.0 * tl.abs(x))
+        share = 1.0 / (1.0 + e)
+        far = 1.0 - 2.0 * e * share
+        slope = 4.0 * e * share * share
+        x = softcap * tl.where(tl.abs(x) < NEAR, _tanh_near(x), tl.where(x < 0, -far, far))
+    return x, slope
+
+
+@triton.jit
+def _exp(x):
+    """exp(x), flushed to 0 below 1e-38; tl.exp takes three instructions more to keep such results."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def _observe(
+    start, first, col, V, y, at_y, top, total, plain, before, scale, softcap, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile (TILES, BLOCK) of a row's logits, from `first` on, to the state of BLOCK lanes: their maxima, sums of
+    exp(x - maximum), plain sums, and counts of logits that rank before the target's."""
+    col += first
+    inside = col < V
+    given = tl.load(start + col, mask=inside, other=float("-inf")) if MASKED else tl.load(start + col)
+    x, _ = effective(given, scale, softcap, SCALED, CAPPED)
+    if CAPPED and MASKED:
+        x = tl.where(inside, x, float("-inf"))
+    higher = tl.maximum(top, tl.max(x, axis=0))
+    total = total * _exp(top - higher) + tl.sum(_exp(x - higher[None, :]), axis=0)
+    if SMOOTHED:
+        plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
+    if RANK:
+        before += tl.sum((inside & ((given > at_y) | ((given == at_y) & (col < y)))).to(tl.int32), axis=0)
+    return higher, total, plain, before
+
+
+@triton.jit
+def _gradient(
+    given, is_target, maximum, factor, c, V, scale, softcap, smoothing,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of loss_weight * loss by given logits. c: loss_weight * logit_scale. factor: c times 1 + 2 z_loss
+    lse, over the sum of exp(x - maximum)."""
+    x, slope = effective(given, scale, softcap, SCALED, CAPPED)
+    g = _exp(x - maximum) * factor
+    if SMOOTHED:
+        g -= c * smoothing / V
+    g -= tl.where(is_target, c * (1.0 - smoothing), 0.0)
+    if CAPPED:
+        g *= slope
+    return g
+
+
+@triton.jit
+def _write_tile(
+    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+):  # fmt: skip
+    """Replaces a tile of logits by its gradient as if none were the target's."""
+    place = start + first + col
+    mask = (first + col < V) if MASKED else None
+    given = tl.load(place, mask=mask)
+    g = _gradient(given, False, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
+    tl.store(place, g.to(start.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _cross_entropy_row_kernel(
+    logits, stride, target, loss_weights, losses, maxima, log_sums, ranks,
+    V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program reads one row: its loss, max and log of the sum of exp(x - max), and its rank.
+
+    BLOCK lanes go through the row, TILES logits each at a time, and are reduced once at the end: little more than one
+    exp for each logit, and no barrier in the loop. Given loss_weights, the program then goes back through the row and
+    replaces it by the gradient of loss_weight * loss: what it read last is still in the cache."""
+    SIZE: tl.constexpr = TILES * BLOCK
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    start = logits + row * stride
+    whole = V // SIZE * SIZE
+    y = tl.load(target + row)
+    loss, maximum, log_sum = 0.0, 0.0, 0.0
+    rank = tl.full((), -1, dtype=tl.int64)
+    if (y != ignore_index) & (y >= 0) & (y < V):
+        given_y = tl.load(start + y)
+        top = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        plain = tl.zeros((BLOCK,), dtype=tl.float32)
+        before = tl.zeros((BLOCK,), dtype=tl.int32)
+        for first in range(0, whole, SIZE):
+            top, total, plain, before = _observe(
+                start, first, col, V, y, given_y, top, total, plain, before, scale, softcap,
+                False, SCALED, CAPPED, SMOOTHED, RANK,
+            )  # fmt: skip
+        if whole < V:
+            top, total, plain, before = _observe(
+                start, whole, col, V, y, given_y, top, total, plain, before, scale, softcap,
+                True, SCALED, CAPPED, SMOOTHED, RANK,
+            )  # fmt: skip
+        maximum = tl.max(top, axis=0)
+        total_of_row = tl.sum(total * _exp(top - maximum), axis=0)
+        log_sum = tl.log(total_of_row)
+        # x_y - max and log_sum stay apart: their sum would lose the digits of a small loss beside great logits.
+        x_y, _ = effective(given_y, scale, softcap, SCALED, CAPPED)
+        loss = (1.0 - smoothing) * (log_sum - (x_y - maximum))
+        if SMOOTHED:
+            loss += smoothing * (log_sum - (tl.sum(plain, axis=0) / V - maximum))
+        loss += z_loss * (maximum + log_sum) * (maximum + log_sum)
+        if RANK:
+            rank = tl.sum(before, axis=0).to(tl.int64)
+        if loss_weights is not None:
+            c = tl.load(loss_weights + row) * logit_scale
+            factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) / total_of_row
+            tl.debug_barrier()  # all threads have read the row
+            if whole < V:
+                _write_tile(
+                    start, whole, col, V, maximum, factor, c, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED
+                )
+            for done in range(0, whole, SIZE):
+                first = whole - SIZE - done
+                _write_tile(
+                    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
+                )
+            g_y = _gradient(given_y, True, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
+            tl.debug_barrier()  # all threads have written theirs
+            tl.store(start + y, g_y.to(logits.dtype.element_ty))
+    elif loss_weights is not None:
+        for first in range(0, V, SIZE):
+            zeros = tl.zeros((TILES, BLOCK), dtype=logits.dtype.element_ty)
+            tl.store(start + first + col, zeros, mask=first + col < V)
+    tl.store(losses + row, loss)
+    if maxima is not None:
+        tl.store(maxima + row, maximum)
+        tl.store(log_sums + row, log_sum)
+    if RANK:
+        tl.store(ranks + row, rank)
+
+
+@kernel
+def _cross_entropy_gradient_kernel(
+    logits, stride, gradient, target, loss_weights, maxima, log_sums,
+    V, blocks, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes one block of one row of the gradient, from the saved max and log-sum."""
+    row = tl.program_id(0).to(tl.int64) // blocks
+    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    start, out = logits + row * stride, gradient + row * V
+    y = tl.load(target + row)
+    if (y != ignore_index) & (y >= 0) & (y < V):
+        maximum, log_sum = tl.load(maxima + row), tl.load(log_sums + row)
+        c = tl.load(loss_weights + row) * logit_scale
+        given = tl.load(start + col, mask=col < V, other=0.0)
+        factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum)
+        g = _gradient(given, col == y, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
+        tl.store(out + col, g.to(gradient.dtype.element_ty), mask=col < V)
+    else:
+        tl.store(out + col, tl.zeros((BLOCK,), dtype=gradient.dtype.element_ty), mask=col < V)
+
+
+def _numbers(options: LossOptions) -> tuple[float, ...]:
+    """scale, softcap, logit_scale, smoothing and z_loss as the kernels take them."""
+    softcap = 1.0 if options.softcap is None else options.softcap
+    return options.logit_scale / softcap, softcap, options.logit_scale, options.label_smoothing, options.z_loss
+
+
+def _flags(options: LossOptions) -> dict[str, bool]:
+    """The parts of the formula that the kernels need."""
+    return {
+        "SCALED": options.logit_scale != 1,
+        "CAPPED": options.softcap is not None,
+        "SMOOTHED": options.label_smoothing != 0,
+    }
+
+
+def launch_rows(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    losses: torch.Tensor,
+    ranks: torch.Tensor,
+    options: LossOptions,
+    *,
+    maxima: torch.Tensor | None = None,
+    log_sums: torch.Tensor | None = None,
+    loss_weights: torch.Tensor | None = None,
+) -> None:
+    """Fills losses, maxima, log_sums and ranks, (M,), from logits (M, V), whose last dimension is contiguous.
+
+    loss_weights, (M,): then the gradient of loss_weights * losses takes the place of the logits."""
+    M, V = logits.shape
+    most = 2048 if loss_weights is None else 4096  # in place, a row should have a multiprocessor to itself
+    lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), most)  # 8 a thread: 16-byte loads of bfloat16
+    _cross_entropy_row_kernel[(M,)](
+        logits, logits.stride(0), target, loss_weights, losses, maxima, log_sums, ranks,
+        V, options.ignore_index, *_numbers(options), **_flags(options), RANK=options.return_rank,
+        TILES=min(power_of_2_above(-(-V // lanes)), TILES), BLOCK=lanes, num_warps=lanes // 256,
+    )  # fmt: skip
+
+
+def launch_gradient(
+    logits: torch.Tensor,
+    gradient: torch.Tensor,
+    target: torch.Tensor,
+    maxima: torch.Tensor,
+    log_sums: torch.Tensor,
+    loss_weights: torch.Tensor,
+    options: LossOptions,
+) -> None:
+    """Fills gradient (M, V), contiguous, with that of loss_weights * losses, from the results of `launch_rows`."""
+    M, V = logits.shape
+    block = min(power_of_2_above(V), 4096)
+    blocks = -(-V // block)
+    _cross_entropy_gradient_kernel[(M * blocks,)](
+        logits, logits.stride(0), gradient, target, loss_weights, maxima, log_sums,
+        V, blocks, options.ignore_index, *_numbers(options), **_flags(options),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 8),
+    )  # fmt: skip
+
+
+@kernel
+def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
+    """x *= factor, without touching x if the factor is 1, as it usually is."""
+    f = tl.load(factor).to(tl.float32)
+    if f != 1.0:
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32) * f
+            tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
+
+
+def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """x *= factor in place, for a contiguous x, without a wait for the device."""
+    if use_kernels(x):
+        programs = min(-(-x.numel() // SCALE_BLOCK), 8 * num_sms(x.device))  # few, which usually end at once
+        with torch.cuda.device_of(x):
+            _scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
+    elif x.is_cuda or factor != 1:
+        x.mul_(factor)

@@ -1,0 +1,1 @@
+"""Routing of tokens to experts, and the grouped matrix products."""

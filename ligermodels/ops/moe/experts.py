@@ -1,0 +1,190 @@
+"""Ops of a mixture of experts: sorting rows by expert, moving them there and back, and one GEMM for all experts.
+
+Shapes: N tokens, each sent to k of E experts, make N * k rows. Nothing here waits for the GPU, except the loop over
+experts where there is no grouped GEMM, and the order of sums is fixed.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+
+ALIGNMENT = 16  # bytes, of every row of the operands of torch's grouped GEMM
+
+
+# -- sorting -----------------------------------------------------------------------------------------------------------
+
+
+class Routes(NamedTuple):
+    """Where rows go: sorted row r is row `order[r]` = n * k + j, token n's j-th choice; `inverse` is the way back.
+
+    `order` and `inverse` are long (N * k,). `offsets`, int32 (E,), ends each expert's sorted rows.
+    """
+
+    order: torch.Tensor
+    inverse: torch.Tensor
+    offsets: torch.Tensor
+
+
+def sort_by_expert(experts: torch.Tensor, num_experts: int) -> Routes:
+    """Sort the rows by expert, then token. experts: long (N, k), the choices of each token, in [0, num_experts)."""
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    places = torch.arange(order.numel(), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, places)
+    numbers = torch.arange(num_experts, device=order.device)
+    return Routes(order, inverse, torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True))
+
+
+def gather_rows(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, copies: int = 1) -> torch.Tensor:
+    """x[index // copies]: x (N, H) -> (N * copies, H), where `index` is a permutation and `inverse` its inverse.
+
+    Its gradient gathers too, and sums the copies of a row in float32, where torch's own would add them atomically.
+    """
+    return _GatherRows.apply(x, index, inverse, copies)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x[index // copies]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        dx = dy[inverse]
+        if ctx.copies > 1:
+            dx = dx.unflatten(0, (-1, ctx.copies)).sum(1)
+        return dx, None, None, None
+
+
+# -- grouped GEMM ------------------------------------------------------------------------------------------------------
+
+
+def grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows of x times the weight of their group: y[r] = weights[e] @ x[r] for offsets[e - 1] <= r < offsets[e].
+
+    x: (R, K), any floating dtype. weights: (E, M, K), of x's dtype (under autocast both are cast to its dtype).
+    offsets: int32 (E,), where each group ends; they do not decrease, and the last is R. Returns (R, M) of x's dtype.
+
+    In bfloat16 on CUDA, K and M multiples of 8, on Hopper (or any GPU from Ampere on with torch 2.10), this is torch's
+    own grouped GEMM. Everywhere else a loop over the groups, which on a GPU waits for the offsets (but while a CUDA
+    graph is recorded, which cannot: then each group's weights meet all rows). Each gradient is a
+    grouped GEMM too, and made only when its operand needs it; that of a group without rows is zero.
+    Raises InputError if shapes, dtypes or devices do not fit, or (in the loop) if the offsets do not.
+    """
+    _check(x, weights, offsets)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights = x.to(dtype), weights.to(dtype)
+    if x.dtype != weights.dtype:
+        raise InputError(f"grouped_mm: weights must be of x's dtype {x.dtype}, got {weights.dtype}")
+    return _GroupedMM.apply(x, weights, offsets, use_kernels(x, weights))
+
+
+def grouped_mm_reference(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The specification of `grouped_mm`, in plain torch."""
+    parts = x.split(_counts(offsets, x.shape[0]))
+    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
+
+
+def _check(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> None:
+    reject_dtensors("grouped_mm", x, weights, offsets)
+    if x.dim() != 2 or not x.is_floating_point():
+        raise InputError(f"grouped_mm: x must be floating, of shape (R, K); got {x.dtype} {tuple(x.shape)}")
+    if weights.dim() != 3 or weights.shape[2] != x.shape[1] or weights.shape[0] == 0 or weights.device != x.device:
+        raise InputError(
+            f"grouped_mm: weights must be (E, M, {x.shape[1]}) on {x.device}, got {tuple(weights.shape)} on "
+            f"{weights.device}"
+        )
+    if offsets.shape != weights.shape[:1] or offsets.dtype != torch.int32 or offsets.device != x.device:
+        raise InputError(
+            f"grouped_mm: offsets must be int32 ({weights.shape[0]},) on {x.device}; "
+            f"got {offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
+        )
+
+
+def _counts(offsets: torch.Tensor, rows: int) -> list[int]:
+    """Rows of each group, on the host."""
+    ends = offsets.tolist()
+    counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    if ends[-1] != rows or min(counts) < 0:
+        raise InputError(f"grouped_mm: offsets must not decrease, and end at x's {rows} rows; got {ends}")
+    return counts
+
+
+@custom_op()
+def _grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, kernels: bool) -> torch.Tensor:
+    """x (R, K), weights (E, M, K) -> (R, M)."""
+    if is_fake(x):
+        return x.new_empty(x.shape[0], weights.shape[1])
+    if kernels and _has_grouped_gemm(x, weights.shape[1]):
+        return torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _grouped_mm_without_a_wait(x, weights, offsets)
+    return grouped_mm_reference(x, weights, offsets)
+
+
+def _grouped_mm_without_a_wait(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    y = x.new_zeros(x.shape[0], weights.shape[1])
+    group = torch.bucketize(torch.arange(x.shape[0], device=x.device), offsets, right=True)
+    for index, weight in enumerate(weights.unbind()):
+        y = torch.where((group == index)[:, None], F.linear(x, weight), y)
+    return y
+
+
+@custom_op()
+def _grouped_outer(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, kernels: bool) -> torch.Tensor:
+    """dy (R, M), x (R, K) -> (E, M, K): for each group the sum of its rows' outer products."""
+    if is_fake(x):
+        return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
+    if kernels and _has_grouped_gemm(x, dy.shape[1]):
+        out = torch._grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets)
+        if torch.cuda.get_device_capability(x.device)[0] != 9:
+            # Only Hopper's kernel writes the zeros of an empty group (https://github.com/pytorch/pytorch/issues/172439).
+            empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+            out.masked_fill_(empty[:, None, None], 0)
+        return out
+    counts = _counts(offsets, x.shape[0])
+    out = x.new_empty(len(counts), dy.shape[1], x.shape[1])
+    for product, left, right in zip(out, dy.split(counts), x.split(counts), strict=True):
+        torch.mm(left.t(), right, out=product)
+    return out
+
+
+def _has_grouped_gemm(x: torch.Tensor, columns: int) -> bool:
+    """Whether torch has a grouped GEMM for x (R, K) and groups with as many `columns`."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not hasattr(torch, "_grouped_mm"):
+        return False
+    major = torch.cuda.get_device_capability(x.device)[0]
+    fits = all(size > 0 and size * x.itemsize % ALIGNMENT == 0 for size in (x.shape[1], columns))
+    return fits and (major == 9 or (major >= 8 and hasattr(F, "grouped_mm")))
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself where torch's grouped GEMM can read it, else a contiguous copy."""
+    others = [stride for stride in x.stride() if stride != 1]
+    aligned = all(stride > 0 and stride * x.itemsize % ALIGNMENT == 0 for stride in (*others, x.data_ptr()))
+    return x if aligned and 1 in x.stride()[-2:] else x.clone(memory_format=torch.contiguous_format)
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, kernels: bool) -> torch.Tensor:
+        need_x, need_weights = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_weights else None, weights if need_x else None, offsets)
+        ctx.kernels = kernels
+        return _grouped_mm(x, weights, offsets, kernels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weights, offsets = ctx.saved_tensors
+        dx = None if weights is None else _grouped_mm(dy, weights.transpose(1, 2), offsets, ctx.kernels)
+        dw = None if x is None else _grouped_outer(dy, x, offsets, ctx.kernels)
+        return dx, dw, None, None

@@ -1,0 +1,107 @@
+"""What the norm ops share: loads and stores of tiles of rows, launch sizes, and the sum of the partial gradients of
+weights over programs."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, shared_memory, tl, triton
+from ligermodels.ops.runtime.launcher import kernel
+
+MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones
+BLOCK_ELEMENTS = 2048  # forward, narrow rows are taken several at once, up to about this many elements
+TILE_BYTES = 2**14  # backward, the same in bytes
+NARROW = 5 * 2**10  # bytes of a row
+
+
+def check_rows(op: str, x: torch.Tensor) -> None:
+    """Raises InputError unless x has rows that can be normalised."""
+    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+        raise InputError(f"{op}: x must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(x.shape)}")
+
+
+def check_weight(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Tensor | None) -> None:
+    """Raises InputError unless the weight or bias, called `name`, fits rows of x that are `size` long."""
+    if weight is not None:
+        if weight.shape != (size,) or not weight.is_floating_point():
+            raise InputError(
+                f"{op}: {name} must be floating, of shape ({size},); got {weight.dtype} {tuple(weight.shape)}"
+            )
+        if weight.device != x.device:
+            raise InputError(f"{op}: {name} is on {weight.device}, the rest on {x.device}")
+
+
+@triton.jit
+def load_rows(source, stride, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows row, row + 1, ... below end as a tile (ROWS, BLOCK), zeros elsewhere."""
+    rows = row + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    inside = (rows < end)[:, None] & (col < N)[None, :]
+    return tl.load(source + rows[:, None] * stride + col[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(destination, values, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = row + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    inside = (rows < end)[:, None] & (col < N)[None, :]
+    tl.store(destination + rows[:, None] * N + col[None, :], values.to(destination.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _sum_rows_kernel(x, out, more, M, N, OUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(0, M, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < M)[:, None] & (col < OUTS * N)[None, :]
+        total += tl.load(x + row[:, None] * (OUTS * N) + col[None, :], mask=inside, other=0.0)
+    total = tl.sum(total, axis=0)
+    tl.store(out + col, total.to(out.dtype.element_ty), mask=col < N)
+    if OUTS == 2:
+        tl.store(more + (col - N), total.to(more.dtype.element_ty), mask=(col >= N) & (col < 2 * N))
+
+
+def sum_rows(x: torch.Tensor, *outs: torch.Tensor) -> None:
+    """Fills outs, one or two (N,), with the sums over M of x, contiguous float32 (M, N) or (M, 2, N), rounded once."""
+    M, N = x.shape[0], outs[0].shape[0]
+    programs, rows = -(-len(outs) * N // 32), min(power_of_2_above(M), 256)  # mostly all rows at once
+    _sum_rows_kernel[(programs,)](x, outs[0], outs[-1], M, N, OUTS=len(outs), ROWS=rows, BLOCK=32, num_warps=4)
+
+
+class Launch(NamedTuple):
+    """Launch sizes: rows per tile, padded width, warps, rows per program, programs, and pipeline stages: tiles in
+    flight through shared memory."""
+
+    rows: int
+    width: int
+    warps: int
+    rows_per_program: int
+    programs: int
+    stages: int = 1
+
+
+@functools.lru_cache(256)
+def forward_launch(M: int, N: int) -> Launch:
+    """One tile of rows per program, with as many threads as N needs rather than the padded width. Tuned on an H200."""
+    width = power_of_2_above(N)
+    rows = max(1, BLOCK_ELEMENTS // width)
+    warps = min(max(power_of_2_above(rows * N // 512 + 1) // 2, 4), max(width // 1024, 8))
+    return Launch(rows, width, warps, rows, -(-M // rows))
+
+
+@functools.lru_cache(256)
+def backward_launch(M: int, N: int, item: int, sources: int, device: torch.device) -> Launch:
+    """One program per multiprocessor, so that there are few partial gradients of weights, or two for NARROW rows. Each
+    of its `sources`, of `item` bytes per value, has a tile of TILE_BYTES (half for NARROW rows) in three pipeline
+    stages; in more if rows are narrower than their padded width, in fewer if shared memory is short. Tuned on an
+    H200."""
+    width = power_of_2_above(N)
+    share = 2 if N * item <= NARROW else 1
+    rows = max(TILE_BYTES // share // (width * item), 1)
+    stages = min(max(shared_memory(device) // share // (sources * rows * width * item), 1), 3 * width // N)
+    rows_per_program = max(-(-M // (share * num_sms(device) * rows)), 1) * rows
+    warps = min(max(rows * width // 1024, 4), 32)
+    return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program), stages)

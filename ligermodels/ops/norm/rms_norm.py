@@ -1,0 +1,317 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+
+from typing import Any, Literal
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.norm.norm_rows import (
+    MAX_KERNEL_WIDTH,
+    backward_launch,
+    check_rows,
+    check_weight,
+    forward_launch,
+    load_rows,
+    store_rows,
+    sum_rows,
+)
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import (
+    as_rows,
+    custom_op,
+    empty_gradient,
+    empty_like,
+    is_fake,
+    once_differentiable,
+    replicated,
+)
+
+CastingMode = Literal["llama", "gemma"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    casting_mode: CastingMode = "llama",
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x / rms(x) * (offset + weight), with rms(x) = sqrt(mean(x^2) + eps) over the last dimension.
+
+    x: (..., N), any floating dtype and strides. weight: (N,), any floating dtype, or None for no product at all.
+    Returns a contiguous tensor of x's shape and dtype. float32 inside (float64 for float64).
+    casting_mode: "llama" rounds the normalised value to x's dtype before the product with the weight; "gemma" rounds
+        only the product. The gradients are those of the unrounded value.
+    residual: (..., N), of x's dtype, any strides, or None: added to the result, as after a layer whose output is
+        normalised (Gemma 2). The result and the sum are each rounded.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    residual, weight = replicated("rms_norm", x, residual=residual, weight=weight)
+    _check("rms_norm", x, weight, casting_mode)
+    if residual is not None:
+        _check_residual("rms_norm", x, residual)
+    if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
+        return rms_norm_reference(x, weight, eps, offset=offset, casting_mode=casting_mode, residual=residual)
+    return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", False)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    casting_mode: CastingMode = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` of x + residual, and x + residual itself, rounded to x's dtype before it is normalised.
+
+    x, residual: (..., N), of one floating dtype, any strides. Without a residual the sum is x itself, returned so that
+        its two gradients are added in this op. Other arguments as for `rms_norm`.
+    Returns (y, sum), contiguous except for x itself. The backward pass writes one gradient for both x and residual.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    residual, weight = replicated("add_rms_norm", x, residual=residual, weight=weight)
+    _check("add_rms_norm", x, weight, casting_mode)
+    if residual is None:
+        if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
+            return rms_norm_reference(x, weight, eps, offset=offset, casting_mode=casting_mode), x
+        return _RMSNorm.apply(x, None, weight, eps, offset, casting_mode == "llama", True)
+    _check_residual("add_rms_norm", x, residual)
+    if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
+        return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)
+    return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", True)
+
+
+def rms_norm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    casting_mode: CastingMode = "llama",
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification of `rms_norm`, in plain torch."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(dtype)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        if casting_mode == "llama":
+            y = y.to(x.dtype).to(dtype)
+        y = y * (weight.to(dtype) + offset)
+    y = y.to(x.dtype).contiguous()
+    return y if residual is None else (y + residual).contiguous()
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    casting_mode: CastingMode = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification of `add_rms_norm`, in plain torch."""
+    total = x if residual is None else (x + residual).contiguous()
+    return rms_norm_reference(total, weight, eps, offset=offset, casting_mode=casting_mode), total
+
+
+def _check(op: str, x: torch.Tensor, weight: torch.Tensor | None, casting_mode: str) -> None:
+    check_rows(op, x)
+    check_norm(op, x, x.shape[-1], "weight", weight, casting_mode)
+
+
+def _check_residual(op: str, x: torch.Tensor, residual: torch.Tensor) -> None:
+    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+        raise InputError(
+            f"{op}: residual must be like x, {x.dtype} {tuple(x.shape)} on {x.device}; "
+            f"got {residual.dtype} {tuple(residual.shape)} on {residual.device}"
+        )
+
+
+def check_norm(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Tensor | None, casting_mode: str) -> None:
+    """Raises InputError unless the weight, called `name`, can scale rows of x that are `size` long."""
+    if casting_mode not in ("llama", "gemma"):
+        raise InputError(f'{op}: casting_mode must be "llama" or "gemma", got {casting_mode!r}')
+    check_weight(op, x, size, name, weight)
+
+
+@kernel
+def _rms_norm_forward_kernel(
+    x, x_stride, residual, residual_stride, weight, y, total, rstd, M, N, eps, offset, rows_per_program,
+    ADD: tl.constexpr, ADD_AFTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program normalises rows_per_program consecutive rows, ROWS at a time: of x or, with ADD, of x + residual;
+    with ADD_AFTER it adds the residual to the normalised rows. It loads the next rows before it computes these, so
+    that memory is never idle."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    end = tl.minimum(first + rows_per_program, M)
+    col = tl.arange(0, BLOCK)
+    if HAS_WEIGHT:
+        w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
+    values = load_rows(x, x_stride, first, end, N, ROWS, BLOCK)
+    if ADD or ADD_AFTER:
+        addend = load_rows(residual, residual_stride, first, end, N, ROWS, BLOCK)
+    for row in range(first, end, ROWS):
+        v = values.to(tl.float32)
+        values = load_rows(x, x_stride, row + ROWS, end, N, ROWS, BLOCK)
+        if ADD or ADD_AFTER:
+            more = addend.to(tl.float32)
+            addend = load_rows(residual, residual_stride, row + ROWS, end, N, ROWS, BLOCK)
+        if ADD:
+            rounded = (v + more).to(total.dtype.element_ty)
+            store_rows(total, rounded, row, end, N, ROWS, BLOCK)
+            v = rounded.to(tl.float32)
+        r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
+        rows = row + tl.arange(0, ROWS)
+        tl.store(rstd + rows, r, mask=rows < end)
+        v = v * r[:, None]
+        if HAS_WEIGHT:
+            if CAST_BEFORE:
+                v = v.to(x.dtype.element_ty).to(tl.float32)
+            v = v * w[None, :]
+        if ADD_AFTER:
+            v = v.to(y.dtype.element_ty).to(tl.float32) + more
+        store_rows(y, v, row, end, N, ROWS, BLOCK)
+
+
+@kernel
+def _rms_norm_backward_kernel(
+    dy, dy_stride, dx_more, dx_more_stride, x, x_stride, weight, rstd, dx, partial, M, N, offset, rows_per_program,
+    ADD: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes rows_per_program consecutive rows, ROWS at a time in STAGES pipeline stages, and sums its
+    own part of the weight's gradient: no atomics, so equal bits in every run. ADD: adds dx_more, a further gradient of
+    x."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    end = tl.minimum(first + rows_per_program, M)
+    col = tl.arange(0, BLOCK)
+    if HAS_WEIGHT:
+        w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
+    if NEED_WEIGHT:
+        dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for row in tl.range(first, end, ROWS, num_stages=STAGES):
+        rows = row + tl.arange(0, ROWS)
+        r = tl.load(rstd + rows, mask=rows < end, other=0.0)
+        xhat = load_rows(x, x_stride, row, end, N, ROWS, BLOCK).to(tl.float32) * r[:, None]
+        g = load_rows(dy, dy_stride, row, end, N, ROWS, BLOCK).to(tl.float32)
+        if ADD and NEED_X:
+            more = load_rows(dx_more, dx_more_stride, row, end, N, ROWS, BLOCK)
+        if NEED_WEIGHT:
+            dw += g * xhat
+        if NEED_X:
+            if HAS_WEIGHT:
+                g = g * w[None, :]
+            mean = tl.sum(g * xhat, axis=1) / N
+            g = (g - xhat * mean[:, None]) * r[:, None]
+            if ADD:
+                g += more.to(tl.float32)
+            store_rows(dx, g, row, end, N, ROWS, BLOCK)
+    if NEED_WEIGHT:
+        total = tl.sum(dw, axis=0).to(partial.dtype.element_ty)
+        tl.store(partial + tl.program_id(0) * N + col, total, mask=col < N)
+
+
+@custom_op()
+def _rms_norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    after: int,
+    eps: float,
+    offset: float,
+    cast_before: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x or x + residual normalised, or with `after` x normalised + residual; the sum that was normalised (empty without
+    one), and 1 / rms of each row for the backward pass."""
+    y, rstd = empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = x.new_empty(0) if residual is None or after else empty_like(x)
+    if is_fake(y):
+        return y, total, rstd
+    rows, weight = as_rows(x), None if weight is None else weight.contiguous()
+    others = None if residual is None else as_rows(residual)
+    M, N = rows.shape
+    launch = forward_launch(M, N)
+    _rms_norm_forward_kernel[(launch.programs,)](
+        rows, rows.stride(0), others, 0 if others is None else others.stride(0), weight, y, total, rstd,
+        M, N, eps, offset, launch.rows_per_program, ADD=others is not None and not after, ADD_AFTER=bool(after),
+        HAS_WEIGHT=weight is not None, CAST_BEFORE=cast_before,
+        ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
+    )  # fmt: skip
+    return y, total, rstd
+
+
+@custom_op()
+def _rms_norm_backward(
+    dy: torch.Tensor,
+    dx_more: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    need_x: int,
+    need_weight: bool,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x, dx_more added if given, and of the weight; those not needed are empty."""
+    dx, dw = empty_gradient(x, need_x, x), empty_gradient(weight, need_weight, x)
+    if is_fake(dx):
+        return dx, dw
+    g, rows, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
+    more = None if dx_more is None else as_rows(dx_more)
+    M, N = rows.shape
+    launch = backward_launch(M, N, x.element_size(), 2 if more is None else 3, x.device)
+    partial = dw
+    if need_weight and launch.programs != 1:
+        partial = x.new_empty((launch.programs, N), dtype=torch.float32)
+    _rms_norm_backward_kernel[(launch.programs,)](
+        g, g.stride(0), more, 0 if more is None else more.stride(0), rows, rows.stride(0), weight, rstd, dx, partial,
+        M, N, offset, launch.rows_per_program, ADD=more is not None, HAS_WEIGHT=weight is not None,
+        NEED_X=bool(need_x), NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
+        num_warps=launch.warps,
+    )  # fmt: skip
+    if partial is not dw:
+        sum_rows(partial, dw)
+    return dx, dw
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y or, with `both`, y and the sum that is normalised, to which the residual belongs. Else it is added to y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        eps: float,
+        offset: float,
+        cast_before: bool,
+        both: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ctx.offset, ctx.after = offset, residual is not None and not both
+        y, total, rstd = _rms_norm_forward(x, residual, weight, ctx.after, eps, offset, cast_before)
+        total = x if residual is None or ctx.after else total
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)  # an unused sum costs nothing
+        return (y, total) if both else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
+        dx, dw = dtotal, None
+        if dy is not None:
+            need_sum = need_x or (need_residual and not ctx.after)
+            dx, dw = _rms_norm_backward(dy, dtotal, x, weight, rstd, need_sum, need_weight, ctx.offset)
+        of_residual = dy if ctx.after else dx
+        return dx if need_x else None, of_residual if need_residual else None, dw if need_weight else None, *[None] * 4

@@ -1,0 +1,1 @@
+"""Rotary position embedding, with the q/k-norm and cache write around it."""

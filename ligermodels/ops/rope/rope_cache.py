@@ -1,0 +1,172 @@
+"""`rope_qkv` for decoding: keys and values go straight into their slots of a preallocated cache."""
+
+from typing import Any
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.ops.norm.rms_norm import CastingMode
+from ligermodels.ops.rope.rope import check_packed, rope_qkv_reference
+from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, store_heads, turn_heads
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+
+
+def rope_qkv_cached(
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: CastingMode = "llama",
+) -> torch.Tensor:
+    """Splits the packed projection, normalises and rotates q and k as `rope_qkv` does, and writes k and v to the cache.
+
+    Token t of sequence b goes to slot slots[b] + t, and is dropped if the cache has no such slot. There is no wait for
+    the device, so that a CUDA graph can hold the call. No gradient.
+
+    k_cache, v_cache: (B, S, num_kv_heads, head_dim) of qkv's dtype, any strides but the last dimension contiguous;
+        written in place.
+    slots: int32 or int64 (B,): each sequence's first slot.
+    The others are those of `rope_qkv`. Returns contiguous q (B, T, num_kv_heads * group_size, head_dim).
+    Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
+    """
+    shape = num_kv_heads, group_size, head_dim
+    reject_dtensors("rope_qkv_cached", qkv, k_cache, v_cache)
+    check_packed("rope_qkv_cached", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
+    B = qkv.shape[0]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        fits = cache.dim() == 4 and cache.shape == (B, k_cache.shape[1], num_kv_heads, head_dim)
+        if not fits or cache.dtype != qkv.dtype or cache.device != qkv.device:
+            raise InputError(
+                f"rope_qkv_cached: {name} must be {qkv.dtype} of shape ({B}, S, {num_kv_heads}, {head_dim}) on "
+                f"{qkv.device}, both caches alike; got {cache.dtype} {tuple(cache.shape)} on {cache.device}"
+            )
+        if cache.stride(3) != 1 and head_dim > 1:
+            raise InputError(f"rope_qkv_cached: the last dimension of {name} must be contiguous")
+    if slots.shape != (B,) or slots.dtype not in (torch.int32, torch.int64) or slots.device != qkv.device:
+        raise InputError(
+            f"rope_qkv_cached: slots must be int32 or int64 of shape ({B},) on {qkv.device}; "
+            f"got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
+        )
+    inputs = (qkv, k_cache, v_cache, q_norm, k_norm)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise InputError("rope_qkv_cached has no gradient: call it under torch.no_grad(), or use rope_qkv")
+    kernels = use_kernels(qkv, cos, sin, q_norm, k_norm)
+    return _rope_cached(
+        qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama", kernels
+    )
+
+
+def rope_qkv_cached_reference(
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    **norm: Any,
+) -> torch.Tensor:
+    """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
+    q, k, v = rope_qkv_reference(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    slot = slots[:, None].long() + torch.arange(qkv.shape[1], device=qkv.device)
+    batch, token = ((slot >= 0) & (slot < k_cache.shape[1])).nonzero(as_tuple=True)
+    k_cache[batch, slot[batch, token]] = k[batch, token]
+    v_cache[batch, slot[batch, token]] = v[batch, token]
+    return q
+
+
+@kernel
+def _rope_cached_kernel(
+    qkv, qkv_batch, qkv_token, cos, cos_batch, cos_token, sin, sin_batch, sin_token, q_norm, k_norm, eps, offset,
+    q, k_cache, k_batch, k_slot, k_head, v_cache, v_batch, v_slot, v_head, slots, T, S,
+    GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    CAST_BEFORE: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes one kv head of one token, with its group of query heads."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
+    batch, token = row // T, row % T
+    q_w1, q_w2, k_w1, k_w2 = 1.0, 1.0, 1.0, 1.0
+    if Q_NORM:
+        q_w1, q_w2 = load_weight(q_norm, offset, HALF, DIM, BLOCK)
+    if K_NORM:
+        k_w1, k_w2 = load_weight(k_norm, offset, HALF, DIM, BLOCK)
+    c = load_angles(cos, cos_batch, cos_token, row, T, HALF, BLOCK)
+    s = load_angles(sin, sin_batch, sin_token, row, T, HALF, BLOCK)
+    group = qkv + batch * qkv_batch + token * qkv_token + head * (GROUP + 2) * DIM
+    q1, q2 = load_heads(group, 0, DIM, GROUP, GROUP, HALF, DIM, BLOCK_GROUP, BLOCK)
+    k1, k2 = load_heads(group + GROUP * DIM, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
+    v1, v2 = load_heads(group + (GROUP + 1) * DIM, 0, 0, 1, 1, 0, DIM, 1, BLOCK)
+    turn_heads(
+        q1, q2, q1, q2, q + (row * heads + head) * GROUP * DIM, row, 0, 0, DIM, c, s, q_w1, q_w2, 0.0, 0.0, eps,
+        GROUP, GROUP, HALF, DIM, Q_NORM, CAST_BEFORE, False, True, False, BLOCK_GROUP, BLOCK,
+    )  # fmt: skip
+    slot = tl.load(slots + batch).to(tl.int64) + token
+    if (slot >= 0) & (slot < S):
+        k_place = k_cache + batch * k_batch + slot * k_slot + head * k_head
+        v_place = v_cache + batch * v_batch + slot * v_slot + head * v_head
+        turn_heads(
+            k1, k2, k1, k2, k_place, row, 0, 0, 0, c, s, k_w1, k_w2, 0.0, 0.0, eps,
+            1, 1, HALF, DIM, K_NORM, CAST_BEFORE, False, True, False, 1, BLOCK,
+        )  # fmt: skip
+        store_heads(v_place, 0, 0, v1, v2, 1, 1, 0, DIM, 1, BLOCK)
+
+
+@custom_op(mutates_args=("k_cache", "v_cache"))
+def _rope_cached(
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    eps: float,
+    offset: float,
+    cast_before: bool,
+    kernels: bool,
+) -> torch.Tensor:
+    q, shape = qkv.new_empty(*qkv.shape[:2], num_kv_heads * group_size, head_dim), (num_kv_heads, group_size, head_dim)
+    if is_fake(q):
+        return q
+    if not kernels:
+        norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": "llama" if cast_before else "gemma"}
+        return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
+    B, T, _ = qkv.shape
+    qkv = qkv if qkv.stride(2) == 1 else qkv.contiguous()
+    tables: list[Any] = []
+    for table in (cos, sin):
+        table = table if table is None or table.stride(2) == 1 else table.contiguous()
+        tables += [None, 0, 0] if table is None else [table, *table.expand(B, -1, -1).stride()[:2]]
+    weights = [None if w is None else w.contiguous() for w in (q_norm, k_norm)]
+    block_group, block = power_of_2_above(group_size), power_of_2_above((head_dim + 1) // 2)
+    if B * T:
+        _rope_cached_kernel[(B * T, num_kv_heads)](
+            qkv, *qkv.stride()[:2], *tables, *weights, eps, offset,
+            q, k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3], slots.contiguous(), T, k_cache.shape[1],
+            GROUP=group_size, DIM=head_dim, HALF=0 if cos is None else cos.shape[2],
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, CAST_BEFORE=cast_before,
+            BLOCK_GROUP=block_group, BLOCK=block, num_warps=min(max(block_group * block // 256, 1), 8),
+        )  # fmt: skip
+    return q

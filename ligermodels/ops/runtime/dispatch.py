@@ -1,0 +1,93 @@
+"""The choice between an op's two backends, its Triton kernels and its torch reference; and the import of Triton.
+
+CUDA tensors go to the kernels, CPU tensors to the reference. If TRITON_INTERPRET=1 is set when this package is
+imported, CPU tensors go to the kernels too, in Triton's interpreter. float64 always goes to the reference: the kernels
+compute in float32.
+"""
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from ligermodels.errors import BackendError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton for this platform: kernels stay plain functions that are never called
+    triton = SimpleNamespace(jit=lambda function: function)
+    tl = SimpleNamespace(constexpr=Any)
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides it when a kernel is defined
+
+Backend = Literal["reference", "triton"]
+_backend: Backend | None = None
+
+
+def use_kernels(*tensors: torch.Tensor | None) -> bool:
+    """Whether the Triton kernels, rather than the reference, serve these tensors; None among them is ignored.
+
+    Raises BackendError if `set_backend("triton")` holds but the kernels cannot serve them.
+    """
+    on_cuda = True
+    for t in tensors:  # a plain loop: every op begins with this
+        if t is not None:
+            if t.dtype == torch.float64:
+                return False
+            on_cuda = on_cuda and t.is_cuda
+    if _backend == "reference":
+        return False
+    if (on_cuda and HAS_TRITON and not INTERPRETED) or INTERPRETED:
+        return True
+    if _backend == "triton":
+        raise BackendError(
+            'set_backend("triton") holds, but the kernels need triton and CUDA tensors; on the CPU they run only with '
+            "TRITON_INTERPRET=1 set before ligermodels is imported"
+        )
+    return False
+
+
+@contextmanager
+def set_backend(backend: Backend | None) -> Iterator[None]:
+    """Context manager: every op runs on `backend`, "reference" or "triton"; with None each op chooses by its tensors.
+
+    It holds for the whole process, all threads. A backward pass runs on the backend of its forward pass.
+    """
+    global _backend
+    if backend not in ("reference", "triton", None):
+        raise BackendError(f'backend must be "reference", "triton" or None, got {backend!r}')
+    previous, _backend = _backend, backend
+    try:
+        yield
+    finally:
+        _backend = previous
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """The number of multiprocessors of the device, or a small fixed number for the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use on the device, less a reserve for the compiler."""
+    if device.type != "cuda":
+        return 2**16
+    # torch may lack the attribute: then what every device has.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 3 * 2**14)) - 2**13
+
+
+def power_of_2_above(n: int) -> int:
+    """The smallest power of two that is not below n, at least 1."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,135 @@
+"""Registration of the ops with torch.library, so that torch.compile sees each as one opaque node."""
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.function
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ligermodels.errors import InputError
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+_library = torch.library.Library("ligermodels", "FRAGMENT")
+
+
+def custom_op(mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: registers a function as `torch.ops.ligermodels.<its name>`, and returns a call of that op.
+
+    The schema comes from the function's annotations. The first argument is a tensor: the function runs on its device.
+    It may change only the inputs in `mutates_args`, may not return inputs or views of them, and has no gradient of its
+    own. It is its own fake: it allocates its results first, and returns them at once if `is_fake`.
+
+    Eagerly, with plain tensors and no dispatch mode, the function is called without the dispatcher, whose overhead
+    would exceed the time of a small kernel. DTensors go by the rules in `sharding`; an op that has none there raises
+    InputError.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__.strip("_")
+        parameters = list(inspect.signature(function).parameters)
+        mutated = [parameters.index(parameter) for parameter in mutates_args]
+
+        def on_device(*args: Any) -> Any:
+            if mutated:  # so that autograd refuses what it saved of their old values
+                torch.autograd.graph.increment_version([args[place] for place in mutated])
+            device = args[0].device
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return function(*args)
+            return function(*args)
+
+        _library.define(name + torch.library.infer_schema(function, mutates_args=mutates_args))
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, on_device, key)
+        torch.library.register_fake(f"ligermodels::{name}", function, lib=_library)
+        op = getattr(torch.ops.ligermodels, name).default
+
+        sharded = False
+
+        def call(*args: Any) -> Any:
+            nonlocal sharded
+            if torch.compiler.is_compiling():  # compilers trace no further
+                return op(*args)
+            if type(args[0]) not in PLAIN or args[0].is_meta or torch._C._len_torch_dispatch_stack():
+                if not sharded and is_dtensor(args[0]):
+                    _sharding().register(name, op)
+                    sharded = True
+                return op(*args)
+            if not torch.is_grad_enabled():  # as within the passes of an autograd.Function
+                return on_device(*args)
+            with torch._C._AutoDispatchBelowAutograd():
+                return on_device(*args)
+
+        return call
+
+    return register
+
+
+def _sharding() -> Any:
+    return importlib.import_module("ligermodels.ops.runtime.sharding")
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor; it does not import them."""
+    return type(x) not in PLAIN and "torch.distributed.tensor" in sys.modules and _sharding().is_dtensor(x)
+
+
+def replicated(op: str, x: torch.Tensor, **others: torch.Tensor | None) -> list[Any]:
+    """The other arguments of an op on x: if x is a DTensor, plain ones become replicated DTensors on its mesh.
+
+    Raises InputError if x is plain, but one of the others a DTensor."""
+    if torch.compiler.is_compiling() or not any(is_dtensor(t) for t in (x, *others.values()) if t is not None):
+        return list(others.values())
+    return list(_sharding().replicated(op, x, others))
+
+
+def reject_dtensors(op: str, *tensors: torch.Tensor | None) -> None:
+    """Raises InputError if one of these is a DTensor: for ops that have no rule in `sharding`."""
+    if not torch.compiler.is_compiling() and any(is_dtensor(t) for t in tensors if t is not None):
+        raise InputError(
+            f"{op} takes no DTensors: pass local tensors (x.to_local()), or gather first (x.full_tensor())"
+        )
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether x has a shape and a dtype, but no data: then no kernel may run, and no code that reads values.
+
+    Functions under `custom_op` check it right after allocating their results. Sizes may be symbolic there, and code
+    that branches on them would make a compiled graph valid for those sizes only.
+    """
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.function.once_differentiable`, without its overhead unless second derivatives are asked for."""
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: Any) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return call
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """An empty contiguous tensor of x's shape, dtype and device."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def empty_gradient(x: torch.Tensor | None, needed: int, like: torch.Tensor) -> torch.Tensor:
+    """An empty tensor for the gradient of x; of no elements, on the device of `like`, if it is not needed."""
+    return like.new_empty(0) if x is None or not needed else x.new_empty(x.shape)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (..., N) as (rows, N) whose last dimension is contiguous: a view where the strides allow it, else a copy."""
+    if x.dim() == 2:
+        rows = x
+    else:
+        rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,0 +1,1 @@
+"""Multi-head models (Medusa): heads, losses, candidate trees, decoding, checkpoint formats, measures."""

@@ -1,0 +1,122 @@
+"""The heads of a Medusa model, out to the formats of other programs and in from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.layers.sharding import gathered, reshard
+from ligermodels.speculative.files import Heads, save_heads
+from ligermodels.speculative.heads import MedusaHead
+from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
+
+ROWS = 4096
+"""Of an lm_head, compared at a time."""
+
+
+def export_heads(
+    base: CausalLM,
+    heads: nn.ModuleList,
+    shape: HeadsShape,
+    folder: Path,
+    profile: Profile,
+    *,
+    base_model: str | None,
+    max_shard_size: int | str,
+    overwrite: bool,
+) -> None:
+    """Write `heads`, each a `MedusaHead` on `base`; arguments and errors as of `MedusaModel.export`."""
+    if profile.lm_heads != "each" and cast(MedusaHead, heads[0]).lm_head is not None:
+        raise InputError(
+            f"profile {profile.name!r} has one lm_head for all heads, but each of these has its own; the profiles of "
+            f"separate lm_heads are {', '.join(p.name for p in PROFILES.values() if p.lm_heads == 'each')}"
+        )
+    if profile.max_layers is not None and shape.num_layers > profile.max_layers:
+        raise InputError(
+            f"profile {profile.name!r} takes {profile.max_layers} ResBlock a head, these have {shape.num_layers}"
+        )
+    if base.head.bias is not None:
+        raise InputError(f"profile {profile.name!r} has no place for the lm_head's bias")
+    reshard(base)
+    reshard(heads)
+    state, spec = _state(heads), base.export_spec
+    for i in range(profile.projections(shape)):
+        state.setdefault(f"heads.{i}.lm_head.weight", base.head.weight.data)
+    if profile.prefix:
+        if spec is None:
+            raise ConfigError(f"profile {profile.name!r} holds the base model too, which has no export_spec")
+        base.checked_export_spec()
+        state = {**{name: p.data for name, p in base.named_parameters()}, **state}
+    if base_model is None and spec is not None:
+        base_model = spec.hf_config.get("_name_or_path") or None
+    save_heads(
+        folder,
+        profile,
+        shape,
+        state,
+        base_model=base_model,
+        base=spec if profile.prefix else None,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )
+
+
+def repeats_lm_head(base: CausalLM, folder: Path, found: Heads) -> bool:
+    """Whether all lm_heads `found` in `folder`, if any, are that of `base`: bit for bit, once cast to its dtype.
+
+    They are compared one by one, a few rows at a time, up to the first that differ. Raises CheckpointError when one
+    lm_head is for all heads, and is not the base's.
+    """
+    shape = HeadsShape(found.num_heads, found.num_layers, base.config.hidden_size, base.config.vocab_size)
+    weight = gathered(base.head.state_dict()["weight"])
+    for name in found.profile.lm_head_names(shape):
+        known = base.head.bias is None and name in found.reader.headers
+        if known and _same_bits(found.reader.read(name), weight):
+            continue
+        if found.profile.lm_heads == "one":
+            raise CheckpointError(
+                f"{folder}: no {name} that is the base model's lm_head {list(weight.shape)}: the heads are "
+                "incomplete, or were made for another; give the base they were trained on"
+            )
+        return False
+    return True
+
+
+def load_heads(
+    heads: nn.ModuleList,
+    shape: HeadsShape,
+    found: Heads,
+    repeated: bool,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill new `heads` with those `found`; errors as of `MedusaModel.from_pretrained`.
+
+    repeated: the file's lm_heads are the base's (`repeats_lm_head`), as those of new heads are, and are passed over.
+    """
+    state = _state(heads)
+    if not found.biases:
+        state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
+    if repeated:
+        state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
+    found.weight_map(shape, lm_heads=not repeated).load(found.reader, state, progress=progress)
+
+
+def _same_bits(stored: Tensor, weight: Tensor) -> bool:
+    return stored.shape == weight.shape and all(
+        torch.equal(_bits(rows.to(weight)), _bits(own))
+        for rows, own in zip(stored.split(ROWS), weight.split(ROWS), strict=True)
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _state(heads: nn.ModuleList) -> dict[str, Tensor]:
+    return {f"heads.{name}": parameter.data for name, parameter in heads.named_parameters()}

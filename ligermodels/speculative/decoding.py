@@ -1,0 +1,197 @@
+"""Medusa decoding: a tree of the heads' candidates is checked in one forward pass, for all rows of a batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+from ligermodels.generation.generate import TokenIds, as_eos_ids, evaluating, prepare_prompts, resolve_max_new_tokens
+from ligermodels.generation.graph import Finished, Graphed
+from ligermodels.generation.state import DecodingState
+from ligermodels.generation.step import DecodingModel, Step, new_tokens
+from ligermodels.layers import TreeTokens
+from ligermodels.layers.sharding import end_of_decoding, is_sharded
+from ligermodels.speculative.acceptance import Typical
+from ligermodels.speculative.tree import Tree
+
+Propose = Callable[[Tensor], Tensor]
+"""Hidden states (B, H) -> logits (B, K, V) of the K heads."""
+
+
+@dataclass(frozen=True)
+class SpeculativeOutput:
+    """What `medusa_generate` returns.
+
+    sequences: long (B, T + n), as `generate` returns them.
+    steps: steps that the rows took, added up: a forward pass counts once for each row that was not done.
+    new_tokens: tokens generated over all sequences, EOS included, padding not.
+    passes: forward passes after the prefill, each for all sequences.
+    tokens_per_step: tokens that a row gained in a step: (new_tokens - B) / steps, as the prefill gives the first token
+        of each. Plain decoding has exactly 1; nan when there was no step.
+    """
+
+    sequences: Tensor
+    steps: int
+    new_tokens: int
+    passes: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        return (self.new_tokens - len(self.sequences)) / self.steps if self.steps else float("nan")
+
+
+@torch.no_grad()
+def medusa_generate(
+    model: DecodingModel,
+    propose: Propose,
+    input_ids: TokenIds,
+    *,
+    tree: Tree,
+    max_new_tokens: int | None = None,
+    max_length: int | None = None,
+    temperature: float = 0.0,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    attention_mask: Tensor | None = None,
+    cuda_graph: bool = True,
+) -> SpeculativeOutput:
+    """`generate` in fewer forward passes.
+
+    A step runs the model over all nodes of the tree at once, each seeing the text so far and its own ancestors, accepts
+    a path of them, and takes the model's likeliest token after its last node as the next root. Rows of a batch accept
+    paths of different lengths in the same step.
+
+    With temperature 0 it is lossless: the path is the one on which every token is the model's own greedy choice, so the
+    tokens are exactly those of greedy `generate`, whatever the heads propose, up to the rounding of forward passes of
+    different shapes, which may decide between two logits that are equal but for it.
+
+    With a temperature above 0 acceptance is typical (see `acceptance.Typical`): a candidate needs a probability above
+    min(epsilon, delta * exp(-entropy)) in the model's softmax at that temperature; the longest such path is taken, of
+    several the likeliest. This draws no random numbers, and is *not* a sample from the model's distribution: the first
+    token of every step is the greedy one, the others are the heads' candidates that are likely enough, so the text is
+    fixed by the prompt, the heads and the tree. A higher temperature flattens the distribution, which lowers the
+    threshold and lets more tokens other than the greedy one through. For samples use `generate`.
+
+    Args:
+        propose: head k speaks of the token k + 2 places after the one whose hidden state it is given.
+        tree: the candidates to try; at most K deep.
+        temperature, epsilon, delta: how to accept, as above.
+        The others are those of `generate`.
+
+    Raises:
+        InputError: as `generate`; the tree needs more heads or candidates than propose gives; temperature is below 0;
+            epsilon or delta is not above it.
+    """
+    eos_ids = as_eos_ids(eos_token_id)
+    pad_id = pad_token_id if pad_token_id is not None else (eos_ids[0] if eos_ids else None)
+    prompts = prepare_prompts(input_ids, attention_mask, pad_id, model.config.vocab_size)
+    typical = Typical(temperature, epsilon, delta) if temperature else None
+    batch, length = prompts.ids.shape
+    max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, length)
+    with evaluating(model):
+        state = model.new_state(batch, length + max_new_tokens + len(tree))
+        ids, real = prompts.ids.to(state.device), prompts.mask.to(state.device)
+        step = TreeStep(model, propose, state, tree, max_new_tokens, eos_ids, typical)
+        sequences = step.start(ids, real)
+        cuda_graph, finish = cuda_graph and not is_sharded(model), end_of_decoding(model)
+        take = Graphed(partial(step, sequences), state.device, cuda_graph)
+        passes = 0
+        switches = bool(step.thresholds.switches)
+        finished = Finished(state.device, not switches)
+        while (ago := finished(finish(sequences.done))) is None:
+            if switches and bool(step.needs_prefill(sequences).any()):
+                step.prefill_again(sequences, int(sequences.cache_seqlens.max()))
+            else:
+                take()
+            passes += 1
+        passes -= ago
+    counts = sequences.count.tolist()
+    tokens = torch.cat([ids, new_tokens(sequences, counts, pad_id)], dim=1)
+    return SpeculativeOutput(tokens, int(sequences.steps.sum()), sum(counts), passes)
+
+
+class TreeStep(Step):
+    """A step of tree decoding.
+
+    Where rotary frequencies change with the length of a sequence (`layers.rope.ContextThresholds`), no path goes past
+    the change; for the token after it, sequences that `needs_prefill` names take `prefill_again` in place of a step,
+    unless frequencies change with each token: then a step adds one, as plain decoding does.
+
+    Args:
+        model, propose: run on the device of the cache, which is empty, and long enough for the prompts, max_new_tokens
+            new tokens and the tree.
+        typical: how to accept; None for greedy.
+        The others are those of `medusa_generate`.
+    """
+
+    def __init__(
+        self,
+        model: DecodingModel,
+        propose: Propose,
+        state: DecodingState,
+        tree: Tree,
+        max_new_tokens: int,
+        eos_ids: Sequence[int],
+        typical: Typical | None = None,
+    ) -> None:
+        super().__init__(model, state, max_new_tokens, eos_ids, places=tree.max_depth + 1)
+        self.propose, self.tree, self.typical = propose, tree, typical
+        self.paths = ops.Paths(*(tensor.to(state.device) for tensor in (tree.parent, tree.depth, tree.route)))
+        self.rank = tree.rank.to(state.device)
+        self.tokens = TreeTokens(tree.mask.to(state.device), self.paths.parent, self.paths.depth)
+        switches, moving = self.thresholds
+        stops = [*switches, *(() if moving is None else (moving,))]
+        self.stops = torch.tensor(stops, dtype=torch.long, device=state.device)
+
+    def needs_prefill(self, sequences: ops.Sequences) -> Tensor:
+        """Bool (B,): sequences whose keys in the state have to be computed again before their root can be run."""
+        stale = torch.zeros_like(sequences.done)
+        for switch in self.thresholds.switches:
+            stale |= sequences.cache_seqlens == switch
+        return stale & ~sequences.done
+
+    def __call__(self, sequences: ops.Sequences) -> None:
+        """Take a step."""
+        tokens, positions = ops.tree_inputs(
+            self._best(sequences.hidden),
+            sequences.root,
+            sequences.cache_seqlens,
+            self.paths.depth,
+            self.rank,
+            self.stops,
+            self.thresholds.moving,
+        )
+        out = self.model(
+            tokens,
+            position_ids=positions,
+            state=self.state,
+            tree=self.tokens,
+            return_logits=True,
+            return_last_hidden_state=True,
+        )
+        accepted = (
+            (None, None) if self.typical is None else self.typical.accept_mask(out.logits, tokens, self.paths.parent)
+        )
+        given = tokens, positions, self.choose(out.logits), out.last_hidden_state
+        self.state.commit(ops.accept_path(sequences, self.paths, *given, self.eos, self.max_new_tokens, *accepted))
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        """Long (B, the tree's depth, its width): the heads' best tokens."""
+        logits, tree = self.propose(hidden), self.tree
+        if logits.ndim != 3 or len(logits) != len(hidden):
+            raise InputError(
+                f"propose must give logits of shape ({len(hidden)}, heads, vocabulary), got {tuple(logits.shape)}"
+            )
+        _, heads, vocabulary = logits.shape
+        if heads < tree.max_depth or vocabulary < tree.width:
+            needs = f"the tree needs {tree.max_depth} heads and {tree.width} candidates of each"
+            raise InputError(f"{needs}, propose gives {heads} heads over a vocabulary of {vocabulary}")
+        return ops.topk_indices(logits[:, : tree.max_depth], tree.width)

@@ -1,0 +1,118 @@
+"""Evaluation on given text: loss of a model, scores of Medusa heads, KL of a model to a reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.archs.causal_lm import CausalLM, document_bounds
+from ligermodels.data.batches import Batch, count_targets, on_device
+from ligermodels.errors import InputError
+from ligermodels.generation.generate import evaluating
+from ligermodels.layers import IGNORE_INDEX, shift_labels
+from ligermodels.speculative.distillation import divergence_and_losses
+from ligermodels.speculative.medusa import MedusaModel
+
+RANKS = 10
+"""Ranks of a head's candidates that are counted separately; a tree uses no more."""
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
+    """Mean loss per target, in nats, over all batches; its exponential is the perplexity.
+
+    Raises InputError when there is no target at all.
+    """
+    losses, counts = [], []
+    with evaluating(model):
+        for batch in batches:
+            losses.append(model(**on_device(batch, model.device), reduction="sum").loss.double())
+            counts.append(int(count_targets(model, [batch])))
+    if not losses:
+        raise InputError("there is no text to evaluate on: not a single batch was given")
+    return float(torch.stack(losses).sum()) / max(1, sum(counts))
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """Scores of K heads: `losses` (K,), nats per target; `hits` (K, 10), the frequency with which the target is the
+    candidate of rank 0, 1, ... (the argument of `tree.grow`); `counts` (K,), targets. On the CPU, in float64."""
+
+    losses: Tensor
+    hits: Tensor
+    counts: Tensor
+
+    def accuracy(self, k: int) -> Tensor:
+        """Top-k accuracy of each head, (K,), for k up to 10; InputError beyond."""
+        if not 1 <= k <= RANKS:
+            raise InputError(f"accuracy is known for the 1 to {RANKS} likeliest tokens, not for {k}")
+        return self.hits[:, :k].sum(1)
+
+
+@torch.no_grad()
+def evaluate_heads(
+    medusa: MedusaModel, batches: Iterable[Batch], on_ranks: Callable[[Tensor], object] | None = None
+) -> HeadScores:
+    """Scores of every head over all batches; `on_ranks` gets the ranks of each batch, long (K, B, T).
+
+    Raises InputError when there is no batch.
+    """
+    losses, hits, counts = [], [], []
+    device = medusa.base.device
+    rank = torch.arange(RANKS, device=device)
+    with evaluating(medusa):
+        for batch in batches:
+            out = medusa(**on_device(batch, device), reduction="sum")
+            losses.append(out.head_losses.double())
+            hits.append((out.ranks[..., None] == rank).sum((1, 2)))
+            counts.append(out.counts)
+            if on_ranks is not None:
+                on_ranks(out.ranks)
+    if not losses:
+        raise InputError("there is no text to evaluate on: not a single batch was given")
+    count = torch.stack(counts).sum(0).double().cpu()
+    at_least_one = count.clamp(min=1)
+    return HeadScores(
+        torch.stack(losses).sum(0).cpu() / at_least_one, torch.stack(hits).sum(0).cpu() / at_least_one[:, None], count
+    )
+
+
+@dataclass(frozen=True)
+class KLToReference:
+    """KL(reference || model) over some text, and the losses of both, all in nats per target."""
+
+    kl: float
+    loss: float
+    reference_loss: float
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative change of the perplexity: 0.01 is one percent worse than the reference's."""
+        return math.exp(self.loss - self.reference_loss) - 1
+
+
+@torch.no_grad()
+def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) -> KLToReference:
+    """KL of `model` to `reference`, a model of the same vocabulary on the same device.
+
+    Raises InputError when there is no batch.
+    """
+    sums, counts = [], []
+    with evaluating(model), evaluating(reference):
+        for batch in batches:
+            part: dict[str, Any] = on_device(batch, model.device)
+            labels = part.pop("labels")
+            bounds = document_bounds(labels.shape, part.get("position_ids"), part.get("cu_seqlens"))
+            targets = shift_labels(labels, 1, bounds)
+            part |= {"cu_seqlens": bounds, "return_last_hidden_state": True}
+            hidden, untouched = (each(**part).last_hidden_state for each in (model, reference))
+            sums.append(divergence_and_losses(hidden, model.head, untouched, reference.head, targets).double())
+            counts.append((targets != IGNORE_INDEX).sum())
+    if not sums:
+        raise InputError("there is no text to evaluate on: not a single batch was given")
+    return KLToReference(*(torch.stack(sums).sum(0) / torch.stack(counts).sum().clamp(min=1)).tolist())

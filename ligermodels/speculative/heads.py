@@ -1,0 +1,39 @@
+"""A Medusa head: residual blocks on the hidden state, then a projection to the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.layers import LMHead
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(linear(x)). Weight and bias start at zero, so that a new block is the identity."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Module):
+    """ResBlocks, then the head's own `lm_head`; without one it gives hidden states, for the base model's."""
+
+    def __init__(self, hidden_size: int, num_layers: int, lm_head: LMHead | None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(ResBlock(hidden_size) for _ in range(num_layers)))
+        self.lm_head = lm_head
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
+        """hidden (..., H) -> logits (..., V), or with targets (...) their loss, as of `LMHead.forward`; without an
+        lm_head of its own -> hidden states (..., H)."""
+        hidden = self.layers(hidden)
+        return hidden if self.lm_head is None else self.lm_head(hidden, targets, **loss_options)

@@ -1,0 +1,398 @@
+"""Medusa: extra heads that predict further tokens from the same hidden state (Cai et al., 2024)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.archs.causal_lm import CausalLM, document_bounds
+from ligermodels.errors import InputError
+from ligermodels.generation.generate import renamed_options
+from ligermodels.layers import LMHead, Targets
+from ligermodels.layers.lm_head import check_loss_inputs
+from ligermodels.layers.packing import Unpadding, check_same_tokens
+from ligermodels.layers.sharding import as_forward, gathered, reshard
+from ligermodels.layers.targets import count_targets
+from ligermodels.speculative.checkpoint import export_heads, load_heads, repeats_lm_head
+from ligermodels.speculative.decoding import SpeculativeOutput, medusa_generate
+from ligermodels.speculative.distillation import divergence
+from ligermodels.speculative.files import open_heads
+from ligermodels.speculative.heads import MedusaHead
+from ligermodels.speculative.hub import heads_folder
+from ligermodels.speculative.output import MedusaOutput
+from ligermodels.speculative.profiles import HeadsShape, profile_named
+from ligermodels.speculative.tree import Tree, default_tree
+
+
+class MedusaModel(nn.Module):
+    """A base model with K Medusa heads. Head i (from 0) at position t predicts token t + 2 + i."""
+
+    def __init__(
+        self,
+        base: CausalLM,
+        num_heads: int = 5,
+        num_layers: int = 1,
+        lm_head: Literal["own", "shared"] = "own",
+        decay: float = 0.8,
+    ) -> None:
+        """New heads: identity ResBlocks and, with own lm_heads, copies of the base's. See `from_base`."""
+        super().__init__()
+        if num_heads < 1 or num_layers < 1:
+            raise InputError(f"num_heads and num_layers must be at least 1, got {num_heads} and {num_layers}")
+        if lm_head not in ("own", "shared"):
+            raise InputError(f"lm_head must be 'own' or 'shared', got {lm_head!r}")
+        self.base, self.lm_head, self.decay = base, lm_head, decay
+        self.shape = HeadsShape(num_heads, num_layers, base.config.hidden_size, base.config.vocab_size)
+        state = {name: gathered(tensor) for name, tensor in base.head.state_dict().items()} if lm_head == "own" else {}
+        with base.device:
+            self.heads = nn.ModuleList(self._new_head(state) for _ in range(num_heads)).to(base.dtype)
+
+    def _new_head(self, lm_head_state: dict[str, Tensor]) -> MedusaHead:
+        lm_head = None
+        if self.lm_head == "own":
+            config = replace(self.base.config.head, tied=False)
+            lm_head = LMHead(self.shape.hidden_size, self.shape.vocab_size, config)
+            lm_head.load_state_dict(lm_head_state)
+        return MedusaHead(self.shape.hidden_size, self.shape.num_layers, lm_head)
+
+    @classmethod
+    def from_base(
+        cls,
+        base: CausalLM,
+        num_heads: int = 5,
+        num_layers: int = 1,
+        lm_head: Literal["own", "shared"] = "own",
+        decay: float = 0.8,
+    ) -> MedusaModel:
+        """Fresh heads on `base`, whose parameters are frozen (stage 1).
+
+        Args:
+            base: the model to speed up; `base.requires_grad_()` afterwards has it trained too (stage 2).
+            num_heads: K, tokens predicted beyond the next one.
+            num_layers: ResBlocks in each head.
+            lm_head: "own", a trained copy of the base's for each head; or "shared", the base's own, trained as it is.
+            decay: head i's loss counts decay ** i.
+
+        Raises InputError on a bad argument.
+        """
+        base.requires_grad_(False)
+        return cls(base, num_heads, num_layers, lm_head, decay)
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that stage 1 trains."""
+        return self.heads.parameters()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **loss_options: Any,
+    ) -> MedusaOutput:
+        """Loss sum_i decay ** i * CE_i over the heads; or, without labels, every head's logits.
+
+        Arguments and errors are those of `CausalLM.forward`; targets never cross a document's end. Logits are not
+        materialised where there are labels. `num_items_in_batch` may be one for each head: see `num_targets`. The base
+        model's own loss is no part of it: see `JointMedusa`.
+        """
+        if attention_mask is not None:
+            if position_ids is not None or cu_seqlens is not None:
+                raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
+            inputs_given = input_ids if inputs_embeds is None else inputs_embeds
+            if inputs_given is not None:
+                weights = loss_options.get("token_weights")
+                check_same_tokens(inputs_given, labels=labels, attention_mask=attention_mask, token_weights=weights)
+            unpad = Unpadding(attention_mask)
+            tensors = unpad.take_all(
+                input_ids=input_ids, labels=labels, inputs_embeds=inputs_embeds, loss_options=loss_options
+            )
+            out = MedusaModel.forward(self, **tensors, num_items_in_batch=num_items_in_batch)
+            ranks = None if out.ranks is None else unpad.put_back(out.ranks, -1, dim=1)
+            return replace(out, ranks=ranks, logits=None if out.logits is None else unpad.put_back(out.logits, dim=1))
+        check_loss_inputs(input_ids if inputs_embeds is None else inputs_embeds, labels, loss_options)
+        inputs = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "inputs_embeds": inputs_embeds}
+        if labels is None:
+            hidden = self.base(input_ids, **inputs, return_last_hidden_state=True).last_hidden_state
+            return MedusaOutput(logits=torch.stack([self._head(i, hidden) for i in range(len(self.heads))]))
+        targets = self.targets(labels, position_ids, cu_seqlens, first=2)
+        out = self.base(input_ids, **inputs, token_indices=targets, return_last_hidden_state=True)
+        return self.heads_loss(out.last_hidden_state, targets, num_items_in_batch=num_items_in_batch, **loss_options)
+
+    def joint_loss(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        heads_loss_weight: Tensor | float = 1.0,
+        num_items_in_batch: Tensor | int | None = None,
+        reference: CausalLM | None = None,
+        **loss_options: Any,
+    ) -> MedusaOutput:
+        """Stage 2: L_lm + heads_loss_weight * the heads' loss. `JointMedusa` is the module whose forward this is."""
+        base = self.base
+        check_loss_inputs(input_ids if inputs_embeds is None else inputs_embeds, labels, loss_options)
+        targets = self.targets(labels, position_ids, cu_seqlens, first=1)
+        inputs = {
+            "position_ids": position_ids,
+            "cu_seqlens": cu_seqlens,
+            "inputs_embeds": inputs_embeds,
+            "token_indices": targets,
+            "return_last_hidden_state": True,
+        }
+        out = base(input_ids, **inputs)
+        hidden = out.last_hidden_state
+        output = self.heads_loss(hidden, targets, num_items_in_batch=num_items_in_batch, **loss_options)
+        items = (
+            None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).flatten()[0].to(hidden.device)
+        )
+
+        def base_head(states: Tensor, target: Tensor, **options: Any) -> Tensor:
+            loss: Tensor = base(last_hidden_state=states, targets=target, **options).loss
+            return loss
+
+        if reference is None:
+            first = targets.loss(0, base_head, hidden, num_items_in_batch=items, **loss_options)
+        else:
+            with torch.no_grad():
+                untouched = reference(input_ids, **inputs).last_hidden_state
+
+            def kl_head(states: Tensor, target: Tensor, **options: Any) -> Tensor:
+                return divergence(states, base.head, untouched, reference.head, target, **options)
+
+            reduction = {name: loss_options[name] for name in ("reduction",) if name in loss_options}
+            first = targets.loss(0, kl_head, hidden, num_items_in_batch=items, **reduction)
+        loss = first + heads_loss_weight * cast(Tensor, output.loss)
+        if reference is None and out.aux_loss is not None:
+            loss = loss + base.config.router_aux_loss_coef * out.aux_loss
+        return replace(output, loss=loss, base_loss=first.detach())
+
+    def targets(self, labels: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None, *, first: int) -> Targets:
+        """Those of the heads, and with `first` 1 of the base model before them."""
+        bounds = document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
+        ahead = range(first, 2 + len(self.heads))
+        return Targets(labels, ahead, vocab_size=self.base.config.vocab_size, cu_seqlens=bounds)
+
+    def heads_loss(
+        self,
+        hidden: Tensor,
+        targets: Targets,
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        reduction: str = "mean",
+        **loss_options: Any,
+    ) -> MedusaOutput:
+        """The heads' loss, of hidden states (B, T, H) of the base model or (1, n, H) of `targets.token_indices`.
+
+        targets: with one loss for each head at the end.
+        Raises InputError for a reduction other than "mean" and "sum".
+        """
+        if reduction not in ("mean", "sum"):
+            raise InputError(f"reduction: must be 'mean' or 'sum' for Medusa heads, got {reduction!r}")
+        items = self._items(num_items_in_batch)
+        offset = len(targets.ahead) - len(self.heads)
+        losses, all_ranks = [], []
+        for i in range(len(self.heads)):
+            loss, ranks = targets.loss(
+                offset + i,
+                partial(self._head, i),
+                hidden,
+                num_items_in_batch=None if items is None else items[i],
+                reduction=reduction,
+                return_rank=True,
+                **loss_options,
+            )
+            losses.append(loss)
+            all_ranks.append(ranks)
+        head_losses, ranks = torch.stack(losses), torch.stack(all_ranks)
+        decay = torch.tensor([self.decay**i for i in range(len(losses))], dtype=head_losses.dtype).to(hidden.device)
+        return MedusaOutput.of_ranks(ranks, loss=(decay * head_losses).sum(), head_losses=head_losses.detach())
+
+    def _items(self, num_items_in_batch: Tensor | int | None) -> Tensor | None:
+        """What each head's summed loss is divided by, (K,)."""
+        if num_items_in_batch is None:
+            return None
+        items = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()[-len(self.heads) :]
+        return items.expand(len(self.heads)).float()
+
+    def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
+        """Head `index` as `LMHead.forward`, with its own lm_head, or with the shared one through the base model."""
+        head = self.heads[index]
+        if self.lm_head == "own":
+            return head(hidden, targets, **loss_options)
+        out = self.base(last_hidden_state=head(hidden), targets=targets, **loss_options)
+        if targets is None:
+            return out.logits
+        return out.loss if out.ranks is None else (out.loss, out.ranks)
+
+    def num_targets(
+        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, *, first: int = 2
+    ) -> Tensor:
+        """Labels that each head counts, long (K,): summed over batches, they are their `num_items_in_batch`.
+
+        With `first` 1 long (K + 1,), the base model's before them.
+        """
+        bounds = document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
+        return count_targets(labels, range(first, 2 + len(self.heads)), bounds)
+
+    def propose(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
+        """Hidden states (B, H) -> logits (B, n, V) of all heads, or of the first `num_heads`; InputError below 1."""
+        if num_heads is not None and num_heads < 1:
+            raise InputError(f"num_heads: must be at least 1, got {num_heads}")
+        heads = list(self.heads)[:num_heads]
+        if self.lm_head == "own":
+            return torch.stack([head(hidden) for head in heads], dim=1)
+        # One product with the shared weight for all heads.
+        return self.base(last_hidden_state=torch.stack([head(hidden) for head in heads], dim=1)).logits
+
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        max_new_tokens: int | None = ...,
+        *,
+        tree: Tree | None = ...,
+        return_stats: Literal[False] = ...,
+        **options: Any,
+    ) -> Tensor: ...
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        max_new_tokens: int | None = ...,
+        *,
+        tree: Tree | None = ...,
+        return_stats: Literal[True],
+        **options: Any,
+    ) -> SpeculativeOutput: ...
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        *,
+        tree: Tree | None = None,
+        return_stats: bool = False,
+        **options: Any,
+    ) -> Tensor | SpeculativeOutput:
+        """Tree decoding, several tokens per step: by default the tokens of greedy `base.generate`.
+
+        It does not sample, whatever the checkpoint's generation_config.json says.
+
+        With a `temperature`, tokens that are not the greedy ones are accepted where they are likely enough (typical
+        acceptance); this is no sampling: see `medusa_generate`.
+
+        Args:
+            input_ids: one prompt or several of any lengths; sequences of a batch grow at their own pace.
+            tree: candidates checked at each step; by default 63 grown from published head accuracies.
+            return_stats: give a `SpeculativeOutput`, with steps and tokens per step, instead of the token ids alone.
+            options: as `medusa_generate`.
+        """
+        tree = default_tree(self.shape.num_heads, vocab_size=self.shape.vocab_size) if tree is None else tree
+        # What the checkpoint says of sampling is for `base.generate`.
+        found = self.base.generation_defaults(do_sample=False)
+        defaults: dict[str, Any] = {
+            name: found[name] for name in ("eos_token_id", "pad_token_id", "max_length") if name in found
+        }
+        if max_new_tokens is None:
+            max_new_tokens = found.get("max_new_tokens")
+        options = renamed_options(options)
+        if options.pop("do_sample", False):
+            raise InputError("do_sample: tree decoding does not sample; use base.generate, or leave it out")
+        penalty = options.pop("repetition_penalty", found.get("repetition_penalty", 1.0))
+        if penalty != 1.0:
+            raise InputError(
+                f"repetition_penalty: tree decoding has none, and the checkpoint or the call sets {penalty}; give "
+                "repetition_penalty=1.0 to decode without"
+            )
+        as_forward(self, "_decode")
+        out = self._decode(input_ids, tree, max_new_tokens=max_new_tokens, **{**defaults, **options})
+        reshard(self)
+        return out if return_stats else out.sequences
+
+    def _decode(self, input_ids: Tensor | Sequence[Sequence[int]], tree: Tree, **options: Any) -> SpeculativeOutput:
+        propose = partial(self.propose, num_heads=max(1, tree.max_depth))  # the other heads would be run in vain
+        return medusa_generate(self.base, propose, input_ids, tree=tree, **options)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        profile: str = "vllm",
+        *,
+        base_model: str | None = None,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> None:
+        """Write the heads in the format of another program, and check what was written against it.
+
+        Heads on a shared lm_head go into a format of separate ones by repeating it.
+
+        Args:
+            folder: created if need be.
+            profile: one of `speculative.profiles.PROFILES`: vllm, vllm-shared, tgi, tgi-v2, tensorrt-llm,
+                fasterdecoding; or full-hf, which is the base model's checkpoint with the heads in it.
+            base_model: the base model's hub id or folder, which the formats of TGI, TensorRT-LLM and FasterDecoding
+                name; by default the one that the base model's own config names.
+            max_shard_size: of full-hf, as in `CausalLM.save_pretrained`; the other formats are one file.
+            overwrite: replace a checkpoint or heads in `folder`; what is no part of them stays.
+
+        Raises InputError for an unknown profile or one that cannot hold these heads, CheckpointError when the folder
+        cannot be written; nothing is left half-written.
+        """
+        export_heads(
+            self.base,
+            self.heads,
+            self.shape,
+            Path(folder),
+            profile_named(profile),
+            base_model=base_model,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the heads alone, in the `vllm` or `vllm-shared` format, for `from_pretrained`."""
+        self.export(folder, "vllm" if self.lm_head == "own" else "vllm-shared", overwrite=overwrite)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base: CausalLM,
+        folder: str | os.PathLike[str],
+        *,
+        decay: float = 0.8,
+        own_lm_heads: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> MedusaModel:
+        """Heads in `folder`, or under that name on the hub, in any format of `export`, on the (now frozen) `base`.
+
+        The format is recognised; the number of heads and their depth are taken from the tensors, not from the config.
+        ResBlocks without biases get biases of zero, which is the same. Of a `full-hf` checkpoint, `base` is what
+        `ligermodels.from_pretrained` loads from the same folder. Where every head's lm_head is, in the base's dtype and
+        bit for bit, the base's, they share that, even if the format repeats it; `own_lm_heads` gives each a copy of it.
+
+        Raises CheckpointError when files or tensors are missing, damaged, in no known format or made for another base;
+        HubError when they cannot be fetched.
+        """
+        path = heads_folder(folder)
+        with open_heads(path) as found:
+            repeated = repeats_lm_head(base, path, found)
+            lm_head: Literal["own", "shared"] = "shared" if repeated and not own_lm_heads else "own"
+            model = cls.from_base(base, found.num_heads, found.num_layers, lm_head, decay)
+            load_heads(model.heads, model.shape, found, repeated, progress)
+        return model

@@ -1,0 +1,110 @@
+"""What a run reads: its documents, and whether recipe and files are those that an interrupted run started with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ligermodels.data import fingerprint
+from ligermodels.data.documents import Documents
+from ligermodels.data.fingerprint import Fingerprint
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.training.recipe import Recipe
+from ligermodels.training.renamed import current_settings
+
+FREE = {
+    "evaluate_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "report_every",
+    "validation_tokens",
+    "max_bad_lines",
+    "kl_to_reference",
+    "reference",
+}
+"""Settings that may change when a run resumes: they do not affect training."""
+BY_CONTENT = {"base", "data", "chat_template"}
+"""Settings that name files. Their content must be the same; their paths may differ."""
+
+Content = dict[str, list[Fingerprint]]
+"""Fingerprints of the files of each of BY_CONTENT."""
+
+
+def documents_of(recipe: Recipe, folder: Path, say: Callable[[str], object]) -> Documents:
+    """The recipe's data as documents, by the tokenizer of the checkpoint in `folder`."""
+    return Documents.of_checkpoint(
+        folder,
+        recipe.data,
+        chat_template=recipe.chat_template,
+        date=recipe.date,
+        max_bad_lines=recipe.max_bad_lines,
+        on_bad_line=say,
+    )
+
+
+def same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> Recipe:
+    """`recipe` with the date and `start_from` of `before`, the settings in a checkpoint. Raises ConfigError when they
+    differ in a setting that affects training."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        before = current_settings(before)
+    recipe = recipe.model_copy(update={"date": recipe.date or before["date"], "start_from": before["start_from"]})
+    now = recipe.settings()
+    kept = now.keys() - FREE - BY_CONTENT
+    if changed := [name for name in now if name in kept and now[name] != before.get(name)]:
+        told = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
+        raise ConfigError(f"the run cannot resume with another recipe: {told}; use the old one, or start over")
+    return recipe
+
+
+def content_of(recipe: Recipe, folder: Path) -> Content:
+    """Fingerprints of what the run reads, `folder` being that of the base. Raises InputError and CheckpointError for
+    unreadable files."""
+    template = [recipe.chat_template] if recipe.chat_template else []
+    return {
+        "base": fingerprint.of_checkpoint(folder),
+        "data": data_content(recipe),
+        "chat_template": _fingerprints(template, CheckpointError),
+    }
+
+
+def data_content(recipe: Recipe) -> list[Fingerprint]:
+    """Fingerprints of the data. Raises InputError for files that cannot be read."""
+    return _fingerprints(recipe.data, InputError)
+
+
+def require_same_content(now: Content, before: Content) -> None:
+    """Raises InputError for other data, CheckpointError for another base or chat template, naming each file."""
+    for what, kind in (("data", InputError), ("chat_template", CheckpointError), ("base", CheckpointError)):
+        if told := list(_differences(now[what], before[what], in_order=what == "data")):
+            raise kind(
+                f"{what}: not what the run started with: {'; '.join(told)}. Give the original files, wherever they are "
+                "now, or start over"
+            )
+
+
+def _fingerprints(files: Iterable[str], kind: type[Exception]) -> list[Fingerprint]:
+    try:
+        return [fingerprint.of_file(Path(file)) for file in files]
+    except OSError as error:
+        raise kind(f"{error.filename}: cannot be read: {error.strerror or error}") from None
+
+
+def _differences(now: list[Fingerprint], before: list[Fingerprint], *, in_order: bool) -> Iterable[str]:
+    """Differences, file by file. Data files are matched by position, files of a checkpoint by name."""
+    here, there = ({(i if in_order else one["name"]): one for i, one in enumerate(files)} for files in (now, before))
+    for key in [*there, *(key for key in here if key not in there)]:
+        if key not in here:
+            yield f"{there[key]['name']} is missing"
+        elif key not in there:
+            yield f"{here[key]['name']} is new"
+        elif here[key]["bytes"] != there[key]["bytes"]:
+            yield f"{_name(here[key], there[key])} had {there[key]['bytes']:,} bytes, has {here[key]['bytes']:,}"
+        elif here[key]["digest"] != there[key]["digest"]:
+            yield f"{_name(here[key], there[key])} has other content"
+
+
+def _name(now: Fingerprint, before: Fingerprint) -> str:
+    return now["name"] if now["name"] == before["name"] else f"{now['name']} (was {before['name']})"

@@ -1,0 +1,64 @@
+"""The interface between a run, which is the same for every kind of training, and the job: what is trained, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.data.batches import Batch
+from ligermodels.training.loop import OutputMetrics, Trainable, Value
+from ligermodels.training.recipe import Recipe
+
+
+class Evaluation(Protocol):
+    """Results on the validation split."""
+
+    def metrics(self) -> Mapping[str, Value]:
+        """Values for metrics.jsonl, by name."""
+        ...
+
+
+class Job(Protocol):
+    """What a run trains, evaluates and exports."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Its parameters that require gradients are saved in checkpoints."""
+        ...
+
+    @property
+    def trainable(self) -> Trainable:
+        """What the loop calls for the loss."""
+        ...
+
+    @property
+    def learning_rates(self) -> Sequence[tuple[Iterable[nn.Parameter], float]]:
+        """Parameters to train, with their peak learning rate."""
+        ...
+
+    def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
+        """Further arguments of the loss in `step` of `steps`."""
+        ...
+
+    def output_metrics(self, out: Any) -> OutputMetrics:
+        """What to log of an output of `trainable`."""
+        ...
+
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> Evaluation:
+        """Evaluate on the validation split; each call of `batches` gives all of it."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write the result of the training."""
+        ...
+
+
+class JobFactory(Protocol):
+    """Makes the job of a recipe from its base model. With `resuming`, a checkpoint overwrites the trained parameters
+    afterwards, so nothing else need be loaded into them."""
+
+    def __call__(self, recipe: Recipe, model: CausalLM, *, resuming: bool) -> Job: ...

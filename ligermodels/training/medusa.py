@@ -1,0 +1,108 @@
+"""Medusa training: heads on a frozen model (stage 1), or heads and model together (stage 2)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.data.batches import Batch
+from ligermodels.errors import ConfigError
+from ligermodels.speculative.evaluation import HeadScores, KLToReference, evaluate_heads, evaluate_kl
+from ligermodels.speculative.joint import JointMedusa, frozen_copy
+from ligermodels.speculative.medusa import MedusaModel
+from ligermodels.training.loop import OutputMetrics, Trainable, Value
+from ligermodels.training.recipe import Recipe
+from ligermodels.training.run import Console, Outcome, run_job
+
+WEIGHT_ARGUMENT = "heads_loss_weight"
+"""Argument of `JointMedusa`'s forward for the recipe's heads_loss_weight."""
+
+
+def train_heads(
+    recipe: Recipe,
+    out: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    attention: str = "auto",
+    resume: bool = False,
+    console: Console | None = None,
+) -> Outcome:
+    """Train Medusa heads by `recipe` and write them to `out`; in stage 2 the model too, as one Hugging Face checkpoint.
+
+    Arguments and errors are those of `run_job`; the outcome's evaluation is a `MedusaEvaluation`.
+    """
+    return run_job(MedusaJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
+
+
+@dataclass(frozen=True)
+class MedusaEvaluation:
+    """Scores of the heads on the validation split and, if the recipe asks for it, the KL to the initial model."""
+
+    scores: HeadScores
+    kl: KLToReference | None = None
+
+    def metrics(self) -> dict[str, Value]:
+        """Accuracies by head, the KL in nats per token, the perplexity and its relative change."""
+        found: dict[str, Value] = {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
+        if self.kl is not None:
+            found |= {"kl_to_reference": self.kl.kl, "perplexity": math.exp(self.kl.loss)}
+            found["perplexity_change"] = self.kl.perplexity_change
+        return found
+
+
+class MedusaJob:
+    """A `Job`: see there. Raises ConfigError when the heads in `start_from` are not of the recipe's shape."""
+
+    def __init__(self, recipe: Recipe, model: CausalLM, *, resuming: bool) -> None:
+        self.recipe = recipe
+        if recipe.start_from is None or resuming:
+            self.model = MedusaModel.from_base(model, recipe.num_heads, recipe.num_layers, recipe.lm_head, recipe.decay)
+        else:
+            own = recipe.lm_head == "own"
+            self.model = MedusaModel.from_pretrained(model, recipe.start_from, decay=recipe.decay, own_lm_heads=own)
+            found = (self.model.shape.num_heads, self.model.shape.num_layers, self.model.lm_head)
+            if found != (recipe.num_heads, recipe.num_layers, recipe.lm_head):
+                raise ConfigError(f"start_from: num_heads, num_layers and lm_head there are {found}, not the recipe's")
+        self.trainable: Trainable = self.model
+        self.reference: CausalLM | None = None
+        self.learning_rates: list[tuple[Iterator[nn.Parameter], float]]
+        if recipe.stage == 1:
+            self.learning_rates = [(self.model.head_parameters(), recipe.learning_rate)]
+            return
+        if recipe.distill or recipe.kl_to_reference:
+            self.reference = frozen_copy(model, "cpu_offload" if recipe.reference == "cpu_offload" else "device")
+        self.trainable = JointMedusa(self.model, self.reference if recipe.distill else None)
+        heads_rate = recipe.learning_rate * recipe.head_lr_multiplier
+        self.learning_rates = [(model.parameters(), recipe.learning_rate), (self.model.head_parameters(), heads_rate)]
+
+    def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
+        return {} if self.recipe.stage == 1 else {WEIGHT_ARGUMENT: self.recipe.heads_loss_weight_at(step, steps)}
+
+    def output_metrics(self, out: Any) -> OutputMetrics:
+        return head_metrics(out)
+
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> MedusaEvaluation:
+        scores = evaluate_heads(self.model, batches())
+        kl = evaluate_kl(self.model.base, self.reference, batches()) if self.reference is not None else None
+        return MedusaEvaluation(scores, kl)
+
+    def export(self, folder: Path) -> None:
+        if self.recipe.stage == 2:
+            self.model.export(folder, "full-hf", overwrite=True)
+        else:
+            self.model.save_pretrained(folder, overwrite=True)
+
+
+def head_metrics(out: Any) -> OutputMetrics:
+    """Losses of the base model (where it is trained) and of each head, and how often each head is right."""
+    losses = {"head_losses": out.head_losses}
+    if out.base_loss is not None:
+        losses["base_loss"] = out.base_loss
+    return OutputMetrics(losses, {"head_accuracy": (out.accuracy[1] * out.counts, out.counts)})

@@ -1,0 +1,166 @@
+"""Ops on DTensors against the same ops on whole tensors, in each of two processes: sharded_ops.py RANK PORT BACKEND."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+
+R, WORLD = Replicate(), 2
+
+
+def table(x: torch.Tensor, batch: int = 1) -> torch.Tensor:
+    return torch.linspace(-1, 1, batch * x.shape[1] * 4).view(batch, x.shape[1], 4)
+
+
+# Op, shapes, and the placements to try: those of the inputs, then those expected of the outputs and of the gradients.
+CASES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[tuple[list[Any], list[Any], list[Any]]]]] = [
+    (
+        "rms_norm",
+        lambda x, w: ops.rms_norm(x, w, 1e-6),
+        [(4, 6, 40), (40,)],
+        [([s, R], [s], [s, Partial()]) for s in (Shard(0), Shard(1))] + [([R, R], [R], [R, R])],
+    ),
+    ("rms_norm, odd", lambda x, w: ops.rms_norm(x, w, 1e-6), [(5, 40), (40,)], [([Shard(0), R], [Shard(0)], [])]),
+    ("rms_norm, columns", lambda x, w: ops.rms_norm(x, w, 1e-6), [(4, 40), (40,)], [([Shard(1), Shard(0)], [], [])]),
+    ("rms_norm, no weight", lambda x: ops.rms_norm(x, None, 1e-6), [(4, 40)], [([Shard(0)], [Shard(0)], [Shard(0)])]),
+    (
+        "rms_norm and a sum",
+        lambda x, r, w: ops.rms_norm(x, w, 1e-6, residual=r, casting_mode="gemma", offset=1.0),
+        [(4, 6, 40), (4, 6, 40), (40,)],
+        [([Shard(1), Shard(1), R], [Shard(1)], [Shard(1), Shard(1), Partial()]), ([Shard(0), R, R], [], [])],
+    ),
+    (
+        "add_rms_norm",
+        lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-6),
+        [(4, 6, 40), (4, 6, 40), (40,)],
+        [([s, s, R], [s, s], [s, s, Partial()]) for s in (Shard(0), Shard(1))],
+    ),
+    (
+        "layer_norm",
+        lambda x, w, b: ops.layer_norm(x, w, b, 1e-6),
+        [(4, 6, 40), (40,), (40,)],
+        [([s, R, R], [s], [s, Partial(), Partial()]) for s in (Shard(0), Shard(1))],
+    ),
+    ("swiglu", ops.swiglu, [(4, 6, 24)], [([s], [s], [s]) for s in (Shard(0), Shard(1), Shard(2), R)]),
+    ("swiglu, a pair cut", ops.swiglu, [(4, 6)], [([Shard(1)], [], [])]),
+    ("geglu of two", ops.geglu, [(4, 24), (4, 24)], [([s, s], [s], [s, s]) for s in (Shard(0), Shard(1))]),
+    (
+        "rope",
+        lambda q, k: ops.rope(q, k, table(q), table(q)),
+        [(2, 6, 4, 10), (2, 6, 2, 10)],
+        [([s, s], [s, s], [s, s]) for s in (Shard(0), Shard(1), Shard(2))],
+    ),
+    (
+        "rope, each sequence its own",
+        lambda q, k: ops.rope(q, k, table(q, 2), table(q, 2)),
+        [(2, 6, 4, 10), (2, 6, 2, 10)],
+        [([s, s], [s, s], [s, s]) for s in (Shard(0), Shard(2))],
+    ),
+    (
+        "rope_qkv",
+        lambda x, q, k: ops.rope_qkv(x, table(x), table(x), 2, 3, 8, q, k),
+        [(2, 6, 80), (8,), (8,)],
+        [([s, R, R], [s] * 3, [s, Partial(), Partial()]) for s in (Shard(0), Shard(1))],
+    ),
+]
+
+
+def run(op: Callable[..., Any], inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    outputs = op(*inputs)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    loss = sum((y * y * (1 + i)).sum() for i, y in enumerate(outputs))
+    return outputs, list(torch.autograd.grad(loss, inputs))
+
+
+def check_cases(mesh: Any, kernels: bool) -> None:
+    for name, op, shapes, placements in CASES:
+        if name == "swiglu, a pair cut" and not kernels:
+            continue  # torch refuses to split a dimension of uneven shards
+        torch.manual_seed(0)
+        whole = [torch.randn(shape) for shape in shapes]
+        outputs, gradients = run(op, [x.clone().requires_grad_() for x in whole])
+        for given, of_outputs, of_gradients in placements:
+            inputs = [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in zip(whole, given, strict=True)]
+            try:
+                found, found_gradients = run(op, inputs)
+            except Exception as error:
+                raise AssertionError(f"{name}, {given}") from error
+            for one, two in zip([*found, *found_gradients], [*outputs, *gradients], strict=True):
+                assert isinstance(one, DTensor), name
+                torch.testing.assert_close(one.full_tensor(), two, rtol=2e-6, atol=2e-6, msg=f"{name}, {given}")
+            if kernels:
+                for wanted, results in ((of_outputs, found), (of_gradients, found_gradients)):
+                    for placement, result in zip(wanted, results, strict=False):
+                        assert result.placements == (placement,), (name, given, placement, result.placements)
+
+
+def check_plain_weights(mesh: Any) -> None:
+    """A plain weight beside sharded rows is replicated, and its gradient is the sum over the ranks."""
+    x, weight = torch.randn(4, 40), torch.randn(40)
+    wanted = run(lambda w: ops.rms_norm(x, w, 1e-6), [weight.clone().requires_grad_()])[1][0]
+    sharded = distribute_tensor(x, mesh, [Shard(0)])
+    found = run(lambda w: ops.rms_norm(sharded, w, 1e-6), [weight.clone().requires_grad_()])[1][0]
+    torch.testing.assert_close(found, wanted)
+
+
+def check_refusals(mesh: Any) -> None:
+    def whole(*shape: int, dtype: torch.dtype | None = None) -> DTensor:
+        return distribute_tensor(torch.ones(shape, dtype=dtype), mesh, [R])
+
+    ids = whole(4, dtype=torch.long)
+    calls: dict[str, Callable[[], Any]] = {
+        "cross_entropy": lambda: ops.cross_entropy(whole(4, 9), ids),
+        "linear_cross_entropy": lambda: ops.linear_cross_entropy(torch.ones(4, 8), whole(9, 8), torch.ones(4).long()),
+        "topk_indices": lambda: ops.topk_indices(whole(4, 9), 2),
+        "grouped_mm": lambda: ops.grouped_mm(whole(4, 8), whole(1, 9, 8), torch.tensor([4], dtype=torch.int32)),
+        "compact_kv_cache": lambda: ops.compact_kv_cache(whole(4, 2, 2), torch.zeros(4, 1).long()),
+        "decode_attention": lambda: ops.decode_attention(
+            whole(1, 1, 2, 8), whole(1, 4, 2, 8), whole(1, 4, 2, 8), torch.zeros(1).int()
+        ),
+        "adamw_step": lambda: ops.adamw_step(
+            *(whole(4) for _ in range(4)), step=1, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0
+        ),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except InputError as error:
+            assert str(error).startswith(f"{name} takes no DTensors") and "to_local()" in str(error), error
+        else:
+            raise AssertionError(f"{name} took a DTensor")
+    try:
+        ops.rms_norm(torch.ones(4, 40), whole(40), 1e-6)
+    except InputError as error:
+        assert "rms_norm: weight is a DTensor" in str(error), error
+    else:
+        raise AssertionError("a plain x took a sharded weight")
+
+
+def main(rank: int, port: str, backend: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (WORLD,))
+    with ops.set_backend(backend):  # type: ignore[arg-type]
+        check_cases(mesh, backend == "triton")
+        check_plain_weights(mesh)
+        check_refusals(mesh)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may crash a process that tears them down
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # without waiting for the other rank

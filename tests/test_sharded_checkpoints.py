@@ -1,0 +1,171 @@
+"""Checkpoints of DTensors, read and written by two ranks."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+from two_ranks import in_two_ranks
+from zoo import CONFIGS, make_checkpoint
+
+import ligermodels as lm
+from ligermodels.convert.export_spec import ExportSpec
+from ligermodels.convert.files import SINGLE
+from ligermodels.convert.mappings import concat, grouped_qkv, interleaved_gate_up, rename
+from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.safetensors_writer import save_checkpoint
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import CheckpointError
+
+WEIGHTS = WeightMap(
+    [
+        rename("embed", "embed"),
+        grouped_qkv("qkv", "q", "k", "v", 3, 2, 3),
+        interleaved_gate_up("gate_up", "gate", "up"),
+        concat("columns", ["c0", "c1"], [2, 3], dim=1),
+        rename("bias", "bias"),
+        rename("norm", "norm"),
+        rename("counts", "counts"),
+    ]
+)
+SHAPES = {"embed": (7, 4), "qkv": (36, 4), "gate_up": (10, 4), "columns": (4, 5), "bias": (1,), "norm": (5,)}
+
+
+def whole_state() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {**{name: torch.randn(shape) for name, shape in SHAPES.items()}, "counts": torch.arange(3)}
+
+
+def sharded(mesh: DeviceMesh, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows uneven, a single row, columns, all of it; and plain tensors, one of them a buffer of whole numbers."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    placements = {"columns": Shard(1), "norm": Replicate()}
+    return {
+        name: tensor
+        if name == "counts"
+        else torch.nn.Parameter(distribute_tensor(tensor, mesh, [placements.get(name, Shard(0))]))
+        for name, tensor in state.items()
+    }
+
+
+# -- what the two ranks do ---------------------------------------------------------------------------------------------
+
+
+def save_and_load(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    whole = whole_state()
+    state = sharded(mesh, whole)
+    for size in ("5GB", 100):  # One file; and shards between which q, k and v of a weight are divided.
+        spec = ExportSpec({"model_type": "none"}, WEIGHTS)
+        spec.save(folder / f"out-{size}", state, max_shard_size=size)
+        new = sharded(mesh, {name: torch.full_like(tensor, -1) for name, tensor in whole.items()})
+        seen: list[tuple[int, int]] = []
+        with Checkpoint(folder / f"out-{size}") as checkpoint:
+            WEIGHTS.load(checkpoint, new, progress=lambda *done, seen=seen: seen.append(done))
+        for name, tensor in new.items():
+            found = tensor if name == "counts" else tensor.full_tensor()
+            assert torch.equal(found, whole[name]), name
+        total = sum(tensor.nbytes for tensor in whole.values())
+        assert seen[-1] == (total, total) and seen == sorted(seen)
+
+
+def cannot_be_loaded(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    partial = DTensor.from_local(torch.zeros(5), mesh, [Partial()])
+    with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match=r"norm: .*placement P.*load, then sh"):
+        WeightMap([rename("norm", "norm")]).load(checkpoint, {"norm": partial})
+
+
+def save_model(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = lm.from_pretrained(folder / "model")
+    for block in model.decoder.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.save_pretrained(folder / "out", max_shard_size="20KB")
+    assert (folder / "out" / "config.json").is_file()  # For every rank, once it is out of the call.
+
+
+def fails(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    state = sharded(mesh, whole_state())
+    spec, out = ExportSpec({"model_type": "none"}, WEIGHTS), folder / "out"
+    own = "" if rank == 0 else "rank 0 failed: "
+
+    # A folder in use; then a disk that is full at some file.
+    (folder / "used").mkdir(exist_ok=True)
+    (folder / "used" / "mine").write_text("mine")
+    distributed.barrier()
+    with pytest.raises(CheckpointError, match=f"{own}.*used: is not empty"):
+        spec.save(folder / "used", state)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+    wanted = "nothing was written" if rank == 0 else "out: not written, rank 0 failed: OSError: .*File too large"
+    with pytest.raises(CheckpointError, match=wanted):
+        spec.save(out, state, max_shard_size=300)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    # What fails in the middle of a shard on one rank, the last check, and what fails on a rank that does not write.
+    for failing in (0, 1):
+        tensors = WEIGHTS.export(state)
+        second = tensors[1]
+
+        def read(failing: int = failing, second: Any = second) -> Tensor:
+            found: Tensor = second.read()
+            if rank == failing:
+                raise MemoryError("on the host")
+            return found
+
+        tensors[1] = second._replace(read=read)
+        error, wanted = (MemoryError, "on the host") if rank == failing else (CheckpointError, f"rank {failing} failed")
+        with pytest.raises(error, match=wanted):
+            save_checkpoint(out, tensors, ranks=Ranks(state.values()))
+
+    def check(written: Path) -> None:
+        assert rank == 0
+        raise ValueError("not as it should be")
+
+    with pytest.raises(ValueError if rank == 0 else CheckpointError, match=f"{own}.*not as it should be"):
+        spec.save(out, state, check=check)
+    assert not out.exists()
+    spec.save(out, state)  # Ranks are still in step.
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_written_and_read(tmp_path: Path) -> None:
+    in_two_ranks(save_and_load, tmp_path)
+    wanted = {each.name: each.read() for each in WEIGHTS.export(whole_state())}
+    for size in ("5GB", 100):
+        shards = list((tmp_path / f"out-{size}").glob("*.safetensors"))
+        found = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+        assert (len(shards) > 1) == (size == 100)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_model_under_fsdp(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", CONFIGS["llama-3.2"])
+    in_two_ranks(save_model, tmp_path)
+    lm.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "plain", max_shard_size="20KB")
+    found, wanted = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("out", "plain"))
+    assert found == wanted
+
+
+def test_placements_that_cannot_be_loaded(tmp_path: Path) -> None:
+    save_file({"norm": torch.randn(5)}, tmp_path / SINGLE)
+    in_two_ranks(cannot_be_loaded, tmp_path)
+
+
+def test_a_failure_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
+    in_two_ranks(fails, tmp_path)
+    assert load_file(tmp_path / "out" / SINGLE).keys() == WEIGHTS.sources()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "used", "rendezvous"}

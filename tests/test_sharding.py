@@ -1,0 +1,188 @@
+"""Models whose parameters are sharded: FSDP2 by block and tensor parallelism, on two processes with gloo."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+from two_ranks import WORLD, in_two_ranks
+from zoo import BASE, GEMMA, SANDWICH
+
+import ligermodels as lm
+from ligermodels.layers import Block, ForwardContext
+from ligermodels.speculative.joint import JointMedusa
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**BASE, "model_type": "llama"},
+    "gemma2": {**SANDWICH, "model_type": "gemma2", "head_dim": 14},
+    "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 5, "output_router_logits": True},
+}
+"""Untied; tied, with post-norms; a mixture of experts. Sizes that two ranks do not divide."""
+
+
+def build(name: str) -> lm.CausalLM:
+    torch.manual_seed(0)
+    return lm.from_config(CONFIGS[name])
+
+
+def shard(model: nn.Module, base: lm.CausalLM) -> None:
+    """As PyTorch's documentation does it: each block, then the rest."""
+    for block in base.decoder.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def draw(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 131, (2, 13), generator=generator)
+    return ids, ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -100)
+
+
+def gathered(model: nn.Module, what: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
+    def whole(x: Tensor | None) -> Tensor | None:
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+    return {name: whole(what(p)) for name, p in model.named_parameters()}
+
+
+def check_gradients(sharded: nn.Module, plain: nn.Module, loss: Callable[[nn.Module, int], Tensor]) -> None:
+    """FSDP averages the ranks' gradients: those of the mean of the ranks' losses."""
+    loss(sharded, dist.get_rank()).backward()
+    torch.stack([loss(plain, rank) for rank in range(WORLD)]).mean().backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    found = gathered(sharded, lambda p: p.grad)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        if gradient is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], gradient, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def of_model(model: nn.Module, rank: int, **options: Any) -> Tensor:
+    ids, labels = draw(rank)
+    return model(ids, labels=labels, **options).loss
+
+
+def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
+    plain, model = build(name), build(name)
+    shard(model, model)
+    ids = draw(rank)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+    check_gradients(model, plain, of_model)
+    # The ranks' prompts differ, and so does when they end.
+    eos = int(plain.generate(draw(0)[0][:1], max_new_tokens=4, eos_token_id=[], do_sample=False)[0, -2])
+    options = {"max_new_tokens": 9, "eos_token_id": [eos], "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    model.activation_checkpointing = "selective"
+    model.zero_grad(), plain.zero_grad()
+    check_gradients(model, plain, of_model)
+    model.save_pretrained(folder / "out", max_shard_size=20_000)
+    dist.barrier()
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager")
+    if hasattr(theirs.config, "_experts_implementation"):
+        theirs.set_experts_implementation("eager")  # its default needs aligned sizes
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def medusa(rank: int, folder: Path, mesh: DeviceMesh, name: str, lm_head: str, how: str) -> None:
+    def make(sharded: bool) -> lm.MedusaModel:
+        base = build(name)
+        if sharded:
+            shard(base, base)
+        found = lm.MedusaModel.from_base(base, num_heads=2, lm_head=lm_head)
+        torch.manual_seed(1)
+        for parameter in found.heads.parameters():
+            nn.init.normal_(parameter, std=0.05)
+        return found
+
+    plain, model = make(False), make(how == "base")
+    if how == "heads":
+        for head in model.heads:
+            fully_shard(head)
+    elif how == "all":
+        shard(model.base, model.base)
+        fully_shard(model)
+    check_gradients(model, plain, of_model) if how == "all" else of_model(model, rank).backward()
+    ids = draw(rank)[0]
+    options = {"max_new_tokens": 8, "eos_token_id": [7], "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    plain.zero_grad(), model.zero_grad()
+    joint, whole = JointMedusa(model), JointMedusa(plain)
+    if how == "all":
+        check_gradients(joint, whole, partial(of_model, heads_loss_weight=0.3))
+    else:
+        of_model(joint, rank, heads_loss_weight=0.3).backward()
+    model.export(folder / "heads", profile="full-hf")
+    dist.barrier()
+    again = lm.MedusaModel.from_pretrained(lm.from_pretrained(folder / "heads"), folder / "heads")
+    assert torch.equal(again.generate(ids, **options), plain.generate(ids, **options))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fsdp2_trains_generates_and_saves(name: str, tmp_path: Path) -> None:
+    in_two_ranks(train_generate_save, tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "name, lm_head, how",
+    [
+        ("llama", "own", "all"),
+        ("gemma2", "shared", "all"),
+        ("llama", "shared", "base"),
+        ("gemma2", "own", "base"),
+        ("llama", "own", "heads"),
+    ],
+)
+def test_fsdp2_medusa(name: str, lm_head: str, how: str, tmp_path: Path) -> None:
+    in_two_ranks(medusa, tmp_path, name, lm_head, how)
+
+
+def tensor_parallel(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
+    torch.manual_seed(0)
+    model = build(name)
+    config = model.config
+    tables = {rope.config: rope(torch.arange(13)[None], torch.float32) for rope in model.decoder.ropes}
+    context = ForwardContext(tables)
+    block = model.decoder.blocks[0]
+    assert isinstance(block, Block)
+    sharded = parallelize_module(
+        copy.deepcopy(block),
+        mesh,
+        {
+            "mixer.qkv": ColwiseParallel(),
+            "mixer.o": RowwiseParallel(),
+            "mlp.gate_up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(),
+        },
+    )
+    x = torch.randn(2, 13, config.hidden_size, generator=torch.Generator().manual_seed(2))
+    found, wanted = sharded(x, context), block(x, context)
+    torch.testing.assert_close(found, wanted)
+    (found * x).sum().backward()
+    (wanted * x).sum().backward()
+    for key, gradient in gathered(sharded, lambda p: p.grad).items():
+        torch.testing.assert_close(
+            gradient, dict(block.named_parameters())[key].grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=key: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-wide"])
+def test_a_plain_shard_of_fused_weights_is_tensor_parallel(name: str, tmp_path: Path) -> None:
+    in_two_ranks(tensor_parallel, tmp_path, name)
+
+
+CONFIGS["gemma2-wide"] = {**GEMMA, "model_type": "gemma2", "num_key_value_heads": 2, "intermediate_size": 98}
+CONFIGS["llama"]["intermediate_size"] = 98

@@ -1,0 +1,44 @@
+"""Tests on two processes with gloo."""
+
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+WORLD = 2
+
+
+def in_two_ranks(work: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    """Run `work(rank, folder, mesh, *arguments)` in two processes; an error of either fails with its traceback."""
+    folder.mkdir(parents=True, exist_ok=True)
+    spawn = mp.get_context("spawn")
+    workers = [spawn.Process(target=_enter, args=(work, rank, folder, arguments)) for rank in range(WORLD)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(240)
+        worker.kill()
+    errors = [path.read_text() for path in sorted(folder.glob("error-*"))]
+    assert not errors, errors[0]
+    assert [worker.exitcode for worker in workers] == [0] * WORLD
+
+
+def _enter(work: Callable[..., None], rank: int, folder: Path, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    try:
+        work(rank, folder, init_device_mesh("cpu", (WORLD,)), *arguments)
+        dist.barrier()
+    except BaseException:
+        (folder / f"error-{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)  # Without gloo's teardown, in which the rank that is later may abort.
