@@ -111,6 +111,7 @@ class Own(nn.Module):
         self.register_buffer("table", torch.ones(size), persistent=False)
         if fills:
             self.reset_parameters = self._fill
+        self.helper = object()
 
     def _fill(self) -> None:
         with torch.no_grad():
@@ -169,6 +170,25 @@ def test_own_modules_fill_themselves_and_their_buffers_live(own: dict[str, Any],
 def test_an_own_module_that_cannot_be_filled_is_named(own: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"blocks\.0\.mlp \(Own\) owns scale, places, mean, table .*init_weights"):
         lm.from_config({**own, "model_type": "empty"})
+
+
+def test_a_linear_layer_with_a_reset_of_its_own_keeps_it() -> None:
+    class Zero(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.zeros_(self.weight)
+
+    model = lm.from_config(LLAMA)
+    model.decoder.blocks[0].mlp.down = Zero(97, 60, bias=False)
+    model.reset_parameters()
+    assert not model.decoder.blocks[0].mlp.down.weight.any() and model.decoder.blocks[1].mlp.down.weight.any()
+
+
+def test_objects_that_a_module_holds_are_no_change(own: dict[str, Any], tmp_path: Path) -> None:
+    """A module may hold anything; two of a kind need not be equal."""
+    model = lm.from_config(own)
+    for block in model.decoder.blocks:
+        block.mlp.held = object()
+    model.save_pretrained(tmp_path / "out")
 
 
 def test_a_modules_place_can_be_taken() -> None:

@@ -18,7 +18,7 @@ from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import DecodingState, generate
 from ligermodels.generation.generate import renamed_options
-from ligermodels.generation.step import RopeThresholds, rope_thresholds
+from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.config import persistent_tensors
@@ -184,7 +184,7 @@ class CausalLM(nn.Module):
                 raise InputError("attention_mask: give no position_ids, cu_seqlens or token_indices with it")
             unpad = Unpadding(attention_mask)
             if not unpad.trivial:
-                if rope_thresholds(self) != RopeThresholds(frozenset(), None):
+                if rope_thresholds(self):
                     raise InputError(
                         "attention_mask: rotary frequencies of this model depend on the length of a row, which padding "
                         "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"
@@ -341,7 +341,7 @@ class CausalLM(nn.Module):
         difference = first_difference(self.config, composed, "config")
         if difference is None:
             with torch.device("meta"), skip_init():
-                difference = module_difference(self, CausalLM(composed))
+                difference = module_difference(self, CausalLM(composed, spec))
         if difference is not None:
             where, ours, theirs = difference
             raise ConfigError(

@@ -48,7 +48,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def module_difference(ours: nn.Module, theirs: nn.Module) -> tuple[str, Any, Any] | None:
-    """As `first_difference`, of two models: what their modules of one name are, and their plain attributes."""
+    """As `first_difference`, of two models: the types of modules of one name, their configs, and their attributes that
+    are numbers, strings or None."""
     named = dict(theirs.named_modules())
     for name, module in ours.named_modules():
         twin = named.get(name)
@@ -58,8 +59,8 @@ def module_difference(ours: nn.Module, theirs: nn.Module) -> tuple[str, Any, Any
         if type(module) is not type(twin) and not (sharded and type(twin) in type(module).__mro__):
             return name, type(module).__name__, type(twin).__name__
         for attribute, wanted in vars(twin).items():
-            plain = not attribute.startswith("_") and attribute not in ("training", "export_spec", "config")
-            if plain and not callable(wanted) and getattr(module, attribute, None) != wanted:
+            plain = isinstance(wanted, int | float | str | None) and not attribute.startswith("_")
+            if plain and attribute != "training" and getattr(module, attribute, None) != wanted:
                 return f"{name}.{attribute}".lstrip("."), getattr(module, attribute, None), wanted
         found = first_difference(getattr(module, "config", None), getattr(twin, "config", None))
         if found is not None:

@@ -142,6 +142,10 @@ class RopeThresholds(NamedTuple):
     switches: frozenset[int]
     moving: int | None
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.switches) or self.moving is not None
+
 
 def rope_thresholds(model: DecodingModel) -> RopeThresholds:
     """Those of all rotary embeddings in `model`. At a switch the keys of earlier tokens have to be computed again."""

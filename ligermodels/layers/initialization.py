@@ -46,13 +46,16 @@ def initialize(module: nn.Module, std: float, name: str = "") -> None:
         initialize_own(module, std, name)
 
 
+_TORCHS_OWN = (nn.Linear.reset_parameters, nn.Embedding.reset_parameters)
+
+
 @torch.no_grad()
 def initialize_own(module: nn.Module, std: float, name: str) -> None:
     """`initialize` for the tensors that `module` itself owns."""
     init_weights, reset = getattr(module, "init_weights", None), getattr(module, "reset_parameters", None)
     if callable(init_weights):
         init_weights(std)
-    elif isinstance(module, nn.Linear | nn.Embedding):
+    elif isinstance(module, nn.Linear | nn.Embedding) and type(module).reset_parameters in _TORCHS_OWN:
         nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Embedding):
             module._fill_padding_idx_with_zero()
