@@ -147,7 +147,7 @@ CASES: dict[str, Callable[..., Callable[[], Found]]] = {
     "medusa stage 1 llama-3-8b 5 heads 4x4096": partial(training, "llama-3-8b", 4, heads=5),
     "gemma-2-2b 2x4096": partial(training, "gemma-2-2b", 2),
     "qwen3-1.7b 4x4096": partial(training, "qwen3-1.7b", 4),
-    "qwen3-30b-a3b 8 of 48 layers 2x4096": partial(training, "qwen3-30b-a3b", 2, layers=8),
+    "qwen3-30b-a3b 12 of 48 layers 2x4096": partial(training, "qwen3-30b-a3b", 2, layers=12),
 }
 
 

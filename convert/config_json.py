@@ -45,7 +45,7 @@ _SHORT.maxlist = _SHORT.maxdict = 8
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype a config names (`dtype`, or the older `torch_dtype`); float32 when it names none.
 
-    Raises ConfigError when it is none that weights are computed with.
+    Raises ConfigError for one that is not in FLOATS.
     """
     field = "torch_dtype" if config.get("dtype") is None else "dtype"
     name = _first(config.get(field), "float32")
@@ -57,20 +57,18 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def are_token_ids(found: Any, *, several: bool) -> bool:
-    """Whether it is a token's id, or with `several` a list of them, or null.
-
-    Ids outside the vocabulary pass: published checkpoints have them, and negative ones that stand for none.
-    """
+    """Whether it is a token's id, or with `several` a list of them, or null. Published checkpoints have ids outside the
+    vocabulary, and negative ones that stand for none."""
     ids = found if several and isinstance(found, list) else [] if found is None else [found]
     return all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**31 for token in ids)
 
 
-def check_generation(config: Mapping[str, Any]) -> None:
+def check_generation(config: Mapping[str, Any], where: str = "generation_config.json") -> None:
     """ConfigError unless the token ids of a generation_config.json are ids, as far as they are there."""
     for name, several in (("eos_token_id", True), ("pad_token_id", False)):
         if not are_token_ids(config.get(name), several=several):
             raise ConfigError(
-                f"generation_config.json: field {name!r} must be a token's id{' or a list of them' * several}, got "
+                f"{where}: field {name!r} must be a token's id{' or a list of them' * several}, got "
                 f"{short(config[name])}; correct it, or remove it to have that of config.json"
             )
 
@@ -157,10 +155,9 @@ def for_export(
 ) -> dict[str, Any]:
     """`config` with every field kept, the dtype set, and rope settings in both schemas.
 
-    A reader that knows only one schema would otherwise fall back to the default theta silently. `default_theta`
-    has one base for each layer type in a family that has one rope for each. Scaling of other layers than those of full
-    attention, and an explicit `factor` of longrope, are beyond the v4 schema. `attribute_map` has fields that v5 may
-    write under another name: v4's name -> v5's, which v4 would not read.
+    A reader of one schema would otherwise take the default theta silently. `default_theta` as of `rope_parameters`.
+    The v4 schema has no scaling of other layers than those of full attention, and no explicit `factor` of longrope.
+    `attribute_map`: v4's name of a field -> that of v5, which v4 would not read.
     """
     name = str(dtype).removeprefix("torch.")
     exported = {**config, "dtype": name, "torch_dtype": name}
@@ -221,37 +218,41 @@ UNSUPPORTED_SAMPLING: dict[str, Callable[[Any], bool]] = {
 
 
 def generation_defaults(
-    generation_config: Mapping[str, Any] | None, hf_config: Mapping[str, Any], *, do_sample: bool | None = None
+    generation_config: Mapping[str, Any] | None,
+    hf_config: Mapping[str, Any],
+    *,
+    do_sample: bool | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The options that transformers' `generate` takes of a checkpoint, for a call that gives none.
 
     Args:
-        generation_config: generation_config.json; None where there is none, and `hf_config` has the options, if any.
-        hf_config: config.json; it has the token ids that generation_config.json does not name too.
-        do_sample: what the caller says, if anything: some options matter only when tokens are sampled.
+        generation_config: generation_config.json; without one, `hf_config` has the options, if any.
+        hf_config: config.json, which also has the token ids that generation_config.json does not name.
+        do_sample: the caller's choice, if any; some options matter only when tokens are sampled.
+        overrides: the `generation_config` of a call, whose options go before those of the checkpoint.
 
-    Returns:
-        The options of GENERATION, those not set with its values; `eos_token_id` and `pad_token_id`. A `max_length`
-        includes the prompt; `max_new_tokens` wins over it.
-
-    Raises:
-        ConfigError: an option has a bad value; or options are set that change the output and are not implemented, all
-            of which are named.
+    Returns the options of GENERATION, `eos_token_id` and `pad_token_id`. A `max_length` includes the prompt;
+    `max_new_tokens` wins over it. Raises ConfigError for an option with a bad value, and for options that change the
+    output and are not implemented.
     """
     check_generation(generation_config or {})
     where = "config.json" if generation_config is None else "generation_config.json"
-    found = hf_config if generation_config is None else generation_config
+    overrides = overrides or {}
+    check_generation(overrides, "generation_config")
+    found = {**(hf_config if generation_config is None else generation_config), **overrides}
     options = {name: _first(found.get(name), default) for name, default in GENERATION.items()}
     for name, value in options.items():
         if not _is_option(name, value):
-            raise ConfigError(f"{where}: field {name!r} is not usable for generation: {short(value)}")
+            at = "generation_config" if name in overrides else where
+            raise ConfigError(f"{at}: field {name!r} is not usable for generation: {short(value)}")
     samples = options["do_sample"] if do_sample is None else do_sample
-    if unsupported := _unsupported(found, samples):
+    if unsupported := _unsupported({k: v for k, v in found.items() if k not in overrides}, samples):
         raise ConfigError(
             f"{where}: options of generation that are not implemented: {', '.join(unsupported)}; remove them to "
             "generate without"
         )
-    ids = {**hf_config, **(generation_config or {})}
+    ids = {**hf_config, **(generation_config or {}), **overrides}
     return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
 
 

@@ -64,10 +64,8 @@ class SourceCheckpoint:
                 f"keep='all' reads the extra tensors from the checkpoint that the model was loaded from: {error}; "
                 "put that checkpoint back, or write the model alone"
             ) from error
-        found = {name: checkpoint.headers[name] for name in self.extra}
-        return [
-            LazyTensor(name, each.shape, each.dtype, partial(checkpoint.read, name)) for name, each in found.items()
-        ]
+        found = [(name, checkpoint.headers[name]) for name in self.extra]
+        return [LazyTensor(name, each.shape, each.dtype, partial(checkpoint.read, name)) for name, each in found]
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,9 @@ class ExportSpec:
     ) -> None:
         """Write `state` (native name -> tensor) as a checkpoint folder; `check` and errors as in `save_checkpoint`.
 
-        Where tensors are DTensors, all ranks call this with the same arguments; rank 0 writes, and all succeed or none.
-
-        With `keep` "all", everything of the checkpoint that the model was loaded from is written: `state` in place of
-        the language model, all other tensors unchanged. CheckpointError if it is not there any more, or never was.
+        With DTensors all ranks call this with the same arguments; rank 0 writes, and all succeed or none. With `keep`
+        "all", the whole checkpoint that the model was loaded from is written, `state` in place of the language model;
+        CheckpointError if it is not there any more, or never was.
         """
         if keep not in get_args(Keep):
             raise InputError(f"keep: must be 'model' or 'all', got {keep!r}")
@@ -123,7 +120,10 @@ class ExportSpec:
         with ExitStack() as opened:
             if keep == "all":
                 with ranks.step(os.fspath(folder)):
-                    source = self._require_source()
+                    if (source := self.source) is None:
+                        raise CheckpointError(
+                            "keep='all': the model was not loaded from a checkpoint, so there is no more to keep"
+                        )
                     config, weight_map = source.exported_config(export), source.weight_map
                     files, extra = {**files, **source.files}, source.extra_tensors(opened)
             written: dict[str, Any] = {"config.json": as_json(config)}
@@ -138,11 +138,6 @@ class ExportSpec:
                 check=check,
                 ranks=ranks,
             )
-
-    def _require_source(self) -> SourceCheckpoint:
-        if self.source is None:
-            raise CheckpointError("keep='all': the model was not loaded from a checkpoint, so there is no more to keep")
-        return self.source
 
 
 def as_json(content: Mapping[str, Any]) -> str:

@@ -58,8 +58,8 @@ def read_index(folder: Path) -> dict[str, str]:
 def written_whole(folder: Path, needed: int, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to fill with about `needed` bytes of files, which become those of `folder` on leaving.
 
-    On any exception, a KeyboardInterrupt included, it is removed and `folder` is as before. With `overwrite` a
-    checkpoint in `folder` is replaced: its weights, configs and tokenizer; files that are none of these stay.
+    On any exception it is removed and `folder` is as before. `overwrite` replaces a checkpoint in `folder` (weights,
+    configs, tokenizer); other files stay.
 
     Raises CheckpointError when `folder` is a file, holds something without `overwrite`, or cannot be written.
     """
@@ -79,11 +79,13 @@ def written_whole(folder: Path, needed: int, *, overwrite: bool = False) -> Iter
         yield temporary
         for path in temporary.iterdir():
             _sync(path)
+        with suppress(OSError):  # Not every file system can do this to a folder.
+            _sync(temporary)
         if parent == folder:
             _replace(folder, temporary)
         else:
             temporary.rename(folder)  # Fails if someone else has filled it meanwhile.
-        with suppress(OSError):  # Not every file system can do this to a folder.
+        with suppress(OSError):
             _sync(parent)
     except OSError as error:
         raise CheckpointError(

@@ -48,11 +48,10 @@ def resolve(
 ) -> Path:
     """The folder of a checkpoint: a local one as it is, or a snapshot of a hub repository in huggingface_hub's cache.
 
-    Of a repository, config, tokenizer and chat template are fetched, and the safetensors that transformers would load:
-    never pickles or other copies of the weights. What the cache has is not fetched again.
+    Fetches config, tokenizer, chat template and the safetensors that transformers would load, if the cache lacks them.
 
     Args:
-        name_or_path: a local folder (an existing one comes first), or a hub repo id such as "meta-llama/Llama-3.1-8B".
+        name_or_path: a local folder, or else a hub repo id such as "meta-llama/Llama-3.1-8B".
         revision: branch, tag or commit; "main" by default.
         token: of the hub; by default the one that `hf auth login` or HF_TOKEN set.
         cache_dir: by default huggingface_hub's, which HF_HOME moves.

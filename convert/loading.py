@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,11 +22,28 @@ BUFFER_BYTES = 8 * 2**20
 """Large enough to copy at full rate. All buffers together are what the host holds."""
 
 
-class Reader(Protocol):
-    """Where tensors are read from: see `safetensors_reader.Checkpoint`. Threads read at the same time."""
+class Spec(Protocol):
+    """What planning needs to know of a stored tensor."""
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+class Reader(Protocol):
+    """Where tensors are read from. Threads read at the same time."""
+
+    @property
+    def headers(self) -> Mapping[str, Spec]: ...
     def read(self, name: str) -> Tensor: ...
     def read_together(self, names: Sequence[str]) -> Tensor | None: ...
+
+
+@runtime_checkable
+class FileReader(Reader, Protocol):
+    """A reader of files, see `safetensors_reader.Checkpoint`; other tensors are in memory already."""
+
     def read_into(self, name: str, start: int, buffer: memoryview) -> None: ...
 
 
@@ -60,14 +77,14 @@ def fill(reader: Reader, tensors: Sequence[tuple[Tensor, Sequence[Piece]]], *, m
         if mapped and tensor.device.type == "cpu" and (found := _as_stored(reader, tensor, pieces)) is not None:
             tensor.data = found
             yield found.nbytes
-        elif tensor.device.type == "cuda":
+        elif tensor.device.type == "cuda" and isinstance(reader, FileReader):
             uploads[tensor.device] += pieces
         else:
             copies += pieces
     with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy") as threads:
         yield from threads.map(partial(_copy, reader, torch.is_inference_mode_enabled()), copies)
     for device, each in uploads.items():
-        yield from upload(reader, each, device)
+        yield from upload(cast(FileReader, reader), each, device)
 
 
 def _as_stored(reader: Reader, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
@@ -91,11 +108,10 @@ def _copy(reader: Reader, inference: bool, piece: Piece) -> int:
     return piece.bytes
 
 
-def upload(reader: Reader, pieces: Sequence[Piece], device: torch.device) -> Iterator[int]:
+def upload(reader: FileReader, pieces: Sequence[Piece], device: torch.device) -> Iterator[int]:
     """Fill `pieces`, all on `device`, the largest first; yields the bytes of each once it is on its way.
 
-    The device is synchronised before and after. It holds a copy of a view only while the view is filled, and only of
-    one that is not contiguous.
+    The device is synchronised before and after. It holds a copy of a view that is not contiguous while that is filled.
     """
     largest_first = sorted(pieces, key=lambda piece: -piece.bytes)
     lanes, inference = threading.local(), torch.is_inference_mode_enabled()
@@ -124,7 +140,7 @@ class _Lane:
             buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
         self.turns = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in buffers])
 
-    def fill(self, reader: Reader, piece: Piece) -> int:
+    def fill(self, reader: FileReader, piece: Piece) -> int:
         """Fill a piece on the current stream, which is this lane's; returns its bytes."""
         view, dtype = piece.view, piece.dtype
         whole = view if view.is_contiguous() else torch.empty_like(view, memory_format=torch.contiguous_format)

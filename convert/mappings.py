@@ -1,10 +1,8 @@
 """Which views of a native tensor are which tensors of a Hugging Face checkpoint.
 
-A mapping is written in one direction only, as views. Loading copies every checkpoint tensor into its view and export
-reads the same views, so the inverse needs no code and is exact to the byte. Views are partials of plain functions, so
-that mappings can be copied and pickled.
-
-Layers build the mappings of their own parameters: this module imports nothing but torch and the standard library.
+Loading copies every checkpoint tensor into its view and export reads the same views, so both directions are exact to
+the byte. Views are partials of functions, so that mappings can be copied and pickled. Layers build the mappings
+of their own parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 
@@ -68,13 +68,13 @@ def concat(target: str, sources: Sequence[str], sizes: Sequence[int], dim: int =
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     each = zip(sources, starts, sizes, strict=True)
     return WeightMapping(
-        target, tuple(TensorView(s, partial(_slice, dim=dim, start=start, size=n)) for s, start, n in each)
+        target, tuple(TensorView(s, partial(torch.narrow, dim=dim, start=start, length=n)) for s, start, n in each)
     )
 
 
 def stack(target: str, sources: Sequence[str]) -> WeightMapping:
     """`target[i]` is `sources[i]`, as with the experts of a layer."""
-    return WeightMapping(target, tuple(TensorView(source, partial(_item, index=i)) for i, source in enumerate(sources)))
+    return WeightMapping(target, tuple(TensorView(source, itemgetter(i)) for i, source in enumerate(sources)))
 
 
 def grouped_qkv(
@@ -133,14 +133,6 @@ def experts_gate_up_in_one(target: str, source: str) -> WeightMapping:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    return tensor.narrow(dim, start, size)
-
-
-def _item(tensor: Tensor, index: int) -> Tensor:
-    return tensor[index]
 
 
 def _grouped(tensor: Tensor, shape: tuple[int, int, int], heads: int | slice) -> Tensor:

@@ -99,15 +99,14 @@ class Ranks:
         A rank on which it failed raises its own error, the others a CheckpointError that has its message. Within the
         step ranks must make the same collective calls up to the failure.
         """
+        if not self.together:
+            yield
+            return
         failure: BaseException | None = None
         try:
             yield
         except BaseException as error:
-            if not self.together:
-                raise
             failure = error
-        if not self.together:
-            return
         messages: list[str | None] = [None] * torch.distributed.get_world_size()
         own = None if failure is None else f"{type(failure).__name__}: {failure}"
         torch.distributed.all_gather_object(messages, own)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -61,13 +60,6 @@ class Header(NamedTuple):
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
-class _File(NamedTuple):
-    """An open file, and its bytes mapped into memory: private, so that writing to them changes no file."""
-
-    file: FileIO
-    mapped: torch.UntypedStorage
-
-
 class Checkpoint:
     """The safetensors of a folder: the file `single`, else the shards that `model.safetensors.index.json` names.
 
@@ -79,7 +71,8 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str], *, single: str = SINGLE) -> None:
         self.folder = Path(folder)
         self.headers: dict[str, Header] = {}
-        self._files: dict[str, _File] = {}
+        # Each open file, and its bytes mapped into memory: private, so that writing to them changes no file.
+        self._files: dict[str, tuple[FileIO, torch.UntypedStorage]] = {}
         self._open_files = ExitStack()
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
@@ -105,15 +98,13 @@ class Checkpoint:
 
     def _open(self, file: str) -> None:
         path = self.folder / file
-        if path.stat().st_size == 0:
-            raise CheckpointError(f"{path}: is empty; fetch it again")
         with _explained(path):
             with safe_open(path, framework="pt"):
                 pass  # Refuses a file that is damaged or too short; what follows can rely on its header.
             opened = self._open_files.enter_context(FileIO(path))
             size = os.fstat(opened.fileno()).st_size
             mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
-            self._files[file] = _File(opened, mapped.untyped_storage())
+            self._files[file] = opened, mapped.untyped_storage()
             length = int.from_bytes(opened.read(8), "little")
             specs = json.loads(os.pread(opened.fileno(), length, 8))
         specs.pop("__metadata__", None)
@@ -146,7 +137,7 @@ class Checkpoint:
         path, at = self.folder / header.file, header.start + start
         if start < 0 or at + len(buffer) > header.end:
             raise CheckpointError(f"{path}: {name!r} does not have {len(buffer)} bytes from {start} on")
-        file = self._file(header.file).file
+        file, _ = self._file(header.file)
         with _explained(path):
             while buffer:
                 if not (count := os.preadv(file.fileno(), [buffer], at)):
@@ -158,13 +149,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: holds no tensor {name!r}")
         return self.headers[name]
 
-    def _file(self, name: str) -> _File:
+    def _file(self, name: str) -> tuple[FileIO, torch.UntypedStorage]:
         if name not in self._files:
             raise CheckpointError(f"{self.folder / name}: was closed")
         return self._files[name]
 
     def _bytes(self, file: str, start: int, end: int) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._file(file).mapped[start:end])
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._file(file)[1][start:end])
 
     def close(self) -> None:
         """Close the files; tensors that were read stay valid."""
@@ -174,9 +165,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

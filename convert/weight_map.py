@@ -8,12 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.convert import loading
+from ligermodels.convert.loading import Reader, Spec
 from ligermodels.convert.mappings import TensorView, WeightMapping
 from ligermodels.convert.ranks import Gather, fill_shard, is_dtensor, stand_in
 from ligermodels.errors import CheckpointError
@@ -23,22 +24,6 @@ FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 LISTED = 20
 """Faults of one kind that an error lists before it only counts."""
-
-
-class Spec(Protocol):
-    """What planning needs to know of a stored tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
-class Reader(loading.Reader, Protocol):
-    """Where tensors are loaded from: `safetensors_reader.Checkpoint`, or anything like it."""
-
-    @property
-    def headers(self) -> Mapping[str, Spec]: ...
 
 
 class LazyTensor(NamedTuple):
@@ -95,6 +80,16 @@ class WeightMap:
                     )
         _raise("the checkpoint does not fit the model", faults)
 
+    def check_aliases(self, reader: Reader) -> None:
+        """CheckpointError when an alias differs from what it repeats."""
+        for alias, original in self.aliases.items():
+            both = [reader.read(name) for name in (alias, original) if name in reader.headers]
+            if len(both) == 2 and (both[0].dtype != both[1].dtype or not torch.equal(*both)):
+                raise CheckpointError(
+                    f"{alias}: differs from {original}, but the config ties the two; set tie_word_embeddings to false, "
+                    f"or remove {alias}"
+                )
+
     def load(
         self,
         reader: Reader,
@@ -106,12 +101,10 @@ class WeightMap:
         """Fill `state`, casting as needed. The host holds a few buffers more; with DTensors one whole tensor more.
 
         Args:
-            reader: the checkpoint.
             state: native name -> tensor with storage, of any float dtype, on any device; buffers of other dtypes too,
                 which must be those of the checkpoint. Of a DTensor each rank reads its own part.
             progress: called with bytes done and bytes in all.
-            mapped: give a tensor on the host the memory of its file (as its `data`) where that holds it in the right
-                dtype and order: nothing is read before it is used, and writing to the tensor leaves the file alone.
+            mapped: as of `loading.fill`; writing to a mapped tensor leaves the file alone.
 
         Raises CheckpointError as `plan`, before anything is read; or when an alias differs from what it repeats.
         """
@@ -119,14 +112,9 @@ class WeightMap:
         self.plan(headers, state)
         if unplaced := [name for name, tensor in state.items() if tensor.is_meta]:
             raise CheckpointError(f"{unplaced[0]}: is on the meta device; give the model storage (to_empty) first")
-        for alias, original in self.aliases.items():
-            if {alias, original} <= headers.keys() and not _equal(reader.read(alias), reader.read(original)):
-                raise CheckpointError(
-                    f"{alias}: differs from {original}, but the config ties the two; set tie_word_embeddings to false, "
-                    f"or remove {alias}"
-                )
-        pieces = (self._pieces(each, stand_in(state[each.target]), headers) for each in self.mappings)
-        done, total = 0, sum(piece.bytes for some in pieces for piece in some)
+        self.check_aliases(reader)
+        stored = {self._stored(source, headers) for source in self.sources()}
+        done, total = 0, sum(math.prod(headers[name].shape) * headers[name].dtype.itemsize for name in stored)
         for count in self._fill(reader, state, mapped):
             done += count
             if progress is not None:
@@ -134,21 +122,21 @@ class WeightMap:
 
     def _fill(self, reader: Reader, state: Mapping[str, Tensor], mapped: bool) -> Iterator[int]:
         """Fill `state`; gives bytes of the files as they are done."""
-        headers, tensors = reader.headers, []
-        for mapping in self.mappings:
-            tensor = state[mapping.target]
-            if not is_dtensor(tensor):
-                tensors.append((tensor, self._pieces(mapping, tensor, headers)))
-        yield from loading.fill(reader, tensors, mapped=mapped)
+        headers, tensors, sharded = reader.headers, [], []
         for mapping in self.mappings:
             tensor = state[mapping.target]
             if is_dtensor(tensor):
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                yield from loading.fill(reader, [(whole, self._pieces(mapping, whole, headers))], mapped=True)
-                try:
-                    fill_shard(tensor, whole)
-                except CheckpointError as error:
-                    raise CheckpointError(f"{mapping.target}: {error}") from None
+                sharded.append((mapping, tensor))
+            else:
+                tensors.append((tensor, self._pieces(mapping, tensor, headers)))
+        yield from loading.fill(reader, tensors, mapped=mapped)
+        for mapping, tensor in sharded:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            yield from loading.fill(reader, [(whole, self._pieces(mapping, whole, headers))], mapped=True)
+            try:
+                fill_shard(tensor, whole)
+            except CheckpointError as error:
+                raise CheckpointError(f"{mapping.target}: {error}") from None
 
     def _pieces(self, mapping: WeightMapping, tensor: Tensor, headers: Mapping[str, Spec]) -> list[loading.Piece]:
         pieces = []
@@ -238,10 +226,6 @@ def _raise(what: str, faults: Mapping[str, Sequence[str]]) -> None:
             lines.append(f"  {len(names)} {kind}: {', '.join(names[:LISTED])}{more}")
     if lines:
         raise CheckpointError("\n".join([f"{what}:", *lines]))
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from ligermodels.archs.causal_lm import CausalLM
     from ligermodels.archs.decoder import Decoder, DecoderConfig
     from ligermodels.archs.output import CausalLMOutput
-    from ligermodels.pretrained import from_config, from_pretrained
+    from ligermodels.data.tokenizer import Tokenizer
+    from ligermodels.integrations.in_place import nativize, restore
+    from ligermodels.pretrained import from_config, from_pretrained, from_transformers
     from ligermodels.speculative.joint import JointMedusa
     from ligermodels.speculative.medusa import MedusaModel
     from ligermodels.speculative.output import MedusaOutput
@@ -17,13 +19,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # torch takes a second or more to import: `ligermodels --help` and the errors do without.
-_names, __getattr__, __dir__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     {
         "archs.causal_lm": ("CausalLM",),
         "archs.decoder": ("Decoder", "DecoderConfig"),
         "archs.output": ("CausalLMOutput",),
-        "pretrained": ("from_config", "from_pretrained"),
+        "data.tokenizer": ("Tokenizer",),
+        "integrations.in_place": ("nativize", "restore"),
+        "pretrained": ("from_config", "from_pretrained", "from_transformers"),
         "speculative.joint": ("JointMedusa",),
         "speculative.medusa": ("MedusaModel",),
         "speculative.output": ("MedusaOutput",),
@@ -38,7 +42,11 @@ __all__ = [
     "JointMedusa",
     "MedusaModel",
     "MedusaOutput",
+    "Tokenizer",
     "errors",
     "from_config",
     "from_pretrained",
+    "from_transformers",
+    "nativize",
+    "restore",
 ]

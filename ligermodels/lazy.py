@@ -7,8 +7,8 @@ from typing import Any
 
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]]
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of `package` (PEP 562).
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of `package` (PEP 562).
 
     Args:
         package: its `__name__`.
@@ -24,4 +24,4 @@ def lazy_names(
     def names() -> list[str]:
         return sorted({*vars(importlib.import_module(package)), *home_of})
 
-    return sorted(home_of), get, names
+    return get, names

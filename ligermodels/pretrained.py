@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
+from ligermodels.convert.placement import DeviceLike, DeviceMap, DtypeLike, resolve_device, resolve_dtype
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError
@@ -39,8 +42,10 @@ class HasConfigDict(Protocol):
 def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    dtype: DtypeLike | None = None,
+    device: DeviceLike | None = None,
+    torch_dtype: DtypeLike | None = None,
+    device_map: DeviceMap | None = None,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -55,20 +60,26 @@ def from_pretrained(
 
     Args:
         name_or_path: a hub repo id or a local folder.
-        dtype: of the parameters; by default the one that config.json names.
-        device: where the parameters go.
+        dtype: of the parameters, or its name ("bfloat16"); by default, and with "auto", the one that config.json names.
+        device: where the parameters go, a torch device, its name or the index of a CUDA device; by default the CPU.
+        torch_dtype: transformers' older name of `dtype`.
+        device_map: transformers' name of `device`; also `{"": device}`, or "auto" for the current CUDA device, without
+            one the CPU.
         revision, token, cache_dir, local_files_only: as in huggingface_hub.
         attention: name of an attention backend, or "auto".
-        mapped: on the CPU, let weights that are stored as they are wanted stay in their files, mapped, to be read when
-            they are used. Changing them changes no file; but while the model lives, replace those files (as
-            `save_pretrained` does) or leave them, and do not write into them.
+        mapped: on the CPU, weights in the stored dtype and order stay mapped from their files and are read when they
+            are used. Changing them changes no file. While the model lives, do not write into those files; replacing
+            them, as `save_pretrained` does, is safe.
         progress: called with bytes done and bytes in all.
 
     Raises:
         HubError: the repository cannot be found or reached.
         ConfigError: config.json has a missing, bad or unsupported field (named).
         CheckpointError: files or tensors are missing, damaged or do not fit (all of them named).
+        InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
     """
+    place = resolve_device(device, device_map)
+    resolve_dtype(dtype, torch_dtype, torch.float32)  # a bad one is an error before anything is fetched
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
@@ -84,7 +95,7 @@ def from_pretrained(
         )
         model = _skeleton(config, replace(_export_spec(hf_config, config, folder, weight_map), source=source))
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
-        allocate(model, dtype_of(hf_config) if dtype is None else dtype, device)
+        allocate(model, resolve_dtype(dtype, torch_dtype, dtype_of(hf_config)), place)
         initialize_buffers(model, config.initializer_range)
         weight_map.load(checkpoint, persistent_tensors(model), progress=progress, mapped=mapped)
     return model.eval()
@@ -93,18 +104,22 @@ def from_pretrained(
 def from_config(
     config: Mapping[str, Any] | str | os.PathLike[str] | HasConfigDict,
     *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    dtype: DtypeLike | None = None,
+    device: DeviceLike | None = None,
+    torch_dtype: DtypeLike | None = None,
+    device_map: DeviceMap | None = None,
     attention: str = "auto",
 ) -> CausalLM:
     """A model with random weights from a Hugging Face config.
 
     Args:
         config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`.
-        dtype, device, attention: as of `from_pretrained`.
+        dtype, device, torch_dtype, device_map, attention: as of `from_pretrained`.
 
-    Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached.
+    Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached; InputError as
+    `from_pretrained`.
     """
+    place = resolve_device(device, device_map)
     folder = None
     if isinstance(config, Mapping):
         hf_config = dict(config)
@@ -118,16 +133,60 @@ def from_config(
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
     model = _skeleton(composed, _export_spec(hf_config, composed, folder, family.weight_maps(composed)[0]))
-    allocate(model, dtype_of(hf_config) if dtype is None else dtype, device)
+    allocate(model, resolve_dtype(dtype, torch_dtype, dtype_of(hf_config)), place)
     model.reset_parameters()
     return model
+
+
+def from_transformers(
+    hf_model: Any,
+    *,
+    dtype: DtypeLike | None = None,
+    device: DeviceLike | None = None,
+    torch_dtype: DtypeLike | None = None,
+    device_map: DeviceMap | None = None,
+    attention: str = "auto",
+    consume: bool = False,
+) -> CausalLM:
+    """A native model with the weights of a transformers model in memory, `...ForCausalLM` of a supported family.
+
+    Args:
+        hf_model: the model. It stays as it is, and shares nothing with the result.
+        dtype, device, torch_dtype, device_map: as of `from_pretrained`; by default, and with a dtype "auto", those of
+            `hf_model`.
+        attention: name of an attention backend, or "auto".
+        consume: free each of its tensors once it has been copied, so that memory holds one model and one tensor; it
+            cannot be used any more.
+
+    Raises:
+        ConfigError: a field of its config is not supported (named).
+        CheckpointError: its tensors are not those that its config says: adapters (merge them first), quantised weights.
+        InputError: as `from_pretrained`.
+    """
+    first = next(hf_model.parameters())
+    kind, place = resolve_dtype(dtype, torch_dtype, first.dtype), resolve_device(device, device_map, first.device)
+    state = hf_model.state_dict(keep_vars=True)
+    hf_config = dict(hf_model.config.to_dict())
+    family = family_of(hf_config)
+    config = _with_attention(family.decoder_config(hf_config), attention)
+    spec = _export_spec(hf_config, config, None, family.weight_maps(config)[0])
+    generation = getattr(hf_model, "generation_config", None)
+    if generation is not None:
+        spec = replace(spec, generation_config=generation.to_diff_dict())
+    model = _skeleton(config, spec)
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=kind if tensor.is_floating_point() else tensor.dtype, device=place)
+
+    move_state_dict(model, choose_layout(hf_config, config, state.keys()), state, empty, consume=consume)
+    return model.train(hf_model.training)
 
 
 def choose_layout(hf_config: Mapping[str, Any], config: DecoderConfig, names: Collection[str]) -> WeightMap:
     """Of the layouts in which this family's checkpoints are found, the one that lacks the fewest of its tensors."""
     _, heads = without_heads(hf_config)
     layouts = family_of(hf_config).weight_maps(config)
-    layout = min(layouts, key=lambda layout: len(layout.sources() - set(names)))
+    layout = nearest_layout(layouts, names)
     return replace(layout, ignored=[*layout.ignored, *heads])
 
 

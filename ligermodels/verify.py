@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, CheckpointError, InputError
-from ligermodels.layers.norm import LayerNormAdd, RMSNormAdd
+from ligermodels.layers.norm import RMSNormAdd
 from ligermodels.pretrained import from_pretrained
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -21,7 +21,7 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 LOGITS = "logits"
 
-_NOT_COMPARED = (nn.Linear, RMSNormAdd, LayerNormAdd)
+_NOT_COMPARED = (nn.Linear, RMSNormAdd)
 """Projections, whose outputs the modules around them return; and norms whose output has the residual added to it."""
 
 
@@ -82,7 +82,12 @@ def verify(
         CheckpointError: transformers cannot open the checkpoint; and what `from_pretrained` raises.
         InputError: no tokens, or ids outside the vocabulary.
     """
-    transformers = _transformers()
+    try:
+        import transformers
+    except ImportError:
+        raise BackendError(
+            "verify compares with transformers, which is not installed: pip install 'ligermodels[verify]'"
+        ) from None
     model = from_pretrained(folder, dtype=dtype, device=device, attention=attention, progress=progress)
     if input_ids is None:
         ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -116,10 +121,10 @@ def verify(
 
 
 def modules_in_common(weights: WeightMap) -> dict[str, str]:
-    """Modules here and their names in transformers, read off a weight map: what holds a weight here holds it there.
+    """Modules here and their names in transformers, from a weight map: what holds a weight here holds it there.
 
-    One made of several (q, k and v) tells which modules hold them all, and any weight those around its own module. A
-    weight under another name (a norm of queries, part of the module that also rotates them) tells nothing.
+    A fused weight (q, k and v) matches the modules that hold all its parts. A weight under another name (a norm of
+    queries, part of the module that also rotates them) matches nothing.
     """
     found: dict[str, str] = {}
     for mapping in weights.mappings:
@@ -148,7 +153,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, Tensor]:
-    """What the modules called `names` give, but those _NOT_COMPARED, in the order in which they do; and the logits."""
+    """Outputs of the modules called `names`, but those _NOT_COMPARED, in the order of the forward; and the logits."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -163,13 +168,3 @@ def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, T
             modules[name].register_forward_hook(keep(name))
     found[LOGITS] = model(ids).logits.cpu()
     return found
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise BackendError(
-            "verify compares with transformers, which is not installed: pip install 'ligermodels[verify]'"
-        ) from None
-    return transformers

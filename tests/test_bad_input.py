@@ -99,7 +99,11 @@ def test_broken_config_files(folder: Path) -> None:
 def test_broken_weights(folder: Path) -> None:
     file = folder / "model.safetensors"
     good = file.read_bytes()
-    for content, message in [(good[:-100], "model.safetensors"), (b"\xff" * 64, "model.safetensors"), (b"", "empty")]:
+    for content, message in [
+        (good[:-100], "model.safetensors"),
+        (b"\xff" * 64, "model.safetensors"),
+        (b"", "fetch it again"),
+    ]:
         file.write_bytes(content)
         with pytest.raises(CheckpointError, match=message):
             lm.from_pretrained(folder)

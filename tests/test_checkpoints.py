@@ -120,7 +120,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     for text, words in (
         ('{"format": 9}', "format 9"),
         ('{"format": 2}', "names no files"),
-        ("", "cannot be read"),
+        ("", "not JSON"),
         ("[]", "a list, not an object"),
     ):
         (tmp_path / "step-1" / "manifest.json").write_text(text)

@@ -42,7 +42,7 @@ class ToyMixer(LayerConfig):
         del options["hidden_size"]
         cache = KVCache(num_layers, batch_size, max_length, KV_HEADS, HEAD_DIM, **options)
         for layer in range(num_layers):
-            for stored in vars(cache.layer(layer)).values():
+            for stored in cache.layer(layer):
                 stored.fill_(1e30)
         return cache
 

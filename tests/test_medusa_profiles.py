@@ -301,6 +301,54 @@ def test_shared_projections_take_their_room_once_where_they_can(base: lm.CausalL
     assert sizes[1] - sizes[0] < 5 * (HIDDEN * HIDDEN * 4 + 2000) < VOCAB * HIDDEN * 4 * 4
 
 
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.inner(*args, **options)
+
+
+class OwnHead(torch.nn.Linear):
+    """A user's head, on the base's lm_head."""
+
+    def forward(self, hidden: torch.Tensor, targets: None = None) -> torch.Tensor:
+        return super().forward(hidden)
+
+
+def test_own_modules_in_the_place_of_heads_work_or_are_named(tmp_path: Path) -> None:
+    """They train and decode; what no format can hold, and what cannot be copied or compared, is said."""
+    make_checkpoint(tmp_path / "base", CONFIGS["llama-3.1"])
+    plain = lm.from_pretrained(tmp_path / "base")
+    own, shared = heads(plain, "own"), heads(plain, "shared")
+    own.export(tmp_path / "own")
+    shared.export(tmp_path / "shared", "vllm-shared")
+    ids = torch.randint(3, VOCAB, (2, 9))
+    wanted = plain.generate(ids, 4)
+    plain.head = Wrapped(plain.head)
+    for i in range(3):
+        shared.heads[i] = OwnHead(HIDDEN, HIDDEN)
+        own.heads[i].lm_head = Wrapped(own.heads[i].lm_head)
+    for model in (own, shared):
+        model(ids, labels=ids).loss.backward()
+        assert torch.equal(model.generate(ids, 4), wanted)
+    with pytest.raises(InputError, match=r"repeats the base's lm_head, but base.head is a Wrapped of inner\.weight"):
+        shared.export(tmp_path / "out", "vllm-shared")
+    with pytest.raises(CheckpointError, match=r"heads\.0\.lm_head\.inner\.weight"):
+        own.export(tmp_path / "out")
+    with pytest.raises(InputError, match=r"copies the base's LMHead, but base\.head is a Wrapped"):
+        lm.MedusaModel.from_base(plain)
+    with pytest.raises(InputError, match=r"copies the base's LMHead, but base\.head is a Wrapped"):
+        lm.MedusaModel.from_pretrained(plain, tmp_path / "own")
+    with pytest.raises(CheckpointError, match="that is the base model's lm_head"):
+        lm.MedusaModel.from_pretrained(plain, tmp_path / "shared")
+    plain.head = plain.head.inner
+    with pytest.raises(CheckpointError, match=r"without a mapping in the weight map: heads\.0\.weight"):
+        shared.export(tmp_path / "out", "vllm-shared")
+    assert not (tmp_path / "out").exists()
+
+
 def test_overwriting_leaves_one_format(base: lm.CausalLM, tmp_path: Path) -> None:
     model = heads(base, "shared", 2, 1)
     (tmp_path / "notes.txt").write_text("mine")

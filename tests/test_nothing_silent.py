@@ -1,5 +1,6 @@
 """What a user does with a model has the effect that PyTorch's and transformers' users expect, or is a named error."""
 
+import copy
 import inspect
 import json
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ligermodels.archs.registry import family_of
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import DecodingState
 from ligermodels.layers import BlockConfig, LayerConfig
+from ligermodels.layers.norm import AddRMSNorm
 from ligermodels.speculative.benchmark import benchmark_decoding
 from ligermodels.speculative.tree import chain
 from ligermodels.training import FusedAdamW
@@ -205,6 +207,77 @@ def test_a_modules_place_can_be_taken() -> None:
     model.activation_checkpointing = "selective"
     assert torch.equal(model(ids).logits, before)
     assert len(seen) == 4 * len(model.decoder.blocks)
+
+
+class TwiceRMSNorm(nn.Module):
+    """A norm of a user's own: hidden states in, hidden states out."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * nn.functional.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2])
+def test_a_norm_may_be_any_module(config: dict[str, Any]) -> None:
+    """In a batch of two, whose tensors two names could be unpacked from; before and after sublayers, and at the end."""
+    model, ids = lm.from_config(config, dtype=torch.float64), draw(2)
+
+    def block(x: Tensor, each: nn.Module, context: Any) -> Tensor:
+        for part in ("mixer", "mlp"):
+            before, after = getattr(each, f"{part}_norm"), getattr(each, f"{part}_post_norm")
+            y = getattr(each, part)(before(x), context)
+            x = x + (y if after is None else after(y))
+        return x
+
+    norms = [name for name, _ in model.named_modules() if name.endswith("_norm")]
+    assert len(norms) == len(model.decoder.blocks) * (4 if config is GEMMA2 else 2)
+    for kind in ("identity", "own", "wrapped"):
+        changed = copy.deepcopy(model)
+        for i, name in enumerate(norms):
+            norm, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
+            taken = nn.Identity() if kind == "identity" else TwiceRMSNorm(norm.weight)
+            if i % 4 < 3:
+                setattr(changed.get_submodule(parent), child, nn.Sequential(norm) if kind == "wrapped" else taken)
+        found = changed(ids).logits
+        if kind == "wrapped":
+            torch.testing.assert_close(found, model(ids).logits)
+            continue
+        seen: list[Any] = []
+        handle = changed.decoder.blocks[0].register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given))
+        changed(ids)
+        handle.remove()
+        x, context = seen[0][:2]
+        plain = copy.deepcopy(changed)
+        for each in plain.decoder.blocks:
+            x = block(x, _unfused(each), context)
+        torch.testing.assert_close(found, changed.head(changed.decoder.norm(x)))
+
+
+def _unfused(block: nn.Module) -> nn.Module:
+    """Its fused norms as such that give the norm alone."""
+    for norm in block.children():
+        if type(norm) is AddRMSNorm:
+            norm.forward = lambda x, norm=norm: AddRMSNorm.forward(norm, x)[0]
+    return block
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2, PHI_LONGROPE_CONFIG, {**LLAMA, "model_type": "own"}])
+def test_a_model_on_the_meta_device_may_be_assigned_its_state(config: dict[str, Any], own: dict[str, Any]) -> None:
+    """No state has rotary frequencies, or a layer's own buffers that are not persistent."""
+    model, ids = lm.from_config(config), draw()
+    if config["model_type"] == "own":
+        for block in model.decoder.blocks:
+            nn.init.normal_(block.mlp.scale)
+    with torch.device("meta"):
+        empty = lm.CausalLM(model.config)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert not any(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
+    assert torch.equal(empty(ids).logits, model(ids).logits)
+    options = {"eos_token_id": [], "do_sample": False}
+    assert torch.equal(empty.generate(ids, 3, **options), model.generate(ids, 3, **options))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -120,11 +120,21 @@ def medusa(rank: int, folder: Path, mesh: DeviceMesh, name: str, lm_head: str, h
     options = {"max_new_tokens": 8, "eos_token_id": [7], "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
     plain.zero_grad(), model.zero_grad()
-    joint, whole = JointMedusa(model), JointMedusa(plain)
-    if how == "all":
-        check_gradients(joint, whole, partial(of_model, heads_loss_weight=0.3))
-    else:
-        of_model(joint, rank, heads_loss_weight=0.3).backward()
+    references = []
+    for sharded in (how == "all", False):
+        references.append(build(name).requires_grad_(False))
+        with torch.no_grad():
+            for parameter in references[-1].parameters():
+                parameter.mul_(1.1)
+        if sharded:
+            shard(references[-1], references[-1])
+    for several in ((None, None), references):
+        joint, whole = (JointMedusa(each, other) for each, other in zip((model, plain), several, strict=True))
+        plain.zero_grad(), model.zero_grad()
+        if how == "all":
+            check_gradients(joint, whole, partial(of_model, heads_loss_weight=0.3))
+        else:
+            of_model(joint, rank, heads_loss_weight=0.3).backward()
     model.export(folder / "heads", profile="full-hf")
     dist.barrier()
     again = lm.MedusaModel.from_pretrained(lm.from_pretrained(folder / "heads"), folder / "heads")

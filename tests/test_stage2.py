@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runs import recipe_for
+from torch import nn
 from typer.testing import CliRunner
 from zoo import CONFIGS
 
@@ -135,6 +136,83 @@ def test_a_mixture_keeps_its_experts_balanced() -> None:
     torch.testing.assert_close(still.loss, torch.zeros_like(still.loss))
 
 
+class LowRank(nn.Module):
+    """What takes a head's place: a correction to the logits of another, and a parameter that nothing uses."""
+
+    def __init__(self, inner: nn.Module, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.a = nn.Parameter(torch.randn(2, hidden_size, dtype=torch.float64) * 0.1)
+        self.b = nn.Parameter(torch.randn(vocab_size, 2, dtype=torch.float64) * 0.1)
+        self.unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None, **options: Any) -> Any:
+        logits = self.inner(hidden) + hidden @ self.a.T @ self.b.T
+        if targets is None:
+            return logits
+        rank = (logits > logits.gather(-1, targets.clamp(min=0)[..., None])).sum(-1)
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=options["reduction"])
+        return (loss, rank.masked_fill(targets < 0, -1)) if options.get("return_rank") else loss
+
+
+@pytest.mark.parametrize("distill", [False, True])
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_the_base_models_head_may_be_any_module(lm_head: str, distill: bool) -> None:
+    base = small("llama-3.1")
+    size, vocab = base.config.hidden_size, base.config.vocab_size
+    model = lm.MedusaModel.from_base(base, 2, 1, lm_head)
+    reference = stirred(base) if distill else None
+    base.head = LowRank(base.head, size, vocab)
+    if reference is not None:
+        reference.head = LowRank(reference.head, size, vocab).requires_grad_(False)
+    joint = JointMedusa(model, reference)
+    ids = torch.randint(3, vocab, (1, 66))
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    wanted = joint_loss(model, ids, ids, 0.3, reference)
+    found = joint(ids, labels=ids, cu_seqlens=bounds, heads_loss_weight=0.3).loss
+    torch.testing.assert_close(found, wanted)
+    parameters = [p for name, p in model.named_parameters() if "unused" not in name]
+    for mine, theirs in zip(*(torch.autograd.grad(each, parameters) for each in (found, wanted)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("distill", [False, True])
+@pytest.mark.parametrize("kind", ["llama-3.1", "mixtral"])
+def test_a_padded_batch_is_its_rows(kind: str, distill: bool) -> None:
+    """Padding on the left and on the right: loss, gradients, ranks and counts are those of the rows, packed."""
+    model = lm.MedusaModel.from_base(small(kind), 2)
+    joint = JointMedusa(model, stirred(model.base) if distill else None)
+    ids, mask = torch.randint(3, model.base.config.vocab_size, (3, 17)), torch.ones(3, 17, dtype=torch.long)
+    mask[0, :6], mask[1, 12:] = 0, 0
+    labels, weights = ids.masked_fill((mask == 0) | (torch.rand(3, 17) < 0.2), -100), torch.rand(3, 17)
+    real = mask.bool()
+    bounds = torch.cat([torch.zeros(1), mask.sum(1).cumsum(0)]).int()
+    row, aims, taken = ids[real][None], labels[real][None], weights[real][None]
+    for trained in (model, joint):
+        counts = trained.num_targets(labels, attention_mask=mask)
+        assert counts.equal(trained.num_targets(aims, cu_seqlens=bounds))
+        options = {"num_items_in_batch": counts + 3}
+        found = trained(ids, labels=labels, attention_mask=mask, token_weights=weights, **options)
+        wanted = trained(row, labels=aims, cu_seqlens=bounds, token_weights=taken, **options)
+        parameters = [p for p in trained.parameters() if p.requires_grad]
+        for mine, theirs in zip(
+            *(torch.autograd.grad(each.loss, parameters, allow_unused=True) for each in (found, wanted)), strict=True
+        ):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs)
+        for field in ("loss", "head_losses", "counts"):
+            torch.testing.assert_close(getattr(found, field), getattr(wanted, field))
+        assert found.ranks[:, real].equal(wanted.ranks[:, 0]) and found.ranks[:, ~real].eq(-1).all()
+        with pytest.raises(InputError, match="attention_mask: must have the inputs' shape"):
+            trained(ids, labels=labels, attention_mask=mask[:, 1:])
+    model.requires_grad_(False)
+    follows = small("llama-3.1", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    for trained in (heads := lm.MedusaModel.from_base(follows, 1), JointMedusa(heads)):
+        with pytest.raises(InputError, match="attention_mask: rotary frequencies of this model depend on the length"):
+            trained(ids, labels=ids, attention_mask=mask)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True), (False, False)])
 def test_divergence_and_its_gradients(trained: tuple[bool, bool], reduction: str) -> None:
@@ -157,7 +235,7 @@ def test_divergence_and_its_gradients(trained: tuple[bool, bool], reduction: str
     sizes, count = [], int(keep.sum())
     heads[0].register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[0]))
     for budget, known in ((1, None), (41 * 48 * 5, count), (2**30, None)):
-        options: Any = {"reduction": reduction, "memory_budget": budget, "num_targets": known}
+        options: Any = {"reduction": reduction, "memory_budget": budget, "num_targets": known, "vocab_size": 41}
         found = divergence(hidden, heads[0], other, heads[1], targets, **options)
         torch.testing.assert_close(found, wanted.detach() if not moved else wanted)
         assert found.requires_grad == bool(moved)
@@ -167,12 +245,14 @@ def test_divergence_and_its_gradients(trained: tuple[bool, bool], reduction: str
             again = divergence(hidden, heads[0], other, heads[1], targets, **options)
         assert torch.equal(again, found.detach()) and not again.requires_grad
     assert count > 10 and sorted(set(sizes)) == sorted({1, 5, count % 5 or 5, count})
-    nothing = divergence(hidden, heads[0], other, heads[1], torch.full_like(targets, -100), reduction=reduction)
+    nothing = divergence(
+        hidden, heads[0], other, heads[1], torch.full_like(targets, -100), reduction=reduction, vocab_size=41
+    )
     assert nothing == 0
     for gradient in torch.autograd.grad(nothing, moved) if moved else ():
         assert not gradient.any()
     with pytest.raises(RuntimeError, match="num_targets"):
-        divergence(hidden, heads[0], other, heads[1], targets, num_targets=count - 1)
+        divergence(hidden, heads[0], other, heads[1], targets, num_targets=count - 1, vocab_size=41)
 
 
 def test_divergence_in_bfloat16_is_summed_in_float32() -> None:
@@ -183,8 +263,8 @@ def test_divergence_in_bfloat16_is_summed_in_float32() -> None:
         each.bfloat16()
     hidden, targets = torch.randn(300, 32).bfloat16(), torch.zeros(300).long()
     exact = copy.deepcopy(head).double()
-    found = divergence(hidden, head, hidden, other, targets, memory_budget=97 * 24 * 3)
-    wanted = divergence(hidden.double(), exact, hidden.double(), copy.deepcopy(other).double(), targets)
+    found = divergence(hidden, head, hidden, other, targets, memory_budget=97 * 24 * 3, vocab_size=97)
+    wanted = divergence(hidden.double(), exact, hidden.double(), copy.deepcopy(other).double(), targets, vocab_size=97)
     found.backward()
     wanted.backward()
     assert found.dtype == torch.float32
@@ -203,7 +283,7 @@ def test_divergence_and_losses_from_logits_computed_once() -> None:
     targets = torch.randint(0, 41, (2, 13)).masked_fill(torch.rand(2, 13) < 0.4, -100)
     wanted = torch.stack(
         [
-            divergence(states[0], heads[0], states[1], heads[1], targets, reduction="sum").detach(),
+            divergence(states[0], heads[0], states[1], heads[1], targets, reduction="sum", vocab_size=41).detach(),
             *(head(x, targets, reduction="sum").detach() for head, x in zip(heads, states, strict=True)),
         ]
     )
@@ -213,12 +293,14 @@ def test_divergence_and_losses_from_logits_computed_once() -> None:
         head.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
     for budget, chunk in ((1, 1), (41 * 48 * 5, 5), (2**30, count)):
         sizes.clear()
-        found = divergence_and_losses(states[0], heads[0], states[1], heads[1], targets, memory_budget=budget)
+        found = divergence_and_losses(
+            states[0], heads[0], states[1], heads[1], targets, memory_budget=budget, vocab_size=41
+        )
         torch.testing.assert_close(found, wanted)
         assert not found.requires_grad
         assert sum(sizes) == 2 * count and max(sizes) == chunk
     nothing = torch.full_like(targets, -100)
-    assert not divergence_and_losses(states[0], heads[0], states[1], heads[1], nothing).any()
+    assert not divergence_and_losses(states[0], heads[0], states[1], heads[1], nothing, vocab_size=41).any()
 
 
 def test_kl_by_hand() -> None:
@@ -240,6 +322,14 @@ def test_kl_by_hand() -> None:
     losses = [evaluate(each, parts) for each in (model, reference)]
     assert [kl.loss, kl.reference_loss] == pytest.approx(losses)
     assert kl.perplexity_change == pytest.approx(exp(losses[0]) / exp(losses[1]) - 1)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    ids = torch.randint(3, model.config.vocab_size, (2, 9))
+    row, bounds = ids[mask == 1][None], torch.tensor([0, 5, 14]).int()
+    padded = Batch({"input_ids": ids, "labels": ids, "attention_mask": mask})
+    packed = Batch({"input_ids": row, "labels": row, "cu_seqlens": bounds})
+    for each in (lambda part: evaluate(model, [part]), lambda part: evaluate_kl(model, reference, [part]).kl):
+        assert each(padded) == pytest.approx(each(packed))
     with pytest.raises(InputError, match="no text"):
         evaluate_kl(model, reference, [])
 

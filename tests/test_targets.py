@@ -11,9 +11,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.archs.causal_lm import document_bounds
 from ligermodels.errors import InputError
 from ligermodels.layers import ForwardContext, Targets, shift_labels, targets
+from ligermodels.layers.packing import document_bounds
 from ligermodels.layers.targets import SKIP_BELOW, take_tokens
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.decoder import Decoder, DecoderConfig
+from ligermodels.archs.generation import GenerationMixin
 from ligermodels.archs.output import CausalLMOutput
 from ligermodels.archs.registry import family_of, first_difference, module_difference
-from ligermodels.convert.config_json import generation_defaults
+from ligermodels.archs.state_dict import export_state_dict, layout_in_memory, load_state_dict
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.generation import DecodingState, generate
-from ligermodels.generation.generate import renamed_options
+from ligermodels.generation import DecodingState
 from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.config import persistent_tensors
-from ligermodels.layers.initialization import initialize, skip_init
+from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
 from ligermodels.layers.lm_head import check_loss_options
-from ligermodels.layers.packing import (
-    Unpadding,
-    assert_async,
-    bounds_of,
-    check_bounds,
-    check_same_tokens,
-    check_token_ids,
-)
+from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, check_token_ids, document_bounds
 from ligermodels.layers.sharding import reshard
 from ligermodels.layers.targets import count_targets
 
 
-class CausalLM(nn.Module):
+class CausalLM(GenerationMixin, nn.Module):
     """A decoder-only language model.
 
     `config` is the composed config. `export_spec` says which Hugging Face checkpoint the model goes back out as
@@ -49,7 +42,7 @@ class CausalLM(nn.Module):
         self.decoder = Decoder(config)
         self.head = LMHead(config.hidden_size, config.vocab_size, config.head)
         self._tie()
-        self.register_load_state_dict_post_hook(lambda model, _: model._tie())  # `assign` gives each its own
+        self.register_load_state_dict_post_hook(lambda model, _: model._after_loading())
         self.reset_parameters()
 
     @property
@@ -59,6 +52,11 @@ class CausalLM(nn.Module):
     def _tie(self) -> None:
         if self.config.head.tied and isinstance(self.head, LMHead) and hasattr(self.decoder.embed, "weight"):
             self.head.weight = self.decoder.embed.weight
+
+    def _after_loading(self) -> None:
+        # With `assign`, tied weights are two parameters, and what no state has is still on the meta device.
+        self._tie()
+        fill_meta_buffers(self, self.config.initializer_range)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Moving between devices makes new Parameters, each module its own: tie them again.
@@ -105,6 +103,10 @@ class CausalLM(nn.Module):
         if what not in _RECOMPUTE:
             raise InputError(f"recompute: must be one of {', '.join(_RECOMPUTE)}, got {what!r}")
         self.activation_checkpointing = _RECOMPUTE[what]
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return f"vocab_size={config.vocab_size}, hidden_size={config.hidden_size}, num_layers={len(config.blocks)}"
 
     @property
     def device(self) -> torch.device:
@@ -179,25 +181,20 @@ class CausalLM(nn.Module):
             check_loss_options(loss_options)
             raise InputError(f"{next(iter(loss_options))}: is an option of a loss, which needs labels")
         shape = self._check_inputs(input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
-        if attention_mask is not None and state is None:
-            if position_ids is not None or cu_seqlens is not None or token_indices is not None:
-                raise InputError("attention_mask: give no position_ids, cu_seqlens or token_indices with it")
-            unpad = Unpadding(attention_mask)
-            if not unpad.trivial:
-                if rope_thresholds(self):
-                    raise InputError(
-                        "attention_mask: rotary frequencies of this model depend on the length of a row, which padding "
-                        "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"
-                    )
-                options: dict[str, Any] = {
-                    "return_logits": return_logits,
-                    "return_last_hidden_state": return_last_hidden_state,
-                }
-                tensors = unpad.take_all(
-                    input_ids=input_ids, labels=labels, inputs_embeds=inputs_embeds, loss_options=loss_options
-                )
-                out = CausalLM.forward(self, **tensors, **options, num_items_in_batch=num_items_in_batch)
-                return out.padded(unpad)
+        unpad = None
+        if state is None:
+            others = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
+            unpad = self.unpadding(attention_mask, **others)
+        if unpad is not None:
+            options: dict[str, Any] = {
+                "return_logits": return_logits,
+                "return_last_hidden_state": return_last_hidden_state,
+            }
+            tensors = unpad.take_all(
+                input_ids=input_ids, labels=labels, inputs_embeds=inputs_embeds, loss_options=loss_options
+            )
+            out = CausalLM.forward(self, **tensors, **options, num_items_in_batch=num_items_in_batch)
+            return out.padded(unpad)
         bounds = None if state is not None else document_bounds(shape, position_ids, cu_seqlens)
         made: Targets | None = None
         if labels is not None:
@@ -227,6 +224,9 @@ class CausalLM(nn.Module):
             output.logits = self.head(hidden)
         return output
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def _run_head(self, hidden: Tensor, targets: Tensor | None, loss_options: dict[str, Any]) -> CausalLMOutput:
         if targets is None:
             if loss_options:
@@ -235,6 +235,25 @@ class CausalLM(nn.Module):
         found = self.head(hidden, targets, **loss_options)
         loss, ranks = found if isinstance(found, tuple) else (found, None)
         return CausalLMOutput(loss=loss, ranks=ranks)
+
+    def unpadding(self, attention_mask: Tensor | None, **others: Any) -> Unpadding | None:
+        """What takes the padding out of a batch, None where there is none.
+
+        Raises InputError where one of `others` is given too, or where frequencies depend on the length of a row.
+        """
+        if attention_mask is None:
+            return None
+        if any(other is not None for other in others.values()):
+            raise InputError(f"attention_mask: give no {' or '.join(others)} with it")
+        unpad = Unpadding(attention_mask)
+        if unpad.trivial:
+            return None
+        if rope_thresholds(self):
+            raise InputError(
+                "attention_mask: rotary frequencies of this model depend on the length of a row, which padding "
+                "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"
+            )
+        return unpad
 
     def _check_inputs(
         self,
@@ -276,39 +295,13 @@ class CausalLM(nn.Module):
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Labels that `forward` counts, a long scalar: summed over batches, it is their `num_items_in_batch`."""
-        if attention_mask is not None:
-            unpad = Unpadding(attention_mask)
-            labels, cu_seqlens = unpad.take(labels), unpad.cu_seqlens
-        bounds = document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
-        return count_targets(labels, (1,), bounds)[0]
+        return count_targets(labels, (1,), position_ids, cu_seqlens, attention_mask)[0]
 
     # -- generation and export -----------------------------------------------------------------------------------------
 
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
         return self.decoder.new_state(batch_size, max_length)
-
-    def generation_defaults(self, do_sample: bool | None = None) -> dict[str, Any]:
-        """The options of `generate` that the checkpoint sets, in generation_config.json or, of old, in config.json.
-
-        Raises ConfigError for an option that changes the text and is not implemented.
-        """
-        if self.export_spec is None:
-            return {}
-        spec = self.export_spec
-        return generation_defaults(spec.generation_config, spec.hf_config, do_sample=do_sample)
-
-    def generate(
-        self, input_ids: Tensor | Sequence[Sequence[int]], max_new_tokens: int | None = None, **options: Any
-    ) -> Tensor:
-        """Continue each prompt. Options and errors: see `generation.generate`.
-
-        What is not given is as the checkpoint's generation_config.json says, as in transformers: it may say to sample.
-        """
-        if max_new_tokens is not None:
-            options["max_new_tokens"] = max_new_tokens
-        options = renamed_options(options)
-        return generate(self, input_ids, **{**self.generation_defaults(options.get("do_sample")), **options})
 
     def save_pretrained(
         self,
@@ -333,6 +326,21 @@ class CausalLM(nn.Module):
         spec = self.checked_export_spec()
         reshard(self)
         spec.save(folder, persistent_tensors(self), max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
+
+    def hf_state_dict(self) -> dict[str, Tensor]:
+        """The weights under the names, and in the shapes, of a loaded transformers model (5 or later), detached.
+
+        Those that are stored alike share their memory with the model's, the others are copies.
+        """
+        return export_state_dict(self, layout_in_memory(self._require_export_spec(), self.config))
+
+    def load_hf_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take the weights of a transformers model's `state_dict()`, or of a checkpoint, on any device.
+
+        They are cast to the model's dtype. Raises CheckpointError that lists every missing, unexpected or misshapen
+        tensor; then nothing has changed.
+        """
+        load_state_dict(self, state_dict)
 
     def checked_export_spec(self) -> ExportSpec:
         """The `export_spec`; ConfigError when the checkpoint that it writes would be of another model than this."""
@@ -359,20 +367,6 @@ class CausalLM(nn.Module):
 
 
 _RECOMPUTE: dict[str, ActivationCheckpointing] = {"nothing": "none", "activations": "selective", "blocks": "full"}
-
-
-def document_bounds(shape: tuple[int, int], position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Bounds of the packed documents that `cu_seqlens`, or positions that restart, describe; None without any.
-
-    Raises InputError when they do not fit inputs of `shape` (B, T).
-    """
-    shape = (shape[0], shape[1])
-    if position_ids is not None and tuple(position_ids.shape) != shape:
-        raise InputError(f"position_ids: must have the inputs' shape {shape}, got {tuple(position_ids.shape)}")
-    if cu_seqlens is not None:
-        check_bounds(cu_seqlens, shape)
-        return cu_seqlens
-    return None if position_ids is None else bounds_of(position_ids)
 
 
 def _seq_lens(attention_mask: Tensor | None, state: DecodingState | None) -> Tensor | None:

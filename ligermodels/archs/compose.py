@@ -11,7 +11,6 @@ from typing import Any
 
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.fields import Fields
-from ligermodels.convert.config_json import short
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, BlockConfig, HeadConfig, MLPConfig, MoEConfig, NormConfig
 
@@ -23,20 +22,6 @@ ACTIVATIONS = {
     "gelu": "gelu",
 }
 """Hugging Face's names of activations, and ours."""
-
-
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "is_causal": (True,),
-    "per_layer_config": (None, {}),
-    "quantization_config": (None,),
-    "quantization": (None,),
-    "compression_config": (None,),
-    "transformers_weights": (None,),
-}
-"""Fields that any config may have and that change the model, or where its weights are, unless they have these values.
-
-A quantised checkpoint is never taken for one of plain weights, whatever its tensors look like.
-"""
 
 
 def decoder(
@@ -68,9 +53,6 @@ def decoder(
 
     Raises ConfigError naming the field that is missing, bad or not implemented.
     """
-    for name, harmless in HARMLESS.items():
-        if name in fields.config and fields.config[name] not in harmless:
-            raise ConfigError(f"{fields.where}: {name} = {short(fields.config[name])} is not implemented")
     fields.choices("attention_dropout", 0, 0.0, default=0.0)
     fields.check_token("eos_token_id", several=True)
     fields.check_token("pad_token_id")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import HARMLESS, decoder
+from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
@@ -55,7 +55,10 @@ GEMMA3 = {
 
 
 GEMMA3_THETAS = {SLIDING: 1e4, FULL: 1e6}
-SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", *HARMLESS)
+SHARED = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "is_causal", "per_layer_config",
+    "quantization_config", "quantization", "compression_config", "transformers_weights",
+)  # fmt: skip
 """Fields of a config with vision that are those of its text model too."""
 BESIDE_TEXT = (
     "text_config", "vision_config", "tie_word_embeddings", "initializer_range", "mm_tokens_per_image",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ligermodels.archs import mistral
 from ligermodels.archs.compose import STACKED_EXPERTS, decoder
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
@@ -12,14 +13,8 @@ from ligermodels.archs.fields import Fields, renamed
 from ligermodels.layers import MoEConfig
 
 DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
+    **mistral.DEFAULTS,
+    "sliding_window": None,
     "rms_norm_eps": 1e-5,
     "num_experts_per_tok": 2,
     "num_local_experts": 8,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, overload
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
@@ -10,8 +12,65 @@ from torch.utils._pytree import register_dataclass
 from ligermodels.layers.packing import Unpadding
 
 
+class ModelOutput:
+    """Base of the dataclasses that models return: also indexed by key and by position, as transformers' `ModelOutput`.
+
+    `out["loss"]` and `out.loss` are the same; `out[0]`, `out[:2]` and `to_tuple()` are over the fields that are not
+    None, in their order, as are `keys()`, `values()`, `items()`, `len(out)` and iteration, which is over the keys.
+
+    Raises KeyError for a name that is no field or is None, IndexError for a position past the last.
+    """
+
+    # No collections.abc.Mapping: libraries that move tensors between devices build a Mapping anew from a dict.
+
+    def keys(self) -> list[str]:
+        """Names of the fields that are not None."""
+        return [field.name for field in fields(self) if getattr(self, field.name) is not None]  # type: ignore[arg-type]
+
+    def values(self) -> tuple[Any, ...]:
+        """The fields that are not None."""
+        return self.to_tuple()
+
+    def items(self) -> list[tuple[str, Any]]:
+        """(name, value) of the fields that are not None."""
+        return [(key, getattr(self, key)) for key in self.keys()]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The fields that are not None."""
+        return tuple([getattr(self, key) for key in self.keys()])
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The field of this name; `default` where it is None or there is none."""
+        return getattr(self, key) if key in self else default
+
+    @overload
+    def __getitem__(self, key: str | int) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key not in self:
+            raise KeyError(f"{key}: this output has {', '.join(self.keys())}")
+        return getattr(self, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in [field.name for field in fields(self)]:  # type: ignore[arg-type]
+            raise KeyError(f"{key}: is no field of {type(self).__name__}")
+        setattr(self, key, value)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+
 @dataclass
-class CausalLMOutput:
+class CausalLMOutput(ModelOutput):
     """What `CausalLM` returns; what was not asked for is None.
 
     loss: fp32 scalar, or (B, T) with reduction "none".

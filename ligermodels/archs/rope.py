@@ -57,10 +57,6 @@ def read_rope(settings: Fields, head_dim: int, context: int, partial: bool) -> R
     return rope
 
 
-def _default(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
-    return plain
-
-
 def _linear(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
     return replace(plain, scaling=LinearScaling(settings.number("factor", positive=True)))
 
@@ -116,7 +112,7 @@ def _longrope(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
 
 
 READERS: dict[str, Callable[[Fields, RopeConfig, int], RopeConfig]] = {
-    "default": _default,
+    "default": lambda settings, plain, context: plain,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

@@ -8,46 +8,36 @@ from typing import Annotated
 
 import typer
 
-from ligermodels.cli.options import (
-    AsJson,
-    Attention,
-    Checkpoint,
-    Device,
-    Dtype,
-    DtypeOption,
-    Overwrite,
-    device_named,
-    folder_of,
-    load,
-    torch_dtype,
-)
+from ligermodels.cli import options
 from ligermodels.console import print_json, progress, say, show_table
 from ligermodels.errors import InputError
 
 
 def verify(
-    path: Checkpoint,
+    path: options.Checkpoint,
     reference: Annotated[Path | None, typer.Option(help="Folder for transformers, if another.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 64,
     text: Annotated[Path | None, typer.Option(help="Use the beginning of this file instead of random tokens.")] = None,
     tolerance: Annotated[
         float | None, typer.Option(help="Largest error allowed.  [default: 1e-4 in float32, 5e-2 in bfloat16]")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in.")] = "float32",
-    device: Device = None,
-    attention: Attention = "auto",
-    as_json: AsJson = False,
+    dtype: Annotated[options.Dtype, typer.Option(help="Dtype to compute in.")] = "float32",
+    device: options.Device = None,
+    attention: options.Attention = "auto",
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare a checkpoint with transformers, module by module.
 
     Exit code 1 on a mismatch; the first one is printed. The error of a module is max |ours - theirs| / max |theirs|.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.verify import verify as compare
 
-    place = device_named(device)
-    folder = folder_of(path)
+    place = options.device_named(device)
+    folder = options.folder_of(path)
     ids = None if text is None else Tokenizer(folder).encode(_read(text))[:tokens]
     with progress(f"loading {path}", in_bytes=True) as update:
         report = compare(
@@ -55,7 +45,7 @@ def verify(
             reference=reference,
             input_ids=ids,
             tokens=tokens,
-            dtype=torch_dtype(dtype),
+            dtype=getattr(torch, dtype),
             device=place,
             attention=attention,
             tolerance=tolerance,
@@ -88,20 +78,20 @@ def verify(
 
 
 def export(
-    path: Checkpoint,
+    path: options.Checkpoint,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    dtype: DtypeOption = None,
+    dtype: options.DtypeOption = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")] = "5GB",
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Write tensors outside the language model too, such as a vision tower.")
     ] = False,
-    overwrite: Overwrite = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Write a checkpoint in another dtype or with other shards.
 
     The tokenizer is copied; any Hugging Face loader opens the result.
     """
-    model = load(path, dtype, "cpu")
+    model = options.load(path, dtype, "cpu")
     model.save_pretrained(out, max_shard_size=max_shard_size, overwrite=overwrite, keep="all" if keep_all else "model")
     say(f"wrote {out}")
 

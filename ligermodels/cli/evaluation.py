@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ligermodels.cli import options
 from ligermodels.cli.heads import DATA, Base, ChatTemplate, Date, Heads
-from ligermodels.cli.options import AsJson, Attention, Device, DtypeOption, device_named, folder_of, load, load_heads
 from ligermodels.console import ProgressUpdate, print_json, progress, say, show_table
 from ligermodels.errors import InputError
 
@@ -44,10 +44,10 @@ def evaluate(
     max_bad_lines: Annotated[int | None, typer.Option(min=0, help="Unusable lines to skip.  [default: 0]")] = None,
     chat_template: ChatTemplate = None,
     date: Date = None,
-    dtype: DtypeOption = None,
-    device: Device = None,
-    attention: Attention = "auto",
-    as_json: AsJson = False,
+    dtype: options.DtypeOption = None,
+    device: options.Device = None,
+    attention: options.Attention = "auto",
+    as_json: options.AsJson = False,
 ) -> None:
     """Score heads, and benchmark decoding with them.
 
@@ -63,7 +63,7 @@ def evaluate(
         raise typer.BadParameter("give 2 or more, or 0 only to score", param_hint="--prompts")
     if plot is not None:
         require_plotting(plot)
-    place = device_named(device)
+    place = options.device_named(device)
 
     from ligermodels.data.packing import PackedBatches
     from ligermodels.data.prompts import opening_prompts
@@ -71,13 +71,13 @@ def evaluate(
     from ligermodels.speculative.evaluation import evaluate_heads
     from ligermodels.speculative.tree import expected_tokens, grow
 
-    folder = folder_of(base)
+    folder = options.folder_of(base)
     given = {"max_bad_lines": max_bad_lines, "chat_template": chat_template, "date": date}
     documents, indices, default_len = _documents(folder, data or [], validation_of, given)
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
     if prompts and len(token_prompts) < 2:
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
-    medusa = load_heads(load(folder, dtype, place, attention), heads)
+    medusa = options.load_heads(options.load(folder, dtype, place, attention), heads)
     with progress("scoring") as update:
         batches = PackedBatches(documents, indices, seq_len=seq_len or default_len, batch_size=batch_size, epochs=1)
         scores = own = evaluate_heads(medusa, _counted(batches, update))
@@ -139,8 +139,8 @@ def _documents(
 ) -> tuple[Documents, Indices, int]:
     """The documents in `data`, or in that of a `run`; the indices of those to score; and the recipe's seq_len.
 
-    With a run, `data` is where its data is now, and `given` are settings that replace the run's. Raises InputError when
-    the run has no validation split, or the data is not that of the run.
+    `given` settings replace the run's. Raises InputError when the run has no validation split, or the data is not that
+    of the run.
     """
     from ligermodels.training import Recipe, read_recipe
     from ligermodels.training.folder import RECIPE, read_content

@@ -8,23 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ligermodels.cli.options import (
-    AsJson,
-    Attention,
-    Checkpoint,
-    Device,
-    DtypeOption,
-    device_named,
-    folder_of,
-    load,
-    load_heads,
-)
+from ligermodels.cli import options
 from ligermodels.console import print_json, say
 from ligermodels.errors import InputError
 
 
 def generate(
-    path: Checkpoint,
+    path: options.Checkpoint,
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated.  [default: standard input]")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     sample: Annotated[
@@ -45,10 +35,10 @@ def generate(
     medusa: Annotated[
         str | None, typer.Option(help="Medusa heads, a folder or a hub id: the same tokens in fewer steps.")
     ] = None,
-    dtype: DtypeOption = None,
-    device: Device = None,
-    attention: Attention = "auto",
-    as_json: AsJson = False,
+    dtype: options.DtypeOption = None,
+    device: options.Device = None,
+    attention: options.Attention = "auto",
+    as_json: options.AsJson = False,
 ) -> None:
     """Continue prompts.
 
@@ -72,26 +62,26 @@ def generate(
     from ligermodels.data.tokenizer import TextStream, Tokenizer
     from ligermodels.generation.generate import as_eos_ids, until_eos
 
-    place = device_named(device)
-    folder = folder_of(path)
+    place = options.device_named(device)
+    folder = options.folder_of(path)
     tokenizer = Tokenizer(folder)
     ids = [tokenizer.encode(text) for text in prompts]
-    model = load(folder, dtype, place, attention)
-    heads = load_heads(model, medusa) if medusa else None
+    model = options.load(folder, dtype, place, attention)
+    heads = options.load_heads(model, medusa) if medusa else None
 
     defaults = model.generation_defaults()
     eos = as_eos_ids(defaults.get("eos_token_id"))
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    chosen: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if not eos and defaults.get("pad_token_id") is None:
-        options["pad_token_id"] = 0  # masked, and no sequence ends early without an EOS
+        chosen["pad_token_id"] = 0  # masked, and no sequence ends early without an EOS
     sampling = defaults.get("do_sample", False) if sample is None else sample
     if not sampling and not medusa and (shaping or seed is not None):
         raise typer.BadParameter("--temperature, --top-k, --top-p and --seed need --sample")
-    options["do_sample"] = bool(sampling) and not medusa
-    if options["do_sample"]:
+    chosen["do_sample"] = bool(sampling) and not medusa
+    if chosen["do_sample"]:
         generator = torch.Generator(place)
         generator.manual_seed(generator.seed() if seed is None else seed)
-        options |= {"generator": generator, **shaping}
+        chosen |= {"generator": generator, **shaping}
 
     stream = TextStream(tokenizer, ids[0]) if len(ids) == 1 and not as_json else None
     start = time.perf_counter()
@@ -99,12 +89,14 @@ def generate(
     if heads:
         if (penalty := defaults.get("repetition_penalty", 1.0)) != 1.0:
             say(f"Medusa: the checkpoint's repetition_penalty {penalty} is not applied")
-        out = heads.generate(ids, return_stats=True, **options, **shaping, repetition_penalty=1.0)
+        out = heads.generate(ids, return_stats=True, **chosen, **shaping, repetition_penalty=1.0)
         sequences, report = out.sequences, {"steps": out.steps, "tokens_per_step": out.tokens_per_step}
     elif stream:
-        sequences = model.generate(ids, on_token=lambda token: _write(stream.push(int(token[0]))), **options)
+        sequences = model.generate(
+            ids, on_token=lambda token: print(stream.push(int(token[0])), end="", flush=True), **chosen
+        )
     else:
-        sequences = model.generate(ids, **options)
+        sequences = model.generate(ids, **chosen)
     new = [until_eos(row, eos) for row in sequences[:, max(map(len, ids)) :].tolist()]
     seconds = time.perf_counter() - start
 
@@ -130,8 +122,3 @@ def _standard_input() -> str:
     if sys.stdin.isatty():
         raise typer.BadParameter("give one, or text on standard input", param_hint="--prompt")
     return sys.stdin.read().removesuffix("\n")
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -8,17 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ligermodels.cli.options import (
-    Attention,
-    Device,
-    DtypeOption,
-    Overwrite,
-    device_named,
-    folder_of,
-    load,
-    load_heads,
-    require_free,
-)
+from ligermodels.cli import options
 from ligermodels.console import progress, say
 from ligermodels.errors import InputError
 
@@ -45,7 +35,7 @@ def export(
         str | None, typer.Option(help="Name of the model for formats that hold it.  [default: BASE]")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of full-hf: the largest weight file, as 5GB or 500MB.")] = "5GB",
-    overwrite: Overwrite = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Write heads in the format of another program.
 
@@ -54,8 +44,8 @@ def export(
     from ligermodels.speculative.profiles import profile_named
 
     profile_named(profile)
-    require_free(out, overwrite)
-    medusa = load_heads(load(base, None, "cpu"), heads)
+    options.require_free(out, overwrite)
+    medusa = options.load_heads(options.load(base, None, "cpu"), heads)
     medusa.export(out, profile, base_model=base_model or base, max_shard_size=max_shard_size, overwrite=overwrite)
     say(f"wrote {out}")
 
@@ -72,11 +62,11 @@ def self_distillation_data(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chat_template: ChatTemplate = None,
     date: Date = None,
-    dtype: DtypeOption = None,
-    device: Device = None,
-    attention: Attention = "auto",
+    dtype: options.DtypeOption = None,
+    device: options.Device = None,
+    attention: options.Attention = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Continue where it was stopped or killed.")] = False,
-    overwrite: Overwrite = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Generate self-distillation data: the model's own continuations.
 
@@ -92,7 +82,7 @@ def self_distillation_data(
         raise InputError(f"{out}: exists already; give another name, or --overwrite")
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out}: its folder does not exist")
-    place = device_named(device)
+    place = options.device_named(device)
 
     from ligermodels.training import Recipe
     from ligermodels.training.inputs import content_of, documents_of
@@ -105,13 +95,13 @@ def self_distillation_data(
 
     if is_interrupted(out) and not (resume or overwrite):
         raise InputError(f"{out}: was interrupted; --resume continues it, --overwrite starts over")
-    folder = folder_of(base)
+    folder = options.folder_of(base)
     date = date or (interrupted_with(out, "date") if resume else None) or datetime.now().date().isoformat()
     recipe = Recipe(data=data, chat_template=chat_template, date=date, max_bad_lines=max_bad_lines)
     documents = documents_of(recipe, folder, say)
     content = content_of(recipe, folder)
     source = SelfDistillation(
-        load(folder, dtype, place, attention),
+        options.load(folder, dtype, place, attention),
         documents,
         temperature=temperature,
         max_new_tokens=max_new_tokens,

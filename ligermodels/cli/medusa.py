@@ -8,16 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ligermodels.cli import evaluation, heads
-from ligermodels.cli.options import (
-    Attention,
-    Device,
-    Overwrite,
-    device_named,
-    renaming,
-    require_free,
-    with_recipe_flags,
-)
+from ligermodels.cli import evaluation, heads, options
 from ligermodels.console import progress, say
 from ligermodels.training.renamed import COMMANDS, EVAL_FLAGS, TRAIN_FLAGS, TRAIN_VALUES, warn
 
@@ -37,8 +28,8 @@ STOPPED = 128 + 15
 """Exit code of a run that SIGTERM stopped."""
 
 
-@app.command(cls=renaming(TRAIN_FLAGS, TRAIN_VALUES))
-@with_recipe_flags
+@app.command(cls=options.renaming(TRAIN_FLAGS, TRAIN_VALUES))
+@options.with_recipe_flags
 def train(
     base: Annotated[
         str | None,
@@ -51,9 +42,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint in the output folder, if any.")
     ] = False,
-    device: Device = None,
-    attention: Attention = "auto",
-    overwrite: Overwrite = False,
+    device: options.Device = None,
+    attention: options.Attention = "auto",
+    overwrite: options.Overwrite = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Train heads on a frozen model or, in stage 2, together with it.
@@ -71,13 +62,13 @@ def train(
         raise typer.BadParameter("give it, or a recipe that names it", param_hint="--data")
     if out is None:
         raise typer.BadParameter("give a folder for the heads", param_hint="--out")
-    place = device_named(device)
+    place = options.device_named(device)
 
     from ligermodels.training import Console, train_heads
     from ligermodels.training.folder import has_checkpoints, require_resumable
 
     if not resume:
-        require_free(out, overwrite, is_run=has_checkpoints(out))
+        options.require_free(out, overwrite, is_run=has_checkpoints(out))
     elif not overwrite:
         require_resumable(out)
 
@@ -101,5 +92,5 @@ def show_recipe(name: Annotated[str | None, typer.Argument(metavar="NAME", help=
 
 
 app.command()(heads.self_distillation_data)
-app.command(name="eval", cls=renaming(EVAL_FLAGS))(evaluation.evaluate)
+app.command(name="eval", cls=options.renaming(EVAL_FLAGS))(evaluation.evaluate)
 app.command()(heads.export)

@@ -16,8 +16,6 @@ from ligermodels.training.recipe import Recipe
 from ligermodels.training.renamed import flag, warn
 
 if TYPE_CHECKING:
-    import torch
-
     from ligermodels.archs.causal_lm import CausalLM
     from ligermodels.speculative.medusa import MedusaModel
 
@@ -49,14 +47,6 @@ def device_named(name: str | None) -> str:
     return name
 
 
-def torch_dtype(name: Dtype) -> torch.dtype:
-    """The dtype of that name."""
-    import torch
-
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
 def folder_of(path: str) -> Path:
     """The local folder of a checkpoint; one on the hub is fetched first."""
     from ligermodels.convert import hub
@@ -66,12 +56,13 @@ def folder_of(path: str) -> Path:
 
 def load(path: str | Path, dtype: Dtype | None, device: str, attention: str = "auto") -> CausalLM:
     """`from_pretrained`, with a progress bar."""
+    import torch
+
     from ligermodels.pretrained import from_pretrained
 
+    kind = None if dtype is None else getattr(torch, dtype)
     with progress(f"loading {path}", in_bytes=True) as update:
-        return from_pretrained(
-            path, dtype=dtype and torch_dtype(dtype), device=device, attention=attention, progress=update
-        )
+        return from_pretrained(path, dtype=kind, device=device, attention=attention, progress=update)
 
 
 def load_heads(base: CausalLM, heads: str) -> MedusaModel:

@@ -21,13 +21,17 @@ class CountsTargets(Protocol):
     """A model that counts the targets of its loss, as `CausalLM` does."""
 
     def num_targets(
-        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor: ...
 
 
 def count_targets(model: CountsTargets, parts: Iterable[Batch]) -> Tensor:
     """Number of targets in several batches together, of the shape of `num_targets`: divides their summed loss."""
-    bounds = ("position_ids", "cu_seqlens")
+    bounds = ("position_ids", "cu_seqlens", "attention_mask")
     counts = [model.num_targets(part["labels"], **{k: part[k] for k in bounds if k in part}) for part in parts]
     return torch.stack(counts).sum(0)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -49,8 +49,7 @@ class _GenerationTag(Extension):
 class ChatTemplate:
     """A chat template: jinja2 in a sandbox, with the helpers that published templates expect.
 
-    `now` is the time for templates that write the date. It is fixed when the object is made, so that a chat gives the
-    same text throughout a run.
+    `now`, for templates that write the date, is fixed when the object is made: a chat has one text throughout a run.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None, *, name: str = "chat template") -> None:
@@ -62,7 +61,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
-        environment.filters["tojson"] = _to_json
+        # jinja2's own escapes <, >, & and ' for HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: self.now.strftime(form)}
         try:
             self._template = environment.from_string(source)
@@ -151,12 +151,9 @@ class ChatTemplate:
         """The text of a chat, as of `render`, and the spans [start, end) of the assistant's turns, end tokens included.
 
         If the template marks them with `{% generation %}`, these are the spans. Otherwise a turn starts at the end of
-        its generation prompt, or with its content; it ends with the special token that follows, or with its content.
-        The content is located by rendering the chat with another one in its place, which also works for templates that
-        trim content, drop reasoning of earlier turns or move the system turn.
-
-        Args:
-            special: matches special tokens.
+        its generation prompt, or with its content; it ends with the token that follows, if it matches `special`, or
+        with its content. The content is located by rendering the chat with another one in its place, which also works
+        for templates that trim content, drop reasoning of earlier turns or move the system turn.
 
         Raises InputError when the template refuses the chat or omits its tool calls, or when a turn cannot be located.
         """
@@ -305,17 +302,6 @@ def _token_text(value: Any) -> str | None:
     """A special token, given as text or as an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's tojson escapes <, >, & and ' for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

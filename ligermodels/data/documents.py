@@ -35,12 +35,10 @@ class Tokens(NamedTuple):
 class Documents:
     """The documents of a corpus as tokens. Unusable ones are counted, named and, up to a limit, skipped.
 
-    A line is an object with a `text`, or with a chat under `messages` or `conversations`: see `parse_line`. Chats are
-    written by the checkpoint's chat template, and only what the assistant says is a label. Texts get the special tokens
-    that the tokenizer adds, and an EOS, each once.
+    Lines are as of `parse_line`. Chats are written by the chat template, and only what the assistant says is a label.
+    Texts get the special tokens that the tokenizer adds, and an EOS, each once.
 
-    `bad` are the indices of unusable documents, `empty` those without a label: empty texts, and chats in which the
-    assistant says nothing. The limit does not count the latter.
+    `bad` are the indices of unusable documents, `empty` those without a label, which the limit does not count.
     """
 
     def __init__(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Any, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,9 @@ from ligermodels.errors import InputError
 class PackedBatches:
     """Batches of `batch_size` sequences of `seq_len` tokens: documents end to end, without padding.
 
-    A batch holds its sequences in one row: input_ids and labels (1, n), and cu_seqlens, the bounds of the pieces. A
-    piece lies in one document and one sequence; a document that exceeds its sequence continues in the next one without
-    its context. After the last document the next epoch starts, in another order. The state is a few numbers.
+    A batch holds its sequences in one row: input_ids and labels (1, n), int64, and cu_seqlens, int32, the bounds of the
+    pieces. A piece lies in one document and one sequence; the rest of a document that exceeds its sequence is the first
+    piece of the next one. After the last document the next epoch starts, in another order.
     """
 
     def __init__(
@@ -140,39 +139,22 @@ class Prefetcher:
 
     def __init__(self, source: PackedBatches, count: int = 2) -> None:
         self._source, self._count, self._state = source, count, source.state_dict()
-        self._queue: queue.Queue[Any] | None = None
-        self._closed = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._pending: deque[Future[tuple[Batch, dict[str, Any]]]] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._queue is None:
-            self._queue = queue.Queue(self._count)
-            threading.Thread(target=self._fill, args=(self._queue,), daemon=True, name="batches").start()
-        batch, state, error = self._queue.get()
-        if error is not None:
-            self._queue.put((batch, state, error))  # raised again by the next call
-            raise error
-        self._state = state
-        return cast(Batch, batch)
-
-    def _fill(self, into: queue.Queue[Any]) -> None:
-        error: BaseException | None = None
-        item: tuple[Batch | None, dict[str, Any] | None, BaseException | None]
-        while error is None and not self._closed.is_set():
-            try:
-                item = next(self._source), self._source.state_dict(), None
-            except BaseException as found:  # StopIteration too: the consumer raises it
-                item, error = (None, None, found), found
-            while not self._closed.is_set():
-                with suppress(queue.Full):
-                    into.put(item, timeout=0.2)
-                    break
+        while len(self._pending) <= self._count:
+            self._pending.append(self._thread.submit(lambda: (next(self._source), self._source.state_dict())))
+        batch, self._state = self._pending[0].result()  # an error stays the first: raised again by the next call
+        self._pending.popleft()
+        return batch
 
     def close(self) -> None:
         """End the thread."""
-        self._closed.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the source after the last batch taken from here."""
@@ -180,7 +162,7 @@ class Prefetcher:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state into the source. Raises InputError once a batch has been taken."""
-        if self._queue is not None:
+        if self._pending:
             raise InputError("batches have been taken already: set the state before the first")
         self._source.load_state_dict(state)
         self._state = self._source.state_dict()

@@ -57,9 +57,9 @@ class Tokenizer:
         """Texts of the special tokens."""
         return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, by default without special tokens."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def continuation(self, prompt: Sequence[int], new: Iterable[int]) -> str:
         """The text of the ids `new` after `prompt`."""

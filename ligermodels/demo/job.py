@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import exp
@@ -24,12 +23,12 @@ from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents, TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.demo.corpus import END, python_sources, train_tokenizer
-from ligermodels.demo.report import claim, reported, show, stage, write_results
+from ligermodels.demo.report import claim, show, stage, write_results
 from ligermodels.errors import LigerModelsError
 from ligermodels.speculative.benchmark import fit_tree
 from ligermodels.speculative.evaluation import HeadScores, evaluate, evaluate_heads, evaluate_kl
 from ligermodels.speculative.joint import JointMedusa
-from ligermodels.training import train, warmup_cosine
+from ligermodels.training import StepMetrics, train, warmup_cosine
 from ligermodels.training.loop import Trainable
 from ligermodels.training.medusa import WEIGHT_ARGUMENT
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
@@ -87,9 +86,14 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
     """
     folder, settings = Path(output), settings or DemoSettings()
     claim(folder)
-    with torch.random.fork_rng(devices=[]), _one_thread():
-        torch.manual_seed(settings.seed)
-        results = _main_job(folder, settings)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more do not help matrices this small, and sums have the same order on every machine
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            results = _main_job(folder, settings)
+    finally:
+        torch.set_num_threads(threads)
     write_results(folder, results)
     show(folder, results)
     if failed := [check for check, passed in results["checks"].items() if not passed]:
@@ -111,7 +115,11 @@ def _learn(
     """Train groups of parameters at their learning rates for `steps`, 1 / `warmup_divisor` of them as warm-up."""
     optimizer = optimizer_named("adamw", parameter_groups(rates, weight_decay), betas=(0.9, 0.95))
     schedule = warmup_cosine(optimizer, steps, warmup_steps=steps // warmup_divisor)
-    options |= {"on_step": reported(update), "report_every": max(1, steps // 20)}
+
+    def report(at: StepMetrics) -> None:
+        update(at.step, at.steps, f"loss {at.loss:.2f}, {at.tokens_per_second:,.0f} tokens/s")
+
+    options |= {"on_step": report, "report_every": max(1, steps // 20)}
     train(model, data, steps=steps, optimizer=optimizer, schedule=schedule, **options)
 
 
@@ -288,15 +296,3 @@ def _pairs(documents: Sequence[Sequence[int]], ahead: int) -> tuple[Tensor, Tens
     """All tokens, long (N,), that have another `ahead` of them in their document, and those others."""
     first = torch.tensor([token for ids in documents for token in ids[:-ahead]])
     return first, torch.tensor([token for ids in documents for token in ids[ahead:]])
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One torch thread: more do not help matrices this small (and were ten times slower on a busy machine), and sums
-    have the same order on every machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

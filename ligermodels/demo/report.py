@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import exp
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 from ligermodels.console import ProgressUpdate, progress, say, show_table
 from ligermodels.errors import CheckpointError
-from ligermodels.training import StepMetrics
 from ligermodels.training.folder import write_atomically
 
 STAGES = 8
@@ -59,11 +58,6 @@ def stage(name: str, title: str, seconds: dict[str, float]) -> Iterator[Progress
     with progress(f"  {name}") as update:
         yield update
     seconds[name] = time.perf_counter() - start
-
-
-def reported(update: ProgressUpdate) -> Callable[[StepMetrics], None]:
-    """A callback of `train` that moves the progress bar."""
-    return lambda at: update(at.step, at.steps, f"loss {at.loss:.2f}, {at.tokens_per_second:,.0f} tokens/s")
 
 
 def show(folder: Path, results: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
-from ligermodels.layers.norm import NoNorm, NormConfig
+from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.targets import take_tokens
 
 
@@ -66,13 +66,10 @@ class Block(nn.Module):
         super().__init__()
 
         def before() -> nn.Module:
-            return config.norm.build_before(hidden_size) if config.pre_norm else NoNorm()
+            return config.norm.build_before(hidden_size) if config.pre_norm else nn.Identity()
 
         def after() -> nn.Module | None:
-            if not config.post_norm:
-                return None
-            added = config.residual_scale == 1.0  # then norm and residual addition are one pass
-            return config.norm.build_after(hidden_size) if added else config.norm.build(hidden_size)
+            return config.norm.build_after(hidden_size) if config.post_norm else None
 
         self.residual_scale = config.residual_scale
         self.mixer_norm = before()
@@ -92,13 +89,13 @@ class Block(nn.Module):
             token_indices: long (n,), indices of the flattened B * T: the result is (1, n, H), of these tokens alone.
                 The mixer sees all tokens, and so does a feed-forward layer that is not `token_wise`.
         """
-        y, x = self.mixer_norm(x)
+        y, x = _add_and_norm(self.mixer_norm, x, None)
         y = self.mixer(y, context, state)
         if token_indices is not None and getattr(self.mlp, "token_wise", False):
             y, x = take_tokens(y, token_indices), take_tokens(x, token_indices)
             token_indices = None
         x, branch = self._add(self.mixer_post_norm, x, y)
-        y, x = self.mlp_norm(x, branch)
+        y, x = _add_and_norm(self.mlp_norm, x, branch)
         y = self.mlp(y, context)
         # The router's output leaves by the return value: FSDP2's hooks see its gradient only there.
         y, router = y if isinstance(y, tuple) else (y, None)
@@ -109,7 +106,16 @@ class Block(nn.Module):
 
     def _add(self, post_norm: nn.Module | None, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what is still to be added to it; without a post-norm the next norm adds that."""
-        if post_norm is not None and self.residual_scale == 1.0:
-            return cast(Tensor, post_norm(branch, x)), None
+        if self.residual_scale == 1.0 and getattr(post_norm, "fused_add", False):
+            return cast(nn.Module, post_norm)(branch, x), None
         branch = branch if post_norm is None else post_norm(branch)
         return x, branch if self.residual_scale == 1.0 else self.residual_scale * branch
+
+
+def _add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The norm of x + branch, and x + branch."""
+    if getattr(norm, "fused_add", False):
+        return cast("tuple[Tensor, Tensor]", norm(x, branch))
+    x = x if branch is None else x + branch.to(x.dtype)
+    y = norm(x)
+    return y if isinstance(y, tuple) else (y, x)  # a module around a fused norm gives both

@@ -18,6 +18,9 @@ class Embedding(nn.Embedding):
         super().__init__(vocab_size, hidden_size, padding_idx)
         self.scale = scale
 
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.scale is None else f", scale={self.scale}")
+
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids (...) long -> (..., H)."""
         x = super().forward(input_ids)

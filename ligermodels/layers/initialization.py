@@ -84,6 +84,25 @@ def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) 
     module._apply(empty)
 
 
+def fill_meta_buffers(module: nn.Module, std: float) -> None:
+    """Allocate and fill the buffers that `load_state_dict(assign=True)` leaves on the meta device: states lack those
+    with `persistent=False`. They go to the device of the first parameter; tensors beside them keep their values."""
+    device = next(module.parameters()).device
+    for name, each in module.named_modules():
+        left = [key for key, buffer in each.named_buffers(recurse=False) if buffer.is_meta]
+        left = [key for key in left if key in each._non_persistent_buffers_set]
+        others = [tensor for key, tensor in owned_tensors(each) if key not in left]
+        if device.type == "meta" or not left or any(tensor.is_meta for tensor in others):
+            continue
+        kept = [tensor.detach().clone() for tensor in others]
+        for key in left:
+            each._buffers[key] = torch.empty_like(each._buffers[key], device=device)
+        initialize_own(each, std, name)
+        with torch.no_grad():
+            for tensor, value in zip(others, kept, strict=True):
+                tensor.copy_(value)
+
+
 def initialize_buffers(module: nn.Module, std: float) -> None:
     """Fill modules that own buffers: those that a checkpoint does not hold would stay as memory was."""
     for name, each in module.named_modules():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -46,11 +48,11 @@ class KVCache:
         ops.compact_kv_cache(self._stored.flatten(-2), slots)
 
 
-class LayerKV:
+class LayerKV(NamedTuple):
     """One layer's `keys` and `values`, each (B, max_length, num_kv_heads, head_dim)."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+    keys: Tensor
+    values: Tensor
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         """Write the first T slots: k, v (B, T, num_kv_heads, head_dim). InputError when they do not fit."""

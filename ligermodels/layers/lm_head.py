@@ -36,11 +36,11 @@ def check_loss_options(options: Iterable[str]) -> None:
             raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
 
 
-def check_loss_inputs(inputs: Tensor | None, labels: Tensor | None, loss_options: Mapping[str, Any]) -> None:
-    """InputError unless the inputs (B, T, ...) and what a loss of them is computed from fit together."""
+def check_loss_inputs(inputs: Tensor | None, loss_options: Mapping[str, Any], **others: Tensor | None) -> None:
+    """InputError unless the inputs (B, T, ...), `token_weights` and `others` fit together, and options are known."""
     check_loss_options(loss_options)
     if inputs is not None:  # else the base model says what is missing
-        check_same_tokens(inputs, labels=labels, token_weights=loss_options.get("token_weights"))
+        check_same_tokens(inputs, **others, token_weights=loss_options.get("token_weights"))
 
 
 class LMHead(nn.Module):
@@ -60,6 +60,10 @@ class LMHead(nn.Module):
             nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        vocab_size, hidden_size = self.weight.shape
+        return f"{hidden_size}, {vocab_size}, bias={self.bias is not None}"
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
         """hidden (..., H) -> logits (..., V); with targets (...) the loss of `ops.linear_cross_entropy` instead.

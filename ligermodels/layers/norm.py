@@ -1,9 +1,13 @@
-"""Normalisation over channels, alone and together with the residual addition before or after it."""
+"""Normalisation over channels, alone and together with the residual addition before or after it.
+
+A `Block` takes any module that maps (..., H) to (..., H) for a norm; one with `fused_add = True` also takes the other
+operand of the addition, and adds.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +31,15 @@ class NormConfig:
 
     def build(self, size: int) -> nn.Module:
         """x (..., size) -> its norm, of that shape and dtype."""
-        return _KINDS[self.kind][0](size, self)
+        return RMSNorm(size, self) if self.kind == "rms" else LayerNorm(size, self)
 
     def build_before(self, size: int) -> nn.Module:
-        """The norm before a sublayer: (x, branch or None) -> the norm of x + branch, and x + branch."""
-        return _KINDS[self.kind][1](size, self)
+        """The norm before a sublayer, together with the residual addition before it where one kernel does both."""
+        return AddRMSNorm(size, self) if self.kind == "rms" else LayerNorm(size, self)
 
     def build_after(self, size: int) -> nn.Module:
-        """The norm after a sublayer: (branch, x) -> x + the norm of branch."""
-        return _KINDS[self.kind][2](size, self)
+        """The norm after a sublayer, together with the residual addition after it where one kernel does both."""
+        return RMSNormAdd(size, self) if self.kind == "rms" else LayerNorm(size, self)
 
 
 class RMSNorm(nn.Module):
@@ -51,6 +55,9 @@ class RMSNorm(nn.Module):
         """Scale one."""
         nn.init.constant_(self.weight, 1.0 - self.config.offset)
 
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.config.eps}"
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
         config = self.config
@@ -59,6 +66,8 @@ class RMSNorm(nn.Module):
 
 class AddRMSNorm(RMSNorm):
     """A branch joins the residual stream, whose norm enters the next sublayer: one pass over memory."""
+
+    fused_add: ClassVar[bool] = True
 
     def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
@@ -72,13 +81,16 @@ class AddRMSNorm(RMSNorm):
 class RMSNormAdd(RMSNorm):
     """The norm of a branch joins the residual stream: one pass over memory."""
 
-    def forward(self, branch: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        """branch, x (..., size) -> x + the norm of branch, in the wider dtype."""
-        config = self.config
-        options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
+    fused_add: ClassVar[bool] = True
+
+    def forward(self, branch: Tensor, x: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """branch, x (..., size) -> x + the norm of branch, in the wider dtype; without x the norm alone."""
+        if x is None:
+            return RMSNorm.forward(self, branch)
         if branch.dtype != x.dtype:  # under autocast
-            return x + ops.rms_norm(branch, self.weight, config.eps, **options)
-        return ops.rms_norm(branch, self.weight, config.eps, residual=x, **options)
+            return x + RMSNorm.forward(self, branch)
+        c = self.config
+        return ops.rms_norm(branch, self.weight, c.eps, offset=c.offset, casting_mode=c.casting_mode, residual=x)
 
 
 class LayerNorm(nn.Module):
@@ -97,39 +109,10 @@ class LayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.config.eps}"
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
         weight = self.weight if self.config.offset == 0.0 else self.weight + self.config.offset
         return ops.layer_norm(x, weight, self.bias, self.config.eps)
-
-
-class AddLayerNorm(LayerNorm):
-    """`AddRMSNorm`'s counterpart."""
-
-    def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
-        x = x if branch is None else x + branch.to(x.dtype)
-        return super().forward(x), x
-
-
-class LayerNormAdd(LayerNorm):
-    """`RMSNormAdd`'s counterpart."""
-
-    def forward(self, branch: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        """branch, x (..., size) -> x + the norm of branch."""
-        return x + super().forward(branch)
-
-
-class NoNorm(nn.Module):
-    """Takes the place of an `AddRMSNorm` where a sublayer has no norm before it."""
-
-    def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + branch, twice."""
-        x = x if branch is None else x + branch
-        return x, x
-
-
-_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
-    "rms": (RMSNorm, AddRMSNorm, RMSNormAdd),
-    "layer": (LayerNorm, AddLayerNorm, LayerNormAdd),
-}

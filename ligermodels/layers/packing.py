@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,20 @@ def bounds_of(position_ids: Tensor) -> Tensor | None:
         return None
     starts = F.pad(~follows, (1, 0), value=True).flatten().nonzero().flatten()
     return F.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+
+
+def document_bounds(shape: Sequence[int], position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Bounds of the packed documents that `cu_seqlens`, or positions that restart, describe; None without any.
+
+    Raises InputError when they do not fit inputs of `shape` (B, T).
+    """
+    shape = (shape[0], shape[1])
+    if position_ids is not None and tuple(position_ids.shape) != shape:
+        raise InputError(f"position_ids: must have the inputs' shape {shape}, got {tuple(position_ids.shape)}")
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, shape)
+        return cu_seqlens
+    return None if position_ids is None else bounds_of(position_ids)
 
 
 class Unpadding:

@@ -48,6 +48,10 @@ class SplitQKV(nn.Module):
             for weight in (self.q_norm, self.k_norm):
                 nn.init.constant_(weight, 1.0 - self.qk_norm.norm.offset)
 
+    def extra_repr(self) -> str:
+        norm = "" if self.qk_norm is None else f", qk_norm over each {self.qk_norm.over}"
+        return f"group_size={self.group_size}, head_dim={self.head_dim}{norm}"
+
     def forward(
         self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,37 +67,30 @@ class SplitQKV(nn.Module):
                 "the projection by key/value heads"
             )
         shape = qkv.shape[-1] // width, self.group_size, self.head_dim
-        norms, options = self._head_norms()
-        if cache is not None and cache_seqlens is not None and norms is not None:
-            qkv = qkv.to(cache.keys.dtype)
-            q = ops.rope_qkv_cached(qkv, *tables, *shape, cache.keys, cache.values, cache_seqlens, *norms, **options)
-            return q, cache.keys, cache.values
-        if norms is not None:
+        norms: tuple[nn.Parameter, ...] = ()
+        options: dict[str, Any] = {}
+        if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
+            norm, norms = self.qk_norm.norm, (self.q_norm, self.k_norm)
+            options = {"eps": norm.eps, "offset": norm.offset, "casting_mode": norm.casting_mode}
+        if norms and self.qk_norm is not None and self.qk_norm.over == "projection":
+            q, k, v = ops.rope_qkv(qkv, None, None, *shape)
+            q, k = self._normalise(q, norms[0], options), self._normalise(k, norms[1], options)
+            if cache is None or cache_seqlens is None:
+                cos, sin = tables
+                return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
+            qkv = torch.cat([each.unflatten(2, (shape[0], -1)) for each in (q, k, v)], dim=3).flatten(2)
+            norms, options = (), {}
+        if cache is None or cache_seqlens is None:
             return ops.rope_qkv(qkv, *tables, *shape, *norms, **options)
-        q, k, v = ops.rope_qkv(qkv, None, None, *shape)
-        q, k = self._normalise(q, self.q_norm, options), self._normalise(k, self.k_norm, options)
-        if cache is not None and cache_seqlens is not None:
-            again = torch.cat([each.unflatten(2, (shape[0], -1)) for each in (q, k, v)], dim=3).flatten(2)
-            q = ops.rope_qkv_cached(
-                again.to(cache.keys.dtype), *tables, *shape, cache.keys, cache.values, cache_seqlens
-            )
-            return q, cache.keys, cache.values
-        cos, sin = tables
-        return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
+        qkv = qkv.to(cache.keys.dtype)
+        q = ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens, *norms, **options)
+        return q, cache.keys, cache.values
 
-    def _head_norms(self) -> tuple[tuple[Tensor, ...] | None, dict[str, Any]]:
-        """The weights of norms of each head, which go with the rotation, and the options of norms; None otherwise."""
-        if self.qk_norm is None or self.q_norm is None or self.k_norm is None:
-            return (), {}
-        norm = self.qk_norm.norm
-        options = {"eps": norm.eps, "offset": norm.offset, "casting_mode": norm.casting_mode}
-        return ((self.q_norm, self.k_norm) if self.qk_norm.over == "head" else None), options
-
-    def _normalise(self, x: Tensor, weight: Tensor | None, options: dict[str, Any]) -> Tensor:
+    def _normalise(self, x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
         """x (B, T, heads, D) normalised over all heads together."""
-        if weight is None or weight.shape[0] != x.shape[2] * x.shape[3]:
+        if weight.shape[0] != x.shape[2] * x.shape[3]:
             raise InputError(
-                f"the norm over the whole projection has {0 if weight is None else weight.shape[0]} channels, the "
-                f"projection {x.shape[2] * x.shape[3]}: such a norm cannot be sharded by heads"
+                f"the norm over the whole projection has {weight.shape[0]} channels, the projection "
+                f"{x.shape[2] * x.shape[3]}: such a norm cannot be sharded by heads"
             )
         return ops.rms_norm(x.flatten(2), weight, **options).view_as(x)

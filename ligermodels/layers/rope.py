@@ -192,20 +192,20 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     attention_factor: float = 1.0
 
+    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
+        """What does not depend on positions: see `RopeScaling.frequencies`."""
+        wavelengths = _wavelengths(self.theta, self.dim, device)
+        return 1.0 / wavelengths if self.scaling is None else self.scaling.frequencies(self, wavelengths)
+
+    def inv_freq(self, frequencies: Tensor, positions: Tensor) -> Tensor:
+        """The inverse frequencies of a forward pass over `positions`: see `RopeScaling.scaled_inv_freq`."""
+        return frequencies if self.scaling is None else self.scaling.scaled_inv_freq(self, frequencies, positions)
+
 
 def _wavelengths(theta: float | Tensor, dim: int, device: torch.device | str | None) -> Tensor:
     """theta ** (2 i / dim) for i < dim / 2: fp32 (dim / 2,)."""
     wavelengths: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     return wavelengths
-
-
-def _ahead(config: RopeConfig, device: torch.device | str | None) -> Tensor:
-    wavelengths = _wavelengths(config.theta, config.dim, device)
-    return 1.0 / wavelengths if config.scaling is None else config.scaling.frequencies(config, wavelengths)
-
-
-def _at(config: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
-    return frequencies if config.scaling is None else config.scaling.scaled_inv_freq(config, frequencies, positions)
 
 
 def inverse_frequencies(
@@ -215,8 +215,8 @@ def inverse_frequencies(
 
     `length` in tokens matters to scalings that follow it; by default, one within the original context.
     """
-    frequencies = _ahead(config, device)
-    return _at(config, frequencies, torch.tensor(length or 1, device=frequencies.device) - 1)
+    frequencies = config.frequencies(device)
+    return config.inv_freq(frequencies, torch.tensor(length or 1, device=frequencies.device) - 1)
 
 
 class RotaryEmbedding(nn.Module):
@@ -231,7 +231,7 @@ class RotaryEmbedding(nn.Module):
 
     def _made(self, device: torch.device) -> Tensor:
         # On the CPU first: the same bits on every device; and arithmetic on the meta device would import half of torch.
-        return _ahead(self.config, "cpu").to(device)
+        return self.config.frequencies("cpu").to(device)
 
     def init_weights(self, std: float = 0.0) -> None:
         """Computes the frequencies."""
@@ -246,7 +246,8 @@ class RotaryEmbedding(nn.Module):
     @property
     def inv_freq(self) -> Tensor:
         """The inverse frequencies within the original context, fp32 (dim / 2,)."""
-        return _at(self.config, self.frequencies, torch.zeros((), dtype=torch.long, device=self.frequencies.device))
+        position = torch.zeros((), dtype=torch.long, device=self.frequencies.device)
+        return self.config.inv_freq(self.frequencies, position)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions (B, T) -> cos, sin (B, T, dim / 2): computed in fp32, then cast to `dtype` as HF models do.
@@ -255,6 +256,6 @@ class RotaryEmbedding(nn.Module):
         row does not depend on others, where transformers takes the highest of all.
         """
         # Under autocast a matmul would round the angles; a product is elementwise and stays fp32.
-        angles = positions[..., None].float() * _at(self.config, self.frequencies, positions)
+        angles = positions[..., None].float() * self.config.inv_freq(self.frequencies, positions)
         factor = self.config.attention_factor
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+
+Result = TypeVar("Result")
 
 
 class ModuleLike(Protocol):
@@ -39,12 +41,17 @@ def is_sharded(module: ModuleLike) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
 
 
-def as_forward(module: nn.Module, method: str) -> None:
-    """Have FSDP2 gather the parameters of `module` for its `method` as it does for `forward`, if it shards them."""
-    if callable(getattr(module, "unshard", None)) and method not in vars(module):
+def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    """`function(*args, **options)`; if FSDP2 shards `module`, its parameters are gathered for the call, as they are for
+    its `forward`."""
+    if not callable(getattr(module, "unshard", None)):
+        return function(*args, **options)
+    if "_call" not in vars(module):
         from torch.distributed.fsdp import register_fsdp_forward_method  # a large import
 
-        register_fsdp_forward_method(module, method)
+        vars(module)["_call"] = lambda function, *args, **options: function(*args, **options)
+        register_fsdp_forward_method(module, "_call")
+    return cast(Callable[..., Result], module._call)(function, *args, **options)
 
 
 def end_of_decoding(model: ModuleLike) -> Callable[[Tensor], Tensor]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.layers.async_copy import AsyncHostCopy
-from ligermodels.layers.packing import assert_async, document_of
+from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, document_bounds, document_of
 from ligermodels.ops.loss.linear_cross_entropy import SKIP_BELOW
 
 IGNORE_INDEX = -100
@@ -33,9 +33,20 @@ def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *
     return targets.masked_fill((place + ahead >= end).view_as(labels), fill)
 
 
-def count_targets(labels: Tensor, ahead: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
-    """Targets of each of K losses, long (K,); arguments as of `Targets`."""
-    return torch.stack([(shift_labels(labels, each, cu_seqlens) != IGNORE_INDEX).sum() for each in ahead])
+def count_targets(
+    labels: Tensor,
+    ahead: Sequence[int],
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """How many `labels` (B, T) each of K losses counts, long (K,); `ahead` as of `Targets`, the rest of a model."""
+    if attention_mask is not None:
+        check_same_tokens(labels, attention_mask=attention_mask)
+        unpad = Unpadding(attention_mask)
+        labels, cu_seqlens = unpad.take(labels), unpad.cu_seqlens
+    bounds = document_bounds(labels.shape, position_ids, cu_seqlens)
+    return torch.stack([(shift_labels(labels, each, bounds) != IGNORE_INDEX).sum() for each in ahead])
 
 
 class Targets:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,27 +11,22 @@ from torch import Tensor, nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.sharding import gathered, reshard
-from ligermodels.speculative.files import Heads, save_heads
-from ligermodels.speculative.heads import MedusaHead
+from ligermodels.speculative.files import Heads
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 
 ROWS = 4096
 """Of an lm_head, compared at a time."""
 
 
-def export_heads(
-    base: CausalLM,
-    heads: nn.ModuleList,
-    shape: HeadsShape,
-    folder: Path,
-    profile: Profile,
-    *,
-    base_model: str | None,
-    max_shard_size: int | str,
-    overwrite: bool,
-) -> None:
-    """Write `heads`, each a `MedusaHead` on `base`; arguments and errors as of `MedusaModel.export`."""
-    if profile.lm_heads != "each" and cast(MedusaHead, heads[0]).lm_head is not None:
+def tensors_to_export(base: CausalLM, heads: nn.ModuleList, shape: HeadsShape, profile: Profile) -> dict[str, Tensor]:
+    """Native name -> tensor of `heads`, each a `MedusaHead` on `base`, and of what else `profile` holds.
+
+    Raises InputError for heads that it cannot hold, ConfigError for a base model that it cannot.
+    """
+    reshard(base)
+    reshard(heads)
+    state = _state(heads)
+    if profile.lm_heads != "each" and any(".lm_head." in name for name in state):
         raise InputError(
             f"profile {profile.name!r} has one lm_head for all heads, but each of these has its own; the profiles of "
             f"separate lm_heads are {', '.join(p.name for p in PROFILES.values() if p.lm_heads == 'each')}"
@@ -41,30 +35,23 @@ def export_heads(
         raise InputError(
             f"profile {profile.name!r} takes {profile.max_layers} ResBlock a head, these have {shape.num_layers}"
         )
-    if base.head.bias is not None:
+    lm_head = base.head.state_dict()
+    if "bias" in lm_head:
         raise InputError(f"profile {profile.name!r} has no place for the lm_head's bias")
-    reshard(base)
-    reshard(heads)
-    state, spec = _state(heads), base.export_spec
-    for i in range(profile.projections(shape)):
-        state.setdefault(f"heads.{i}.lm_head.weight", base.head.weight.data)
+    if not any(".lm_head." in name for name in state):
+        for i in range(profile.projections(shape)):
+            if lm_head.keys() != {"weight"}:
+                raise InputError(
+                    f"profile {profile.name!r} repeats the base's lm_head, but base.head is a "
+                    f"{type(base.head).__name__} of {', '.join(lm_head)}: put an LMHead in its place"
+                )
+            state[f"heads.{i}.lm_head.weight"] = lm_head["weight"]
     if profile.prefix:
-        if spec is None:
+        if base.export_spec is None:
             raise ConfigError(f"profile {profile.name!r} holds the base model too, which has no export_spec")
         base.checked_export_spec()
         state = {**{name: p.data for name, p in base.named_parameters()}, **state}
-    if base_model is None and spec is not None:
-        base_model = spec.hf_config.get("_name_or_path") or None
-    save_heads(
-        folder,
-        profile,
-        shape,
-        state,
-        base_model=base_model,
-        base=spec if profile.prefix else None,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )
+    return state
 
 
 def repeats_lm_head(base: CausalLM, folder: Path, found: Heads) -> bool:
@@ -74,15 +61,15 @@ def repeats_lm_head(base: CausalLM, folder: Path, found: Heads) -> bool:
     lm_head is for all heads, and is not the base's.
     """
     shape = HeadsShape(found.num_heads, found.num_layers, base.config.hidden_size, base.config.vocab_size)
-    weight = gathered(base.head.state_dict()["weight"])
+    lm_head = base.head.state_dict()
+    weight = gathered(lm_head["weight"]) if lm_head.keys() == {"weight"} else None
     for name in found.profile.lm_head_names(shape):
-        known = base.head.bias is None and name in found.reader.headers
-        if known and _same_bits(found.reader.read(name), weight):
+        if weight is not None and name in found.reader.headers and _same_bits(found.reader.read(name), weight):
             continue
         if found.profile.lm_heads == "one":
             raise CheckpointError(
-                f"{folder}: no {name} that is the base model's lm_head {list(weight.shape)}: the heads are "
-                "incomplete, or were made for another; give the base they were trained on"
+                f"{folder}: no {name} that is the base model's lm_head [{shape.vocab_size}, {shape.hidden_size}]: the "
+                "heads are incomplete, or were made for another; give the base they were trained on"
             )
         return False
     return True

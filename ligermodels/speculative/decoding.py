@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.generation.generate import TokenIds, as_eos_ids, evaluating, prepare_prompts, resolve_max_new_tokens
+from ligermodels.generation.generate import as_eos_ids, evaluating, resolve_max_new_tokens
 from ligermodels.generation.graph import Finished, Graphed
+from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.state import DecodingState
 from ligermodels.generation.step import DecodingModel, Step, new_tokens
 from ligermodels.layers import TreeTokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ligermodels.layers import IGNORE_INDEX, LMHead
+from ligermodels.errors import InputError
+from ligermodels.layers import IGNORE_INDEX
+from ligermodels.layers.sharding import is_sharded
+
+Head = Callable[[Tensor], Tensor]
+"""Hidden states (..., H) -> logits (..., V)."""
 
 WIDE_COPIES = 6
 """Tensors of a chunk's rows by the vocabulary, in float32 or wider, that are held at once."""
@@ -18,11 +23,12 @@ WIDE_COPIES = 6
 
 def divergence(
     hidden: Tensor,
-    head: LMHead,
+    head: nn.Module,
     reference_hidden: Tensor,
-    reference_head: LMHead,
+    reference_head: Head,
     targets: Tensor,
     *,
+    vocab_size: int,
     reduction: str = "mean",
     memory_budget: int = 2**30,
     num_targets: int | None = None,
@@ -34,15 +40,19 @@ def divergence(
 
     Args:
         hidden: (..., H), and `reference_hidden` (..., H'): states after the final norm, for the heads beside them.
+        head: (..., H) -> logits (..., vocab_size); its parameters get gradients.
         targets: long (...); of a place only whether it is ignored (-100) counts.
         reduction: "sum", or "mean" over the places; 0 without any.
         memory_budget: bytes for a chunk's logits and what is computed with them; at least one row is taken.
         num_targets: how many places have a target, if the caller knows; on a GPU that saves waiting for it.
 
-    Returns a scalar, in float32 or wider. The reference gets no gradient.
+    Returns a scalar, in float32 or wider. The reference gets no gradient. Raises InputError when `head` is sharded by
+    itself, so that its parameters are only there within its own forward.
     """
+    if is_sharded(head):
+        raise InputError("KL to the reference: the head is sharded by itself; shard it with the model, in one group")
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    chunks = _chunks(targets, head, wide, memory_budget, num_targets)
+    chunks = _chunks(targets, vocab_size, wide, memory_budget, num_targets)
     # Asked here: inside an autograd.Function's forward gradients are off.
     parameters = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
     total: Tensor = _Divergence.apply(
@@ -61,11 +71,12 @@ def divergence(
 @torch.no_grad()
 def divergence_and_losses(
     hidden: Tensor,
-    head: LMHead,
+    head: Head,
     reference_hidden: Tensor,
-    reference_head: LMHead,
+    reference_head: Head,
     targets: Tensor,
     *,
+    vocab_size: int,
     memory_budget: int = 2**30,
 ) -> Tensor:
     """KL(reference || model) and the cross entropies of the model and of the reference, from logits computed once.
@@ -78,7 +89,7 @@ def divergence_and_losses(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     hidden, reference_hidden = hidden.flatten(0, -2), reference_hidden.flatten(0, -2)
     total = hidden.new_zeros(3, dtype=wide)
-    for rows in _chunks(targets, head, wide, memory_budget):
+    for rows in _chunks(targets, vocab_size, wide, memory_budget):
         log_p = head(hidden[rows]).to(wide).log_softmax(-1)
         log_q = reference_head(reference_hidden[rows]).to(wide).log_softmax(-1)
         right = targets.flatten()[rows]
@@ -93,7 +104,7 @@ def divergence_and_losses(
 
 
 def _chunks(
-    targets: Tensor, head: LMHead, wide: torch.dtype, memory_budget: int, num_targets: int | None = None
+    targets: Tensor, vocab_size: int, wide: torch.dtype, memory_budget: int, num_targets: int | None = None
 ) -> tuple[Tensor, ...]:
     """Indices of the places that have a target, as many at a time as the budget has room for."""
     valid = targets.flatten() != IGNORE_INDEX
@@ -101,7 +112,7 @@ def _chunks(
         torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
     count = int(valid.sum()) if num_targets is None else num_targets
     rows = valid.argsort(descending=True, stable=True)[:count]
-    return rows.split(max(1, memory_budget // (WIDE_COPIES * wide.itemsize * head.weight.shape[0])))
+    return rows.split(max(1, memory_budget // (WIDE_COPIES * wide.itemsize * vocab_size)))
 
 
 class _Divergence(torch.autograd.Function):
@@ -111,8 +122,8 @@ class _Divergence(torch.autograd.Function):
     @torch.no_grad()
     def forward(
         ctx: Any,
-        head: LMHead,
-        reference: LMHead,
+        head: nn.Module,
+        reference: Head,
         chunks: Sequence[Tensor],
         wide: torch.dtype,
         of_hidden: bool,
@@ -133,7 +144,11 @@ class _Divergence(torch.autograd.Function):
             q = log_q.exp()
             total += (q * log_q.sub_(log_p)).sum()
             if wanted:
-                found = list(torch.autograd.grad(logits, wanted, log_p.exp_().sub_(q).to(logits.dtype)))
+                found = list(
+                    torch.autograd.grad(
+                        logits, wanted, log_p.exp_().sub_(q).to(logits.dtype), allow_unused=True, materialize_grads=True
+                    )
+                )
                 if of_rows is not None:
                     of_rows[rows] = found.pop(0)
                 for gradient, part in zip(gradients, found, strict=True):

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.archs.causal_lm import CausalLM, document_bounds
+from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch, count_targets, on_device
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import evaluating
 from ligermodels.layers import IGNORE_INDEX, shift_labels
+from ligermodels.layers.packing import document_bounds
 from ligermodels.speculative.distillation import divergence_and_losses
 from ligermodels.speculative.medusa import MedusaModel
 
@@ -31,7 +32,8 @@ def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
     losses, counts = [], []
     with evaluating(model):
         for batch in batches:
-            losses.append(model(**on_device(batch, model.device), reduction="sum").loss.double())
+            inputs: dict[str, Any] = on_device(batch, model.device)
+            losses.append(model(**inputs, reduction="sum")["loss"].double())
             counts.append(int(count_targets(model, [batch])))
     if not losses:
         raise InputError("there is no text to evaluate on: not a single batch was given")
@@ -102,16 +104,20 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
 
     Raises InputError when there is no batch.
     """
+    heads = [lambda states, each=each: each(last_hidden_state=states).logits for each in (model, reference)]
     sums, counts = [], []
     with evaluating(model), evaluating(reference):
         for batch in batches:
             part: dict[str, Any] = on_device(batch, model.device)
+            unpad = model.unpadding(part.pop("attention_mask", None))
+            part = part if unpad is None else unpad.take_all(**part, loss_options={})
             labels = part.pop("labels")
             bounds = document_bounds(labels.shape, part.get("position_ids"), part.get("cu_seqlens"))
             targets = shift_labels(labels, 1, bounds)
             part |= {"cu_seqlens": bounds, "return_last_hidden_state": True}
-            hidden, untouched = (each(**part).last_hidden_state for each in (model, reference))
-            sums.append(divergence_and_losses(hidden, model.head, untouched, reference.head, targets).double())
+            hidden, untouched = (each(**part)["last_hidden_state"] for each in (model, reference))
+            size = model.config.vocab_size
+            sums.append(divergence_and_losses(hidden, heads[0], untouched, heads[1], targets, vocab_size=size).double())
             counts.append((targets != IGNORE_INDEX).sum())
     if not sums:
         raise InputError("there is no text to evaluate on: not a single batch was given")

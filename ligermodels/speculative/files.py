@@ -16,10 +16,11 @@ from torch import Tensor
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec, as_json
 from ligermodels.convert.files import INDEX, SINGLE, written_whole
+from ligermodels.convert.loading import FileReader
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
-from ligermodels.convert.weight_map import LazyTensor, Reader, WeightMap
+from ligermodels.convert.weight_map import LazyTensor, WeightMap
 from ligermodels.errors import CheckpointError
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 
@@ -75,7 +76,7 @@ class TorchFile:
 class Stripped:
     """The tensors of `reader` without SUPERFLUOUS in their names, as a `weight_map.Reader`."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: FileReader) -> None:
         self._reader = reader
         self._stored = {name.replace(SUPERFLUOUS, ""): name for name in reader.headers}
         if twice := set(reader.headers) - set(self._stored.values()):
@@ -132,7 +133,8 @@ def save_heads(
     planned = {tensor.name: tensor.shape for tensor in tensors}
 
     def check(written: Path) -> None:
-        sizes = _sizes(written, profile.file)
+        with _opened(written, profile.file) as reader:
+            sizes = {name: tuple(header.shape) for name, header in reader.headers.items()}
         if faults := profile.faults(shape, sizes, read_json(written / CONFIG), base_model, planned):
             raise CheckpointError(f"{folder}: not written: it would not be in the {profile.name} format: {faults[0]}")
 
@@ -167,7 +169,9 @@ def _save_torch(
         fetched = ranks.fetch({tensor.name: tensor.read for tensor in tensors})
         if not ranks.writes:
             return
-        found = {name: _compact(tensor) for name, tensor in fetched.items()}
+        # All of a tensor's memory would be written: each is to be alone in it.
+        alone = {name: x.untyped_storage().nbytes() == x.nbytes for name, x in fetched.items()}
+        found = {name: x if alone[name] else x.clone() for name, x in fetched.items()}
         # A tensor under several names is written once.
         needed = sum({tensor.data_ptr(): tensor.nbytes for tensor in found.values()}.values())
         with written_whole(folder, needed, overwrite=overwrite) as temporary:
@@ -177,16 +181,6 @@ def _save_torch(
             except RuntimeError as error:  # torch's own writer, of a full disk.
                 raise OSError(_line(error)) from error
             check(temporary)
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Alone in its memory, all of which would be written."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _sizes(folder: Path, file: str) -> dict[str, tuple[int, ...]]:
-    with _opened(folder, file) as reader:
-        return {name: tuple(header.shape) for name, header in reader.headers.items()}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -199,7 +193,7 @@ class Heads(NamedTuple):
     num_heads: int
     num_layers: int
     biases: bool
-    reader: Reader
+    reader: FileReader
 
     def weight_map(self, shape: HeadsShape, *, lm_heads: bool = True) -> WeightMap:
         """Native names to those in the file; without `lm_heads`, those are passed over."""
@@ -243,7 +237,7 @@ def open_heads(folder: Path) -> Iterator[Heads]:
 
 
 @contextmanager
-def _opened(folder: Path, file: str) -> Iterator[Reader]:
+def _opened(folder: Path, file: str) -> Iterator[FileReader]:
     if file.endswith(".pt"):
         yield TorchFile(folder / file)
         return

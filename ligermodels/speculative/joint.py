@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.layers.sharding import as_forward
+from ligermodels.layers.sharding import call_gathered
+from ligermodels.speculative.distillation import divergence
 from ligermodels.speculative.medusa import MedusaModel, MedusaOutput
 
 
@@ -72,33 +76,81 @@ class JointMedusa(nn.Module):
         input_ids: Tensor | None = None,
         *,
         labels: Tensor,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
         heads_loss_weight: Tensor | float = 1.0,
-        num_items_in_batch: Tensor | None = None,
-        **loss_options: Any,
+        **options: Any,
     ) -> MedusaOutput:
-        """Arguments and errors are those of `MedusaModel.forward`; `base_loss` is L_lm.
+        """The other arguments, and errors, are those of `MedusaModel.forward`; `base_loss` is L_lm.
 
         With a reference, options of the cross entropy, such as `token_weights`, are for the heads alone.
         `num_items_in_batch`: long (K + 1,), the base model's first, as of `num_targets`; or one for all.
         """
-        as_forward(self.medusa, "joint_loss")
-        return self.medusa.joint_loss(
-            input_ids,
-            labels=labels,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            inputs_embeds=inputs_embeds,
-            heads_loss_weight=heads_loss_weight,
-            num_items_in_batch=num_items_in_batch,
-            reference=self._reference[0],
-            **loss_options,
-        )
+        loss = partial(_joint_loss, self.medusa, self._reference[0])
+        return call_gathered(self.medusa, loss, input_ids, labels, heads_loss_weight, **options)
 
     def num_targets(
-        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Long (K + 1,): targets of the base model, then of each head."""
-        return self.medusa.num_targets(labels, position_ids, cu_seqlens, first=1)
+        return self.medusa.num_targets(labels, position_ids, cu_seqlens, attention_mask, first=1)
+
+
+def _joint_loss(
+    medusa: MedusaModel,
+    reference: CausalLM | None,
+    input_ids: Tensor | None,
+    labels: Tensor,
+    heads_loss_weight: Tensor | float,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    **loss_options: Any,
+) -> MedusaOutput:
+    tokens = {"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds}
+    unpad = medusa.unpadding(tokens, attention_mask, position_ids, cu_seqlens, loss_options)
+    if unpad is not None:
+        loss = partial(_joint_loss, medusa, reference, heads_loss_weight=heads_loss_weight)
+        taken = unpad.take_all(**tokens, loss_options=loss_options)
+        return loss(**taken, num_items_in_batch=num_items_in_batch).padded(unpad)
+    base, targets = medusa.base, medusa.targets(labels, position_ids, cu_seqlens, first=1)
+    inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "token_indices": targets}
+    inputs |= {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "return_last_hidden_state": True}
+    out = base(**inputs)
+    hidden = out["last_hidden_state"]
+    output = medusa.heads_loss(hidden, targets, num_items_in_batch=num_items_in_batch, **loss_options)
+    base_loss = _cross_entropy(base)
+    if reference is not None:
+        with torch.no_grad():
+            base_loss = _kl(base, reference, reference(**inputs)["last_hidden_state"])
+        loss_options = {name: loss_options[name] for name in ("reduction",) if name in loss_options}
+    items = num_items_in_batch
+    items = None if items is None else torch.as_tensor(items).flatten()[0].to(hidden.device)
+    first = targets.loss(0, base_loss, hidden, num_items_in_batch=items, **loss_options)
+    total = first + heads_loss_weight * cast(Tensor, output.loss)
+    if reference is None and out.aux_loss is not None:
+        total = total + base.config.router_aux_loss_coef * out.aux_loss
+    return replace(output, loss=total, base_loss=first.detach())
+
+
+def _cross_entropy(base: CausalLM) -> Callable[..., Any]:
+    return lambda hidden, targets, **options: base(last_hidden_state=hidden, targets=targets, **options).loss
+
+
+def _kl(base: CausalLM, reference: CausalLM, reference_hidden: Tensor) -> Callable[..., Any]:
+    """KL(reference || base), called as an `LMHead` is for its loss."""
+
+    def reference_head(hidden: Tensor) -> Any:
+        return reference(last_hidden_state=hidden).logits
+
+    def kl(hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        size = base.config.vocab_size
+        return divergence(hidden, base.head, reference_hidden, reference_head, targets, vocab_size=size, **options)
+
+    # Within the call the base's parameters are gathered, the head's among them.
+    return partial(call_gathered, base, kl)

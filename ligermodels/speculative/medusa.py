@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.archs.causal_lm import CausalLM, document_bounds
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.generation_options import check_tree_options, renamed_options
 from ligermodels.errors import InputError
-from ligermodels.generation.generate import renamed_options
 from ligermodels.layers import LMHead, Targets
 from ligermodels.layers.lm_head import check_loss_inputs
-from ligermodels.layers.packing import Unpadding, check_same_tokens
-from ligermodels.layers.sharding import as_forward, gathered, reshard
+from ligermodels.layers.packing import Unpadding, document_bounds
+from ligermodels.layers.sharding import call_gathered, gathered, reshard
 from ligermodels.layers.targets import count_targets
-from ligermodels.speculative.checkpoint import export_heads, load_heads, repeats_lm_head
+from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.decoding import SpeculativeOutput, medusa_generate
-from ligermodels.speculative.distillation import divergence
-from ligermodels.speculative.files import open_heads
+from ligermodels.speculative.files import open_heads, save_heads
 from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import heads_folder
 from ligermodels.speculative.output import MedusaOutput
@@ -59,7 +58,13 @@ class MedusaModel(nn.Module):
         if self.lm_head == "own":
             config = replace(self.base.config.head, tied=False)
             lm_head = LMHead(self.shape.hidden_size, self.shape.vocab_size, config)
-            lm_head.load_state_dict(lm_head_state)
+            try:
+                lm_head.load_state_dict(lm_head_state)
+            except RuntimeError as error:
+                kind = type(self.base.head).__name__
+                raise InputError(
+                    f"lm_head='own' copies the base's LMHead, but base.head is a {kind}: {error}"
+                ) from None
         return MedusaHead(self.shape.hidden_size, self.shape.num_layers, lm_head)
 
     @classmethod
@@ -107,83 +112,39 @@ class MedusaModel(nn.Module):
         materialised where there are labels. `num_items_in_batch` may be one for each head: see `num_targets`. The base
         model's own loss is no part of it: see `JointMedusa`.
         """
-        if attention_mask is not None:
-            if position_ids is not None or cu_seqlens is not None:
-                raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
-            inputs_given = input_ids if inputs_embeds is None else inputs_embeds
-            if inputs_given is not None:
-                weights = loss_options.get("token_weights")
-                check_same_tokens(inputs_given, labels=labels, attention_mask=attention_mask, token_weights=weights)
-            unpad = Unpadding(attention_mask)
-            tensors = unpad.take_all(
-                input_ids=input_ids, labels=labels, inputs_embeds=inputs_embeds, loss_options=loss_options
-            )
-            out = MedusaModel.forward(self, **tensors, num_items_in_batch=num_items_in_batch)
-            ranks = None if out.ranks is None else unpad.put_back(out.ranks, -1, dim=1)
-            return replace(out, ranks=ranks, logits=None if out.logits is None else unpad.put_back(out.logits, dim=1))
-        check_loss_inputs(input_ids if inputs_embeds is None else inputs_embeds, labels, loss_options)
-        inputs = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "inputs_embeds": inputs_embeds}
-        if labels is None:
-            hidden = self.base(input_ids, **inputs, return_last_hidden_state=True).last_hidden_state
-            return MedusaOutput(logits=torch.stack([self._head(i, hidden) for i in range(len(self.heads))]))
-        targets = self.targets(labels, position_ids, cu_seqlens, first=2)
-        out = self.base(input_ids, **inputs, token_indices=targets, return_last_hidden_state=True)
-        return self.heads_loss(out.last_hidden_state, targets, num_items_in_batch=num_items_in_batch, **loss_options)
-
-    def joint_loss(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        labels: Tensor,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        heads_loss_weight: Tensor | float = 1.0,
-        num_items_in_batch: Tensor | int | None = None,
-        reference: CausalLM | None = None,
-        **loss_options: Any,
-    ) -> MedusaOutput:
-        """Stage 2: L_lm + heads_loss_weight * the heads' loss. `JointMedusa` is the module whose forward this is."""
-        base = self.base
-        check_loss_inputs(input_ids if inputs_embeds is None else inputs_embeds, labels, loss_options)
-        targets = self.targets(labels, position_ids, cu_seqlens, first=1)
-        inputs = {
+        tokens = {"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds}
+        unpad = self.unpadding(tokens, attention_mask, position_ids, cu_seqlens, loss_options)
+        if unpad is not None:
+            taken = unpad.take_all(**tokens, loss_options=loss_options)
+            return MedusaModel.forward(self, **taken, num_items_in_batch=num_items_in_batch).padded(unpad)
+        inputs: dict[str, Any] = {
             "position_ids": position_ids,
             "cu_seqlens": cu_seqlens,
             "inputs_embeds": inputs_embeds,
-            "token_indices": targets,
-            "return_last_hidden_state": True,
         }
-        out = base(input_ids, **inputs)
-        hidden = out.last_hidden_state
-        output = self.heads_loss(hidden, targets, num_items_in_batch=num_items_in_batch, **loss_options)
-        items = (
-            None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).flatten()[0].to(hidden.device)
-        )
+        if labels is None:
+            hidden = self.base(input_ids, **inputs, return_last_hidden_state=True)["last_hidden_state"]
+            return MedusaOutput(logits=torch.stack([self._head(i, hidden) for i in range(len(self.heads))]))
+        targets = self.targets(labels, position_ids, cu_seqlens, first=2)
+        out = self.base(input_ids, **inputs, token_indices=targets, return_last_hidden_state=True)
+        return self.heads_loss(out["last_hidden_state"], targets, num_items_in_batch=num_items_in_batch, **loss_options)
 
-        def base_head(states: Tensor, target: Tensor, **options: Any) -> Tensor:
-            loss: Tensor = base(last_hidden_state=states, targets=target, **options).loss
-            return loss
-
-        if reference is None:
-            first = targets.loss(0, base_head, hidden, num_items_in_batch=items, **loss_options)
-        else:
-            with torch.no_grad():
-                untouched = reference(input_ids, **inputs).last_hidden_state
-
-            def kl_head(states: Tensor, target: Tensor, **options: Any) -> Tensor:
-                return divergence(states, base.head, untouched, reference.head, target, **options)
-
-            reduction = {name: loss_options[name] for name in ("reduction",) if name in loss_options}
-            first = targets.loss(0, kl_head, hidden, num_items_in_batch=items, **reduction)
-        loss = first + heads_loss_weight * cast(Tensor, output.loss)
-        if reference is None and out.aux_loss is not None:
-            loss = loss + base.config.router_aux_loss_coef * out.aux_loss
-        return replace(output, loss=loss, base_loss=first.detach())
+    def unpadding(
+        self,
+        tokens: Mapping[str, Tensor | None],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        loss_options: Mapping[str, Any],
+    ) -> Unpadding | None:
+        """`CausalLM.unpadding`, after a check that all inputs fit together."""
+        inputs = tokens["input_ids"] if tokens["inputs_embeds"] is None else tokens["inputs_embeds"]
+        check_loss_inputs(inputs, loss_options, labels=tokens["labels"], attention_mask=attention_mask)
+        return self.base.unpadding(attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
 
     def targets(self, labels: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None, *, first: int) -> Targets:
         """Those of the heads, and with `first` 1 of the base model before them."""
-        bounds = document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
+        bounds = document_bounds(labels.shape, position_ids, cu_seqlens)
         ahead = range(first, 2 + len(self.heads))
         return Targets(labels, ahead, vocab_size=self.base.config.vocab_size, cu_seqlens=bounds)
 
@@ -203,15 +164,18 @@ class MedusaModel(nn.Module):
         """
         if reduction not in ("mean", "sum"):
             raise InputError(f"reduction: must be 'mean' or 'sum' for Medusa heads, got {reduction!r}")
-        items = self._items(num_items_in_batch)
-        offset = len(targets.ahead) - len(self.heads)
+        count = len(self.heads)
+        items: Tensor | list[None] = [None] * count
+        if num_items_in_batch is not None:
+            given = torch.as_tensor(num_items_in_batch, device=hidden.device).flatten()[-count:]
+            items = given.expand(count).float()
         losses, all_ranks = [], []
-        for i in range(len(self.heads)):
+        for i in range(count):
             loss, ranks = targets.loss(
-                offset + i,
+                len(targets.ahead) - count + i,
                 partial(self._head, i),
                 hidden,
-                num_items_in_batch=None if items is None else items[i],
+                num_items_in_batch=items[i],
                 reduction=reduction,
                 return_rank=True,
                 **loss_options,
@@ -219,15 +183,8 @@ class MedusaModel(nn.Module):
             losses.append(loss)
             all_ranks.append(ranks)
         head_losses, ranks = torch.stack(losses), torch.stack(all_ranks)
-        decay = torch.tensor([self.decay**i for i in range(len(losses))], dtype=head_losses.dtype).to(hidden.device)
+        decay = torch.tensor([self.decay**i for i in range(count)], dtype=head_losses.dtype).to(hidden.device)
         return MedusaOutput.of_ranks(ranks, loss=(decay * head_losses).sum(), head_losses=head_losses.detach())
-
-    def _items(self, num_items_in_batch: Tensor | int | None) -> Tensor | None:
-        """What each head's summed loss is divided by, (K,)."""
-        if num_items_in_batch is None:
-            return None
-        items = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()[-len(self.heads) :]
-        return items.expand(len(self.heads)).float()
 
     def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
         """Head `index` as `LMHead.forward`, with its own lm_head, or with the shared one through the base model."""
@@ -240,14 +197,19 @@ class MedusaModel(nn.Module):
         return out.loss if out.ranks is None else (out.loss, out.ranks)
 
     def num_targets(
-        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, *, first: int = 2
+        self,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        first: int = 2,
     ) -> Tensor:
         """Labels that each head counts, long (K,): summed over batches, they are their `num_items_in_batch`.
 
         With `first` 1 long (K + 1,), the base model's before them.
         """
-        bounds = document_bounds((labels.shape[0], labels.shape[1]), position_ids, cu_seqlens)
-        return count_targets(labels, range(first, 2 + len(self.heads)), bounds)
+        return count_targets(labels, range(first, 2 + len(self.heads)), position_ids, cu_seqlens, attention_mask)
 
     def propose(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
         """Hidden states (B, H) -> logits (B, n, V) of all heads, or of the first `num_heads`; InputError below 1."""
@@ -257,7 +219,7 @@ class MedusaModel(nn.Module):
         if self.lm_head == "own":
             return torch.stack([head(hidden) for head in heads], dim=1)
         # One product with the shared weight for all heads.
-        return self.base(last_hidden_state=torch.stack([head(hidden) for head in heads], dim=1)).logits
+        return self.base(last_hidden_state=torch.stack([head(hidden) for head in heads], dim=1))["logits"]
 
     @overload
     def generate(
@@ -265,7 +227,6 @@ class MedusaModel(nn.Module):
         input_ids: Tensor | Sequence[Sequence[int]],
         max_new_tokens: int | None = ...,
         *,
-        tree: Tree | None = ...,
         return_stats: Literal[False] = ...,
         **options: Any,
     ) -> Tensor: ...
@@ -275,7 +236,6 @@ class MedusaModel(nn.Module):
         input_ids: Tensor | Sequence[Sequence[int]],
         max_new_tokens: int | None = ...,
         *,
-        tree: Tree | None = ...,
         return_stats: Literal[True],
         **options: Any,
     ) -> SpeculativeOutput: ...
@@ -309,7 +269,7 @@ class MedusaModel(nn.Module):
         }
         if max_new_tokens is None:
             max_new_tokens = found.get("max_new_tokens")
-        options = renamed_options(options)
+        options = check_tree_options(renamed_options(options), medusa_generate)
         if options.pop("do_sample", False):
             raise InputError("do_sample: tree decoding does not sample; use base.generate, or leave it out")
         penalty = options.pop("repetition_penalty", found.get("repetition_penalty", 1.0))
@@ -318,14 +278,11 @@ class MedusaModel(nn.Module):
                 f"repetition_penalty: tree decoding has none, and the checkpoint or the call sets {penalty}; give "
                 "repetition_penalty=1.0 to decode without"
             )
-        as_forward(self, "_decode")
-        out = self._decode(input_ids, tree, max_new_tokens=max_new_tokens, **{**defaults, **options})
+        options = {**defaults, **options, "tree": tree, "max_new_tokens": max_new_tokens}
+        propose = partial(self.propose, num_heads=max(1, tree.max_depth))  # the other heads would be run in vain
+        out = call_gathered(self, medusa_generate, self.base, propose, input_ids, **options)
         reshard(self)
         return out if return_stats else out.sequences
-
-    def _decode(self, input_ids: Tensor | Sequence[Sequence[int]], tree: Tree, **options: Any) -> SpeculativeOutput:
-        propose = partial(self.propose, num_heads=max(1, tree.max_depth))  # the other heads would be run in vain
-        return medusa_generate(self.base, propose, input_ids, tree=tree, **options)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -354,16 +311,13 @@ class MedusaModel(nn.Module):
         Raises InputError for an unknown profile or one that cannot hold these heads, CheckpointError when the folder
         cannot be written; nothing is left half-written.
         """
-        export_heads(
-            self.base,
-            self.heads,
-            self.shape,
-            Path(folder),
-            profile_named(profile),
-            base_model=base_model,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-        )
+        chosen, spec = profile_named(profile), self.base.export_spec
+        state = tensors_to_export(self.base, self.heads, self.shape, chosen)
+        if base_model is None and spec is not None:
+            base_model = spec.hf_config.get("_name_or_path") or None
+        base = spec if chosen.prefix else None
+        options: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
+        save_heads(Path(folder), chosen, self.shape, state, base_model=base_model, base=base, **options)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the heads alone, in the `vllm` or `vllm-shared` format, for `from_pretrained`."""

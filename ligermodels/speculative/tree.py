@@ -80,11 +80,6 @@ class Tree:
         return torch.tensor([0, *(len(path) for path in self.paths)])
 
     @cached_property
-    def head(self) -> Tensor:
-        """Long (N,): the head that proposes each node; -1 for the root."""
-        return self.depth - 1
-
-    @cached_property
     def rank(self) -> Tensor:
         """Long (N,): each node's rank among its head's candidates; -1 for the root."""
         return torch.tensor([-1, *(path[-1] for path in self.paths)])
@@ -105,14 +100,6 @@ class Tree:
         for node, parent in enumerate(self.parent.tolist()):
             mask[node] |= mask[parent]
         return mask
-
-    @cached_property
-    def children(self) -> tuple[tuple[int, ...], ...]:
-        """Each node's children, in the order of their ranks."""
-        children: list[list[int]] = [[] for _ in range(len(self))]
-        for node, parent in enumerate(self.parent.tolist()[1:], start=1):
-            children[parent].append(node)
-        return tuple(map(tuple, children))
 
 
 def chain(num_heads: int) -> Tree:

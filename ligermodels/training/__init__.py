@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ligermodels.training.run import Console, Outcome, run_job
 
 # Reading a recipe, and `--help`, must not import torch.
-_names, __getattr__, __dir__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     {
         "fused_adamw": ("FusedAdamW",),

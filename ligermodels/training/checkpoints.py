@@ -21,7 +21,9 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from ligermodels.errors import CheckpointError
+from ligermodels.convert.config_json import read_json
+from ligermodels.convert.files import written_whole
+from ligermodels.errors import CheckpointError, ConfigError
 
 NAME = re.compile(r"step-(\d+)")
 RUN = "run.json"
@@ -34,8 +36,7 @@ FORMAT = 2
 class Checkpoints:
     """The checkpoints in `folder`, each a folder of torch.distributed.checkpoint and run.json; the newest `keep` stay.
 
-    A checkpoint is written under a temporary name, synced to disk and renamed, so that one with its final name is
-    complete even after a crash. Its checksums are verified before it is read.
+    One with its final name is complete even after a crash: see `written_whole`. Checksums are verified before reading.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
@@ -57,7 +58,8 @@ class Checkpoints:
         """
         self.wait()
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model, optimizer)}
-        tensors |= _generators()
+        tensors["random.cpu"] = torch.get_rng_state()
+        tensors |= {f"random.cuda.{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
         about = {**run, "step": step, "parameter_groups": optimizer.state_dict()["param_groups"]}
         self._pending = self._writer.submit(self._write, step, tensors, json.dumps(about, indent=1))
 
@@ -70,25 +72,19 @@ class Checkpoints:
             except (OSError, CheckpointException) as error:
                 raise CheckpointError(f"{self._folder}: the checkpoint cannot be written: {_reason(error)}") from error
 
-    def _write(self, step: int, tensors: dict[str, Any], about: str) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def _write(self, step: int, tensors: dict[str, Tensor], about: str) -> None:
         for path in self._folder.glob(".*.partial"):  # of processes that were killed
             shutil.rmtree(path, ignore_errors=True)
-        temporary = self._folder / f".{secrets.token_hex(4)}.partial"
-        try:
+        target = self._folder / f"step-{step}"
+        self._remove(target)
+        with written_whole(target, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # its note that there is only one process
-                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
-            _write_text(temporary / RUN, about)
+                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=False))
+            (temporary / RUN).write_text(about + "\n", encoding="utf-8")
             files = {path.name: _checksum(path) for path in temporary.iterdir()}
-            _write_text(temporary / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
-            _sync(temporary)
-            target = self._folder / f"step-{step}"
-            self._remove(target)
-            temporary.rename(target)
-            _sync(self._folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            manifest = json.dumps({"format": FORMAT, "files": files}, indent=1)
+            (temporary / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         self._remove_old()
 
     def _remove_old(self) -> None:
@@ -154,7 +150,10 @@ class Checkpoints:
             optimizer.load_state_dict({"state": state, "param_groups": about["parameter_groups"]})
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{path}: is of another optimizer: {error}") from None
-        _set_generators(tensors)
+        torch.set_rng_state(tensors["random.cpu"])
+        for i in range(torch.cuda.device_count()):
+            if f"random.cuda.{i}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"random.cuda.{i}"], i)
         self._remove_old()  # the process that wrote this one may have been killed before it did so
 
 
@@ -166,21 +165,6 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tens
     yield from ((f"model.{name}", p) for name, p in _trained(model))
     for index, state in optimizer.state_dict()["state"].items():
         yield from ((f"optimizer.{index}.{key}", torch.as_tensor(value)) for key, value in state.items())
-
-
-def _generators() -> dict[str, Tensor]:
-    found = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found |= {f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return found
-
-
-def _set_generators(tensors: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["random.cpu"])
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            if f"random.cuda.{i}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"random.cuda.{i}"], i)
 
 
 def _reason(error: BaseException) -> str:
@@ -217,26 +201,10 @@ def _checksum(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(path, f"cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise _unusable(path, f"holds a {type(found).__name__}, not an object")
-    return found
+        return read_json(path)
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; remove {path.parent} to resume from another") from None
 
 
 def _unusable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{path}: {reason}; remove {path.parent} to resume from another")
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,13 +14,11 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import BY_CONTENT, Content
 from ligermodels.training.recipe import Recipe
 
-RECIPE, CONTENT, METRICS, CHECKPOINTS, TENSORBOARD = (
-    "recipe.yaml",
-    "content.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "tensorboard",
-)
+RECIPE = "recipe.yaml"
+CONTENT = "content.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
 """Files of a run before its export. CONTENT is written first and marks the folder as a run's."""
 
 
@@ -61,12 +59,9 @@ def prepare(folder: Path, recipe: Recipe, content: Content, *, start_over: bool)
 
 def read_content(folder: Path) -> Content:
     """The fingerprints that a run wrote. Raises CheckpointError or ConfigError when they are missing or damaged."""
-    path = folder / CONTENT
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; it holds fingerprints of what the run was trained on")
-    found: Content = read_json(path)
+    found: Content = read_json(folder / CONTENT)
     if found.keys() != BY_CONTENT:
-        raise CheckpointError(f"{path}: is damaged: it must hold {', '.join(sorted(BY_CONTENT))}")
+        raise CheckpointError(f"{folder / CONTENT}: is damaged: it must hold {', '.join(sorted(BY_CONTENT))}")
     return found
 
 

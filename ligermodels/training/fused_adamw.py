@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,9 @@ class FusedAdamW(torch.optim.AdamW):
 
     Sharded parameters (DTensor) are updated shard by shard. No amsgrad, maximize or capturable.
 
-    bfloat16 parameters may be rounded stochastically: up or down at random, exact on average. Rounding to nearest, as
-    torch does, loses every update below half a unit in the last place (1/512 of the weight), and with a high beta2 the
-    second moments never decrease. Other dtypes are always rounded to nearest.
+    bfloat16 parameters may be rounded stochastically, exact on average. Rounding to nearest, as torch does, loses every
+    update below half a unit in the last place (1/512 of the weight), and with a high beta2 the second moments never
+    decrease. Other dtypes are always rounded to nearest.
     """
 
     def __init__(
@@ -52,7 +53,6 @@ class FusedAdamW(torch.optim.AdamW):
         if not any(parameter.requires_grad for group in self.param_groups for parameter in group["params"]):
             raise InputError("no parameter requires a gradient: there is nothing to train")
         self.defaults |= {"rounding": rounding, "seed": seed}  # Not in the groups, which a state dict replaces.
-        self._indices: dict[Tensor, int] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of `torch.optim.Optimizer`; InputError for an option that is not implemented."""
@@ -72,11 +72,10 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._start(parameter)
-                    self._update(parameter, group)
+        for index, group, parameter in self._parameters():
+            if parameter.grad is not None:
+                self._start(parameter)
+                self._update(parameter, self.param_groups[group], index)
         return loss
 
     def step_in_backward(self) -> list[RemovableHandle]:
@@ -89,41 +88,40 @@ class FusedAdamW(torch.optim.AdamW):
         `remove` ends it. The hooks do not keep the optimizer alive: they are removed when it is deleted.
         """
         streams: dict[torch.device, torch.cuda.Stream] = {}
-        # A parameter holds its hook. A strong reference from there to the optimizer, or to a group, would tie all
-        # parameters together, in a cycle that the garbage collector does not see.
+        # A parameter holds its hook: a strong reference from there would be a cycle that the garbage collector misses.
         optimizer = weakref.ref(self)
 
-        def hook(group_index: int) -> Callable[[Tensor], None]:
-            def update(parameter: Tensor) -> None:
-                if (this := optimizer()) is None:
-                    return
-                group = this.param_groups[group_index]
-                this._start(parameter)
-                if parameter.is_cuda:
-                    if parameter.device not in streams:
-                        streams[parameter.device] = torch.cuda.Stream(parameter.device)
-                    this._update_on(streams[parameter.device], parameter, group)
-                else:
-                    this._update(parameter, group)
-                parameter.grad = None
-
-            return update
+        def update(parameter: Tensor, index: int, group: int) -> None:
+            if (this := optimizer()) is None:
+                return
+            this._start(parameter)
+            if parameter.is_cuda:
+                if parameter.device not in streams:
+                    streams[parameter.device] = torch.cuda.Stream(parameter.device)
+                this._update_on(streams[parameter.device], parameter, this.param_groups[group], index)
+            else:
+                this._update(parameter, this.param_groups[group], index)
+            parameter.grad = None
 
         handles = [
-            parameter.register_post_accumulate_grad_hook(hook(index))
-            for index, group in enumerate(self.param_groups)
-            for parameter in group["params"]
+            parameter.register_post_accumulate_grad_hook(partial(update, index=index, group=group))
+            for index, group, parameter in self._parameters()
             if parameter.requires_grad
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
         return handles
 
-    def _update_on(self, stream: torch.cuda.Stream, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Every parameter, with its index among all and that of its group."""
+        grouped = ((i, p) for i, group in enumerate(self.param_groups) for p in group["params"])
+        return ((index, i, parameter) for index, (i, parameter) in enumerate(grouped))
+
+    def _update_on(self, stream: torch.cuda.Stream, parameter: Tensor, group: dict[str, Any], index: int) -> None:
         main = torch.cuda.current_stream(parameter.device)
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
-            self._update(parameter, group)
+            self._update(parameter, group, index)
         _local(parameter.grad).record_stream(stream)  # Its memory stays until then.
 
         def join() -> None:
@@ -143,7 +141,8 @@ class FusedAdamW(torch.optim.AdamW):
             state["step"] = state["step"].cpu()
 
     @torch.no_grad()
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        # By the index, parameters of one shape get different random bits.
         state, stochastic = self.state[parameter], self.defaults["rounding"] == "stochastic"
         state["step"] += 1
         adamw_step(
@@ -153,18 +152,8 @@ class FusedAdamW(torch.optim.AdamW):
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            rounding_seeds=(self.defaults["seed"], self._index(parameter)) if stochastic else None,
+            rounding_seeds=(self.defaults["seed"], index) if stochastic else None,
         )
-
-    def _index(self, parameter: Tensor) -> int:
-        """Index among all parameters, so that parameters of one shape get different random bits."""
-        if parameter not in self._indices:
-            self._indices = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        return self._indices[parameter]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._indices = {}
 
 
 def _local(x: Any) -> Tensor:

@@ -51,22 +51,25 @@ def same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> Recipe:
         warnings.simplefilter("ignore", DeprecationWarning)
         before = current_settings(before)
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], "start_from": before["start_from"]})
-    now = recipe.settings()
-    kept = now.keys() - FREE - BY_CONTENT
-    if changed := [name for name in now if name in kept and now[name] != before.get(name)]:
-        told = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
+    now = {name: value for name, value in recipe.settings().items() if name not in FREE | BY_CONTENT}
+    if told := changes(now, before):
         raise ConfigError(f"the run cannot resume with another recipe: {told}; use the old one, or start over")
     return recipe
+
+
+def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The settings `now` that differ from `before`, for a message; empty if none does."""
+    changed = {name: value for name, value in now.items() if value != before.get(name)}
+    return "; ".join(f"{name} was {before.get(name)!r}, is {value!r}" for name, value in changed.items())
 
 
 def content_of(recipe: Recipe, folder: Path) -> Content:
     """Fingerprints of what the run reads, `folder` being that of the base. Raises InputError and CheckpointError for
     unreadable files."""
-    template = [recipe.chat_template] if recipe.chat_template else []
     return {
         "base": fingerprint.of_checkpoint(folder),
         "data": data_content(recipe),
-        "chat_template": _fingerprints(template, CheckpointError),
+        "chat_template": _fingerprints([recipe.chat_template] if recipe.chat_template else [], CheckpointError),
     }
 
 

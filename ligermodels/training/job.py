@@ -19,7 +19,6 @@ class Evaluation(Protocol):
 
     def metrics(self) -> Mapping[str, Value]:
         """Values for metrics.jsonl, by name."""
-        ...
 
 
 class Job(Protocol):
@@ -28,33 +27,26 @@ class Job(Protocol):
     @property
     def model(self) -> nn.Module:
         """Its parameters that require gradients are saved in checkpoints."""
-        ...
 
     @property
     def trainable(self) -> Trainable:
         """What the loop calls for the loss."""
-        ...
 
     @property
     def learning_rates(self) -> Sequence[tuple[Iterable[nn.Parameter], float]]:
         """Parameters to train, with their peak learning rate."""
-        ...
 
     def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
         """Further arguments of the loss in `step` of `steps`."""
-        ...
 
     def output_metrics(self, out: Any) -> OutputMetrics:
         """What to log of an output of `trainable`."""
-        ...
 
     def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> Evaluation:
         """Evaluate on the validation split; each call of `batches` gives all of it."""
-        ...
 
     def export(self, folder: Path) -> None:
         """Write the result of the training."""
-        ...
 
 
 class JobFactory(Protocol):

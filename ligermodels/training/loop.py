@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ class OutputMetrics:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: its loss, the gradient norm before clipping, the learning rate of the first group, the number
-    of tokens, and `OutputMetrics.losses`."""
+    """An optimizer step: `grad_norm` is that before clipping, `learning_rate` that of the first group, `losses` as of
+    `OutputMetrics`."""
 
     step: int
     loss: float
@@ -152,14 +152,15 @@ def train(
             out = model(**on_device(part, device), num_items_in_batch=items, **options)
             out.loss.backward()
             losses.append(out.loss.detach())
-            if output_metrics is not None:
-                logged.append(output_metrics(out))
+            logged.append(output_metrics(out) if output_metrics is not None else OutputMetrics())
         norm = nn.utils.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:
             schedule.step()
-        pending.append(_Pending(step, parts, learning_rate, losses, norm, logged))
+        tokens = sum(part["input_ids"].numel() for part in parts)
+        wheres = [getattr(part, "where", None) for part in parts]
+        pending.append(_Pending(step, learning_rate, tokens, wheres, losses, norm, _summed(logged)))
         is_last = step == steps or (stop is not None and stop())
         due = [call for every, call in hooks if is_due(step, every, steps)]
         if is_last or due or step % report_every == 0:
@@ -178,40 +179,31 @@ def train(
     return start
 
 
-class _Pending:
+class _Pending(NamedTuple):
     """A step that the GPU may not have finished. Its tensors are read with the next report."""
 
-    def __init__(
-        self,
-        step: int,
-        parts: Sequence[Batch],
-        learning_rate: float,
-        losses: Sequence[Tensor],
-        norm: Tensor,
-        logged: Sequence[OutputMetrics],
-    ) -> None:
-        self.step, self.learning_rate = step, learning_rate
-        self.tokens = sum(part["input_ids"].numel() for part in parts)
-        self.wheres = [getattr(part, "where", None) for part in parts]
-        first = logged[0] if logged else OutputMetrics()
-        self.ratios = {name: _sum(torch.stack(one.ratios[name]) for one in logged) for name in first.ratios}
-        self.tensors: dict[str | int, Tensor] = {**dict(enumerate(losses)), "norm": norm}
-        self.tensors |= {name: _sum(one.losses[name] for one in logged) for name in first.losses}
-        """The loss of each micro-batch, by number, the gradient norm, and the losses to log, by name."""
+    step: int
+    learning_rate: float
+    tokens: int
+    wheres: list[Callable[[], str] | None]
+    losses: list[Tensor]
+    norm: Tensor
+    logged: OutputMetrics
 
 
 def _report(pending: Sequence[_Pending], steps: int, targets: int, device: torch.device, began: float) -> StepMetrics:
     """Synchronise with the pending steps and sum them up. Raises TrainingError for a value that is not finite."""
     each = []
-    found = iter(_to_host([tensor for one in pending for tensor in one.tensors.values()]))
+    tensors = (tensor for one in pending for tensor in (*one.losses, one.norm, *one.logged.losses.values()))
+    found: Iterator[Any] = iter(_to_host(list(tensors)))
     for one in pending:
-        values: dict[Any, Any] = {name: next(found) for name in one.tensors}
-        losses, norm = [values.pop(i) for i in range(len(one.wheres))], values.pop("norm")
+        losses, norm = [next(found) for _ in one.losses], next(found)
+        values = {name: next(found) for name in one.logged.losses}
         _check_finite(one, losses, norm)
         each.append(Step(one.step, math.fsum(losses), norm, one.learning_rate, one.tokens, values))
     seconds = time.perf_counter() - began
-    totals = {name: _sum(one.ratios[name] for one in pending) for name in pending[-1].ratios}
-    ratios = {name: (total[0] / total[1].clamp(min=1)).tolist() for name, total in totals.items()}
+    totals = _summed([one.logged for one in pending]).ratios
+    ratios = {name: (hits / counts.clamp(min=1)).tolist() for name, (hits, counts) in totals.items()}
     return StepMetrics(
         each[-1].step,
         steps,
@@ -224,6 +216,15 @@ def _report(pending: Sequence[_Pending], steps: int, targets: int, device: torch
         _peak_memory(device),
         targets,
     )
+
+
+def _summed(logged: Sequence[OutputMetrics]) -> OutputMetrics:
+    losses = {name: _sum(one.losses[name] for one in logged) for name in logged[0].losses}
+    ratios = {
+        name: (_sum(one.ratios[name][0] for one in logged), _sum(one.ratios[name][1] for one in logged))
+        for name in logged[0].ratios
+    }
+    return OutputMetrics(losses, ratios)
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:

@@ -57,8 +57,18 @@ class MedusaEvaluation:
         return found
 
 
+def head_metrics(out: Any) -> OutputMetrics:
+    """Losses of the base model (where it is trained) and of each head, and how often each head is right."""
+    losses = {"head_losses": out.head_losses}
+    if out.base_loss is not None:
+        losses["base_loss"] = out.base_loss
+    return OutputMetrics(losses, {"head_accuracy": (out.accuracy[1] * out.counts, out.counts)})
+
+
 class MedusaJob:
     """A `Job`: see there. Raises ConfigError when the heads in `start_from` are not of the recipe's shape."""
+
+    output_metrics = staticmethod(head_metrics)
 
     def __init__(self, recipe: Recipe, model: CausalLM, *, resuming: bool) -> None:
         self.recipe = recipe
@@ -85,9 +95,6 @@ class MedusaJob:
     def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
         return {} if self.recipe.stage == 1 else {WEIGHT_ARGUMENT: self.recipe.heads_loss_weight_at(step, steps)}
 
-    def output_metrics(self, out: Any) -> OutputMetrics:
-        return head_metrics(out)
-
     def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> MedusaEvaluation:
         scores = evaluate_heads(self.model, batches())
         kl = evaluate_kl(self.model.base, self.reference, batches()) if self.reference is not None else None
@@ -98,11 +105,3 @@ class MedusaJob:
             self.model.export(folder, "full-hf", overwrite=True)
         else:
             self.model.save_pretrained(folder, overwrite=True)
-
-
-def head_metrics(out: Any) -> OutputMetrics:
-    """Losses of the base model (where it is trained) and of each head, and how often each head is right."""
-    losses = {"head_losses": out.head_losses}
-    if out.base_loss is not None:
-        losses["base_loss"] = out.base_loss
-    return OutputMetrics(losses, {"head_accuracy": (out.accuracy[1] * out.counts, out.counts)})

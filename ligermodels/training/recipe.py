@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,41 +22,32 @@ from ligermodels.training.renamed import current_settings
 SHIPPED = resources.files("ligermodels.training") / "recipes"
 
 
-class Condition(NamedTuple):
-    """Settings that have a meaning only where `holds`, given all settings; `reason` says why not otherwise.
+Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
+"""Settings; whether they have a meaning, given all settings; and why not otherwise."""
 
-    `rival`: a setting with the same purpose; setting one of the two resets the other to its default.
-    """
-
-    names: tuple[str, ...]
-    holds: Callable[[Mapping[str, Any]], bool]
-    reason: str
-    rival: str | None = None
-
-
-CONDITIONS = (
-    Condition(
+CONDITIONS: tuple[Condition, ...] = (
+    (
         ("heads_loss_weight", "heads_loss_weight_schedule", "head_lr_multiplier", "distill", "kl_to_reference"),
         lambda settings: settings["stage"] == 2,
         "is for stage 2; in stage 1 the model is frozen",
     ),
-    Condition(
+    (
         ("kl_to_reference", "evaluate_every", "validation_tokens"),
         lambda settings: settings["validation_fraction"] != 0,
         "needs a validation split, and validation_fraction is 0",
     ),
-    Condition(
+    (
         ("reference",),
         lambda settings: settings["distill"] or settings["kl_to_reference"],
         "is for distill and kl_to_reference, and both are false",
     ),
-    Condition(
+    (
         ("beta1", "beta2", "rounding"),
         lambda settings: settings["optimizer"] == "adamw",
         "is a setting of AdamW, and the optimizer is another",
     ),
-    Condition(("epochs",), lambda settings: settings["steps"] is None, "has no effect beside steps", rival="steps"),
-    Condition(
+    (("epochs",), lambda settings: settings["steps"] is None, "has no effect beside steps"),
+    (
         ("keep_checkpoints",),
         lambda settings: settings["checkpoint_every"] is not None,
         "has no effect where checkpoint_every is null",
@@ -149,9 +141,10 @@ class Recipe(BaseModel):
     @field_validator("date")
     @classmethod
     def _is_date(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_date(value)
-        return value
+        with suppress(ValueError):
+            if value is None or datetime.date.fromisoformat(value).isoformat() == value:  # reads other formats too
+                return value
+        raise ConfigError(f"date: must be YYYY-MM-DD, got {value!r}")
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Recipe:
@@ -198,9 +191,8 @@ class Recipe(BaseModel):
                 nearest = difflib.get_close_matches(str(key), DEFAULTS, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"{source}: there is no setting {key!r}; the nearest is {nearest!r}")
         new = {**dict(self), **settings}
-        for condition in CONDITIONS:
-            if condition.rival and condition.rival not in settings and settings.keys() & set(condition.names):
-                new[condition.rival] = DEFAULTS[condition.rival]
+        if "epochs" in settings and "steps" not in settings:
+            new["steps"] = None
         for name, _ in _without_meaning(new):
             if name not in settings:
                 new[name] = DEFAULTS[name]
@@ -252,17 +244,6 @@ def recipe_text(name_or_path: str | os.PathLike[str]) -> str:
         ) from None
 
 
-def parse_date(text: str) -> datetime:
-    """Midnight of a day given as YYYY-MM-DD. Raises ConfigError for anything else."""
-    try:
-        found = datetime.strptime(text, "%Y-%m-%d")
-        if found.date().isoformat() == text:
-            return found
-    except ValueError:
-        pass
-    raise ConfigError(f"date: must be YYYY-MM-DD, got {text!r}")
-
-
 def _message(error: Any) -> str:
     """A pydantic error in one line. Those of the validators above say all themselves."""
     if error["type"] == "value_error":
@@ -274,10 +255,10 @@ def _message(error: Any) -> str:
 def _without_meaning(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Settings that differ from their default though they have no meaning, with the reason. Evaluated lazily, so a
     caller may reset one before the next is checked."""
-    for condition in CONDITIONS:
-        for name in condition.names:
-            if settings[name] != DEFAULTS[name] and not condition.holds(settings):
-                yield name, condition.reason
+    for names, has_meaning, reason in CONDITIONS:
+        for name in names:
+            if settings[name] != DEFAULTS[name] and not has_meaning(settings):
+                yield name, reason
 
 
 class _Loader(yaml.SafeLoader):

@@ -32,16 +32,15 @@ from ligermodels.training.optimizer import optimizer_named, parameter_groups, wa
 from ligermodels.training.recipe import Recipe
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
 @dataclass(frozen=True)
 class Console:
     """Where a run reports: `say` gets messages; `progress` makes a progress bar, called with the amount done, the
     total, and a note. By default nothing is shown."""
 
     say: Callable[[str], object] = lambda message: None
-    progress: Callable[..., AbstractContextManager[Callable[..., None]]] = lambda what, **_: nullcontext(_nothing)
+    progress: Callable[..., AbstractContextManager[Callable[..., None]]] = lambda what, **_: nullcontext(
+        lambda *_: None
+    )
 
 
 @dataclass(frozen=True)
@@ -73,18 +72,16 @@ def run_job(
     """Train by `recipe` and write the result to `out`, with recipe.yaml, metrics.jsonl, checkpoints/ and content.json
     (fingerprints of the files read).
 
-    The process may be killed at any time. With `resume` the run continues from the newest checkpoint, with the losses
-    of an uninterrupted run: bit for bit on a CPU of the same kind, and on a GPU of the same kind where the backward of
-    attention is deterministic. On SIGTERM the current step is finished, an evaluation is abandoned (and repeated on
-    resuming), a checkpoint is written, and the outcome is not `finished`.
+    A run that was killed resumes with the losses of an uninterrupted one: bit for bit on a CPU of the same kind, and on
+    a GPU of the same kind where the backward of attention is deterministic. On SIGTERM the current step is finished, an
+    evaluation is abandoned (and repeated on resuming), a checkpoint is written, and the outcome is not `finished`.
 
-    There is always a checkpoint of the last step before the export; it is removed afterwards if the recipe keeps none.
+    The last step's checkpoint is written before the export, and removed after it if the recipe keeps none.
 
     Args:
         job: makes what is trained.
         device, attention: as of `from_pretrained`.
-        resume: continue from the newest checkpoint in `out`, if there is one. Otherwise the files of an earlier run
-            are removed.
+        resume: continue from the newest checkpoint in `out`, if any; otherwise files of an earlier run are removed.
 
     Raises:
         ConfigError: the recipe has no base or data, or a dtype that cannot be trained in, or is not that of the
@@ -154,7 +151,8 @@ class _Run:
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
             model = from_pretrained(self.folder, dtype=dtype, device=device, attention=attention, progress=update)
         self.job = make_job(recipe, model, resuming=bool(self.about))
-        if loses_small_updates(recipe, model.dtype):
+        stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
+        if model.dtype.itemsize < 4 and not (stochastic and model.dtype == torch.bfloat16):
             self.console.say(
                 f"{model.dtype} loses small updates; dtype: float32 keeps them, and so does bfloat16 with "
                 "optimizer: adamw and rounding: stochastic"
@@ -277,12 +275,6 @@ class _Run:
             return until(stop, islice(self._packed(self.validation, epochs=1), count))
 
         return self.job.evaluate(batches)
-
-
-def loses_small_updates(recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Whether updates below half a unit in the last place of a parameter of `dtype` are rounded away."""
-    stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
-    return dtype.itemsize < 4 and not (stochastic and dtype == torch.bfloat16)
 
 
 def _note(state: StepMetrics) -> str:

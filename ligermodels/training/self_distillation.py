@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from ligermodels.data.prompts import OpenChat
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import as_eos_ids, until_eos
 from ligermodels.training.folder import write_atomically
-from ligermodels.training.inputs import BY_CONTENT, Content, require_same_content
+from ligermodels.training.inputs import BY_CONTENT, Content, changes, require_same_content
 
 
 class SelfDistillation:
@@ -53,22 +52,22 @@ class SelfDistillation:
                 f"{temperature}, {max_new_tokens} and {prompt_tokens}"
             )
         self._model, self.documents, self._seed = model, documents, seed
+        self._max_new_tokens, self._prompt_tokens = max_new_tokens, prompt_tokens
+        self._ends = as_eos_ids(model.generation_defaults().get("eos_token_id"))
+        self._generator = torch.Generator(model.device)
+        self._options: dict[str, Any] = {"do_sample": bool(temperature)}
+        if temperature:
+            self._options |= {"temperature": temperature, "generator": self._generator}
+        if not self._ends:
+            self._options["pad_token_id"] = 0
         self.settings: dict[str, Any] = {
             "corpus": documents.corpus.fingerprint,
             "temperature": temperature,
             "max_new_tokens": max_new_tokens,
             "prompt_tokens": prompt_tokens,
             "seed": seed,
+            "eos_token_id": sorted(self._ends),
         }
-        self._max_new_tokens, self._prompt_tokens = max_new_tokens, prompt_tokens
-        defaults = model.generation_defaults()
-        self._ends = as_eos_ids(defaults.get("eos_token_id"))
-        self.settings["eos_token_id"] = sorted(self._ends)
-        self._options: dict[str, Any] = {} if self._ends else {"pad_token_id": 0}
-        self._generator = torch.Generator(model.device)
-        self._options["do_sample"] = bool(temperature)
-        if temperature:
-            self._options |= {"temperature": temperature, "generator": self._generator}
 
     def records(self, indices: Sequence[int]) -> list[dict[str, Any] | None]:
         """A record, or None, for each of these documents, generated as one batch.
@@ -120,10 +119,10 @@ def write_self_distillation_data(
     about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> int:
-    """Write the records of documents 0 to `count` - 1 to `out`; their number. `out` appears when it is complete.
+    """Write the records of documents 0 to `count` - 1 to `out`; returns their number. `out` appears when complete.
 
-    Progress is kept in hidden files beside `out`, batch by batch. After a stop or a kill, `resume` continues there and
-    the result is the same as without the stop.
+    Hidden files beside `out` keep the progress of each batch: after a stop or a kill, `resume` gives the same result as
+    without the stop.
 
     Args:
         batch_size: documents generated together; it also decides the samples.
@@ -131,28 +130,49 @@ def write_self_distillation_data(
         content: fingerprints of base, data and chat template (`inputs.content_of`), which must match to resume.
         about: further settings, for JSON, which must match to resume.
 
-    Raises InputError when no document could be continued, and when the earlier call had other settings; and as
+    Raises InputError when no document could be continued, or the earlier call had other settings; and as
     `inputs.require_same_content`.
     """
+    out = Path(out)
     settings = {**source.settings, "documents": count, "batch_size": batch_size, **(about or {})}
-    work = _Work(Path(out), settings, content or {what: [] for what in BY_CONTENT})
-    with work.opened(resume) as file:
-        source.documents.bad |= set(work.unusable)
-        for start in range(work.done, count, batch_size):
+    state: dict[str, Any] = {
+        "settings": json.loads(json.dumps(settings)),
+        "content": content or {what: [] for what in BY_CONTENT},
+        "done": 0,
+        "written": 0,
+        "bytes": 0,
+        "unusable": [],
+    }
+    if resume and is_interrupted(out):
+        before = _interrupted_state(out)
+        require_same_content(state["content"], before["content"])
+        if told := changes(state["settings"], before["settings"]):
+            raise InputError(f"{out}: cannot resume with other settings: {told}; use the old ones, or start over")
+        state |= before
+    else:
+        _remove(out)
+    with _beside(out, "partial").open("ab") as file:
+        file.truncate(state["bytes"])  # to the last complete batch
+        file.seek(state["bytes"])
+        source.documents.bad |= set(state["unusable"])
+        for start in range(state["done"], count, batch_size):
             indices = range(start, min(start + batch_size, count))
             for record in source.records(indices):
                 if record is not None:
                     file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-                    work.written += 1
-            work.done, work.unusable = indices.stop, sorted(source.documents.bad)
-            work.note(file)
+                    state["written"] += 1
+            file.flush()
+            os.fsync(file.fileno())
+            state |= {"done": indices.stop, "bytes": file.tell(), "unusable": sorted(source.documents.bad)}
+            write_atomically(_beside(out, "progress"), json.dumps(state).encode())
             if progress is not None:
-                progress(work.done, count)
-    if not work.written:
-        work.remove()
+                progress(indices.stop, count)
+    if state["written"]:
+        _beside(out, "partial").replace(out)
+    _remove(out)
+    if not state["written"]:
         raise InputError("no document could be continued to its end: allow more new tokens, or give texts")
-    work.finish()
-    return work.written
+    return int(state["written"])
 
 
 def is_interrupted(out: Path) -> bool:
@@ -162,67 +182,26 @@ def is_interrupted(out: Path) -> bool:
 
 def interrupted_with(out: Path, setting: str) -> Any:
     """A setting, one of `about` included, of the call that can be resumed; None if there is none."""
-    try:
-        return json.loads(_beside(out, "progress").read_text(encoding="utf-8"))["settings"].get(setting)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # `_Work` reports damage.
-        return None
+    return _interrupted_state(out)["settings"].get(setting) if is_interrupted(out) else None
 
 
 def _beside(out: Path, ending: str) -> Path:
+    """.out.partial holds the records, .out.progress how many bytes of them are complete, and of which call."""
     return out.with_name(f".{out.name}.{ending}")
 
 
-class _Work:
-    """Progress of `out`: .out.partial holds the records, .out.progress how many bytes of them are complete."""
+def _remove(out: Path) -> None:
+    for ending in ("progress", "partial"):
+        _beside(out, ending).unlink(missing_ok=True)
 
-    def __init__(self, out: Path, settings: dict[str, Any], content: Content) -> None:
-        self._content, self._out = content, out
-        self._partial, self._progress = _beside(out, "partial"), _beside(out, "progress")
-        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
-        self.done, self.written, self.unusable = 0, 0, list[int]()
 
-    @contextmanager
-    def opened(self, resume: bool) -> Iterator[BinaryIO]:
-        """The file of records, truncated to the last complete batch; empty without `resume`."""
-        size = self._load() if resume and self._progress.is_file() else 0
-        if not size:
-            self.remove()
-        with self._partial.open("r+b" if size else "wb") as file:
-            file.truncate(size)
-            file.seek(size)
-            yield file
-
-    def _load(self) -> int:
-        """Read the progress; the bytes of complete records."""
-        try:
-            found = json.loads(self._progress.read_text(encoding="utf-8"))
-            before, content, size = found["settings"], found["content"], int(found["bytes"])
-            self.done, self.written, self.unusable = found["done"], found["written"], found["unusable"]
-            is_complete = self._partial.stat().st_size >= size
-        except (OSError, ValueError, LookupError, TypeError):
-            is_complete = False
-        if not is_complete:
-            raise InputError(f"{self._progress}: is damaged; remove it to start over")
-        require_same_content(self._content, content)
-        if changed := [name for name in self._settings if self._settings[name] != before.get(name)]:
-            told = "; ".join(f"{name} was {before.get(name)!r}, is {self._settings[name]!r}" for name in changed)
-            raise InputError(f"{self._out}: cannot resume with other settings: {told}; use the old ones, or start over")
-        return size
-
-    def note(self, file: BinaryIO) -> None:
-        """Record the progress, after the records have been synced to disk."""
-        file.flush()
-        os.fsync(file.fileno())
-        what = {"settings": self._settings, "content": self._content}
-        state = {"done": self.done, "written": self.written, "bytes": file.tell(), "unusable": self.unusable}
-        write_atomically(self._progress, json.dumps({**what, **state}).encode())
-
-    def finish(self) -> None:
-        """Rename the records to `out`."""
-        self._partial.replace(self._out)
-        self.remove()
-
-    def remove(self) -> None:
-        """Remove the hidden files."""
-        for ending in ("progress", "partial"):
-            _beside(self._out, ending).unlink(missing_ok=True)
+def _interrupted_state(out: Path) -> dict[str, Any]:
+    path = _beside(out, "progress")
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        is_complete = {"settings", "content", "done", "written", "unusable"} <= state.keys()
+        if is_complete and _beside(out, "partial").stat().st_size >= state["bytes"]:
+            return state
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    raise InputError(f"{path}: is damaged; remove it to start over")

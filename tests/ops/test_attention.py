@@ -171,7 +171,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         attention(q[:, :, :3], k, k)
     with pytest.raises(InputError, match="4 queries but only 3 keys"):
         attention(q, k[:, :3], k[:, :3])
-    with pytest.raises(InputError, match="mask must be bool"):
+    with pytest.raises(InputError, match=r"mask must be torch.bool of shape"):
         attention(q, k, k, mask=torch.ones(4, 4, dtype=torch.bool))
     with pytest.raises(InputError, match="cu_seqlens needs one row"):
         attention(q.expand(2, 4, 4, 8), k.expand(2, 4, 2, 8), k.expand(2, 4, 2, 8), cu_seqlens=torch.tensor([0, 4]))

@@ -219,7 +219,7 @@ def test_bad_input() -> None:
     with pytest.raises(InputError, match="rounding: must be 'nearest' or 'stochastic', got 'up'"):
         FusedAdamW([torch.nn.Parameter(torch.zeros(1))], rounding="up")
     x = torch.zeros(4, 4)
-    with pytest.raises(InputError, match=r"gradient must be floating \(4, 4\)"):
+    with pytest.raises(InputError, match=r"gradient must be floating of shape \(4, 4\)"):
         adamw_step(x, torch.zeros(4), x, x, step=1, **NUMBERS)
     with pytest.raises(InputError, match="exp_avg must be contiguous"):
         adamw_step(x, x, torch.zeros(4, 8)[:, ::2], x, step=1, **NUMBERS)

@@ -51,9 +51,9 @@ def test_slots_that_are_not_there(kernels_device: torch.device) -> None:
     [
         (torch.ones(4, 3), torch.ones(4, 1).long(), r"stored must be \(..., B, S, E\)"),
         (torch.ones(2, 3, 4).mT, torch.ones(2, 1).long(), "contiguous"),
-        (torch.ones(2, 3, 4), torch.ones(3, 1).long(), r"slots must be long of shape \(2, P\)"),
-        (torch.ones(2, 3, 4), torch.ones(2, 1), "slots must be long"),
-        (torch.ones(2, 3, 4), torch.ones(2).long(), "slots must be long"),
+        (torch.ones(2, 3, 4), torch.ones(3, 1).long(), r"slots must be torch.int64 of shape \(2, P\)"),
+        (torch.ones(2, 3, 4), torch.ones(2, 1), "slots must be torch.int64"),
+        (torch.ones(2, 3, 4), torch.ones(2).long(), "slots must be torch.int64"),
         (torch.ones(2, 3, 4), torch.ones(2, 1, device="meta").long(), "on meta"),
     ],
 )

@@ -320,11 +320,11 @@ def test_target_out_of_range(value: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weight": torch.ones(5, 3)}, "weight must be \\(V, 4\\)"),
-        ({"weight": torch.ones(5, 4).double()}, "weight must be torch.float32 on cpu, as hidden is; got torch.float64"),
-        ({"bias": torch.ones(4)}, "bias must be \\(5,\\)"),
+        ({"weight": torch.ones(5, 3)}, "weight must be torch.float32 of shape \\(V, 4\\)"),
+        ({"weight": torch.ones(5, 4).double()}, "weight must be torch.float32 .* on cpu; got torch.float64"),
+        ({"bias": torch.ones(4)}, "bias must be torch.float32 of shape \\(5\\)"),
         ({"bias": torch.ones(5).half()}, "bias must be torch.float32"),
-        ({"target": torch.zeros(3, dtype=torch.int64)}, "target must be int64 \\(2,\\)"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, "target must be torch.int64 of shape \\(2\\)"),
         ({"memory_budget": 0}, "memory_budget must be a positive"),
         ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, "hidden must be floating"),
     ],

@@ -199,9 +199,9 @@ def test_reference_gradients() -> None:
 @pytest.mark.parametrize(
     ("q", "k", "table", "message"),
     [
-        ((2, 3, 4), (2, 3, 4, 6), (1, 3, 3), "q must be floating, of shape \\(B, T, heads, D\\)"),
-        ((2, 3, 4, 6), (2, 2, 4, 6), (1, 3, 3), "differ in more than their heads"),
-        ((2, 3, 4, 6), (2, 3, 1, 6), (3, 3, 3), "cos must be floating, of shape \\(2 or 1, 3, at most 3\\)"),
+        ((2, 3, 4), (2, 3, 4, 6), (1, 3, 3), "q must be floating of shape \\(B, T, Hq, D\\)"),
+        ((2, 3, 4, 6), (2, 2, 4, 6), (1, 3, 3), "k must be floating of shape \\(2, 3, Hk, 6\\)"),
+        ((2, 3, 4, 6), (2, 3, 1, 6), (3, 3, 3), "cos must be of shape \\(2 or 1, 3, at most 3\\)"),
         ((2, 3, 4, 6), (2, 3, 1, 6), (1, 3, 4), "cos must be"),
     ],
 )
@@ -210,15 +210,21 @@ def test_bad_input(q: tuple[int, ...], k: tuple[int, ...], table: tuple[int, ...
         rope(torch.ones(q), torch.ones(k), torch.ones(table), torch.ones(table))
 
 
+def test_heads_on_two_devices() -> None:
+    x, table = torch.ones(1, 3, 2, 6), torch.ones(1, 3, 3)
+    with pytest.raises(InputError, match=r"rope: k must be .* on cpu; got .* on meta"):
+        rope(x, x.to("meta"), table, table)
+
+
 def test_bad_packed_input() -> None:
     with pytest.raises(InputError, match=r"rope_qkv: qkv must be .*head_dim = 24"):
         rope_qkv(torch.ones(1, 3, 23), torch.ones(1, 3, 3), torch.ones(1, 3, 3), 1, 2, 6)
     qkv, table = torch.ones(1, 3, 24), torch.ones(1, 3, 3)
     with pytest.raises(InputError, match="rope_qkv: cos and sin must be given together"):
         rope_qkv(qkv, None, table, 1, 2, 6)
-    with pytest.raises(InputError, match=r"rope_qkv: k_norm must be floating, of shape \(6,\)"):
+    with pytest.raises(InputError, match=r"rope_qkv: k_norm must be floating of shape \(6\)"):
         rope_qkv(qkv, table, table, 1, 2, 6, torch.ones(6), torch.ones(12))
-    with pytest.raises(InputError, match="rope_qkv: q_norm is on meta"):
+    with pytest.raises(InputError, match=r"rope_qkv: q_norm must be .* on cpu; got .* on meta"):
         rope_qkv(qkv, table, table, 1, 2, 6, torch.ones(6, device="meta"))
     with pytest.raises(InputError, match="rope_qkv: casting_mode must be"):
         rope_qkv(qkv, table, table, 1, 2, 6, casting_mode="never")  # type: ignore[arg-type]

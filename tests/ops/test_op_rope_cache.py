@@ -124,7 +124,7 @@ QKV, CACHE, SLOTS, TABLE = torch.ones(2, 3, 24), torch.ones(2, 9, 1, 6), torch.t
         ({"v_cache": CACHE[:, 1:]}, "v_cache must be"),
         ({"v_cache": CACHE.half()}, "v_cache must be"),
         ({"k_cache": torch.ones(2, 9, 1, 12)[..., ::2]}, "last dimension of k_cache must be contiguous"),
-        ({"slots": SLOTS[:1]}, r"slots must be int32 or int64 of shape \(2,\)"),
+        ({"slots": SLOTS[:1]}, r"slots must be torch.int32 or torch.int64 of shape \(2\)"),
         ({"slots": SLOTS.float()}, "slots must be"),
         ({"slots": SLOTS.to("meta")}, "on cpu; got torch.int64 .* on meta"),
         ({"sin": None}, "rope_qkv_cached: cos and sin must be given together"),

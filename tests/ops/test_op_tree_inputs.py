@@ -56,10 +56,10 @@ LONG = torch.ones(3).long()
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"best": LONG}, r"best must be long of shape \(3, D, W\)"),
-        ({"root": LONG[:2]}, r"root must be long of shape \(3\)"),
-        ({"cache_seqlens": LONG.float()}, "cache_seqlens must be long"),
-        ({"rank": LONG}, r"rank must be long of shape \(2\)"),
+        ({"best": LONG}, r"best must be torch.int64 of shape \(3, D, W\)"),
+        ({"root": LONG[:2]}, r"root must be torch.int64 of shape \(3\)"),
+        ({"cache_seqlens": LONG.float()}, "cache_seqlens must be torch.int64"),
+        ({"rank": LONG}, r"rank must be torch.int64 of shape \(2\)"),
         ({"stops": LONG[None]}, "stops must be"),
         ({"depth": LONG[:2].to("meta")}, "depth .* on meta"),
     ],

@@ -6,9 +6,9 @@ import importlib.util
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.attention.flash_attention_4 import flash_attention_4
+from ligermodels.ops.attention.flash_attention_4 import flash_attention_4, flash_options
+from ligermodels.ops.runtime.tensors import check_tensor
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,8 @@ def attention(
         )
     if k.shape[1] < length:
         raise InputError(f"attention: {length} queries but only {k.shape[1]} keys")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length, k.shape[1])):
-        raise InputError(
-            f"attention: mask must be bool {(batch, length, k.shape[1])}, got {mask.dtype} {tuple(mask.shape)}"
-        )
+    if mask is not None:
+        check_tensor("attention", "mask", mask, (batch, length, k.shape[1]), q.device, torch.bool)
     if cu_seqlens is not None and (batch != 1 or k.shape[1] != length or mask is not None):
         raise InputError("attention: cu_seqlens needs one row (B = 1), as many keys as queries, and no mask")
     request = AttentionRequest(
@@ -108,18 +107,18 @@ def attention(
 def choose(request: AttentionRequest, name: str = "auto") -> Backend:
     """The first backend that serves `request`, or the named one; BackendError says why it cannot."""
     if name != "auto":
-        backend = _BY_NAME.get(name)
+        backend = _BACKENDS.get(name)
         if backend is None:
-            raise BackendError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(_BY_NAME)}")
+            raise BackendError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(_BACKENDS)}")
         if reason := backend.refuses(request):
             raise BackendError(f"attention backend {name!r} cannot serve this call: {reason}")
         return backend
-    return next(backend for backend in _BACKENDS if not backend.refuses(request))
+    return next(backend for backend in _BACKENDS.values() if not backend.refuses(request))
 
 
 def backends() -> dict[str, bool]:
     """Name of every backend, fastest first, and whether it is installed here."""
-    return {backend.name: backend.name not in _MODULES or _INSTALLED[backend.name] for backend in _BACKENDS}
+    return {name: name not in _MODULES or _INSTALLED[name] for name in _BACKENDS}
 
 
 def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -156,6 +155,9 @@ def _reference(
 
 # -- torch SDPA --------------------------------------------------------------------------------------------------------
 
+_LONG = 512
+"""Queries from which on cuDNN's kernels, on Hopper nearly twice as fast as torch's flash ones, pay for their set-up."""
+
 _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -168,45 +170,26 @@ def _sdpa(
 ) -> Tensor:
     if cu_seqlens is not None and request.device == "cpu" and not request.compiling:
         # Here bounds can be read without a sync, and separate sequences cost less than a T x T mask.
-        bounds = cu_seqlens.tolist()
-        alone = [
-            _sdpa_rows(q[:, a:b], k[:, a:b], v[:, a:b], request, _window_mask(request, b - a, q.device))
-            for a, b in itertools.pairwise(bounds)
-            if b > a
-        ]
+        alone = []
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            if length := end - start:
+                window = request.window if request.window is not None and request.window < length else None
+                part = replace(request, query_length=length, key_length=length, window=window, packed=False)
+                alone.append(_sdpa(q[:, start:end], k[:, start:end], v[:, start:end], part, None, None))
         return torch.cat(alone, dim=1)
+    shifted = request.key_length != request.query_length and request.query_length > 1
     if mask is not None:
-        return _sdpa_rows(q, k, v, request, mask[:, None])
-    aligned = request.key_length == request.query_length
-    if cu_seqlens is not None or (not aligned and request.query_length > 1) or _slides(request, request.key_length):
-        return _sdpa_rows(q, k, v, request, visible(request, q.device, cu_seqlens))
-    return _sdpa_rows(q, k, v, request, None)
-
-
-def _slides(request: AttentionRequest, length: int) -> bool:
-    return request.window is not None and request.window < length
-
-
-def _window_mask(request: AttentionRequest, length: int, device: torch.device) -> Tensor | None:
-    if not _slides(request, length):
-        return None
-    place = torch.arange(length, device=device)
-    return (place <= place[:, None]) & (place > place[:, None] - (request.window or 0))
-
-
-_LONG = 512
-"""Queries from which on cuDNN's kernels, on Hopper nearly twice as fast as torch's flash ones, pay for their set-up."""
-
-
-def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None) -> Tensor:
-    long = q.is_cuda and mask is None and q.shape[1] >= _LONG and not request.compiling
+        mask = mask[:, None]
+    elif cu_seqlens is not None or shifted or request.window is not None:
+        mask = visible(request, q.device, cu_seqlens)
+    long = q.is_cuda and mask is None and request.query_length >= _LONG and not request.compiling
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if long else nullcontext():
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None and q.shape[1] > 1,
+            is_causal=mask is None and request.query_length > 1,
             scale=request.softmax_scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
@@ -216,8 +199,6 @@ def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask:
 # -- flash-attn 4, 3 and 2 ---------------------------------------------------------------------------------------------
 
 _MODULES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface", "flash-attn-2": "flash_attn"}
-
-
 _PARTS = {"flash-attn-4": "cute", "flash-attn-2": "flash_attn_interface.py"}
 """What a version has in the package `flash_attn`, which versions 4 and 2 share."""
 
@@ -236,52 +217,38 @@ _INSTALLED = {name: _find(name) for name in _MODULES}
 _PACKED_HEAD_DIMS = {"flash-attn-4": (64, 128, 256)}
 
 
-def _flash_refuses(name: str) -> Callable[[AttentionRequest], str | None]:
-    def refuses(request: AttentionRequest) -> str | None:
-        if request.device != "cuda":
-            return f"it runs on CUDA, not on {request.device}"
-        if not _INSTALLED[name]:
-            return f"{_MODULES[name]} is not installed"
-        if request.dtype not in (torch.bfloat16, torch.float16):
-            return f"it takes bfloat16 and float16, not {request.dtype}"
-        if request.head_dim > 256 or request.head_dim % 8:
-            return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
-        if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
-            return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
-        if request.compiling and name != "flash-attn-4":
-            return "torch.compile is not known to trace it"
-        return "it takes no arbitrary mask" if request.masked else None
-
-    return refuses
+def _flash_refuses(name: str, request: AttentionRequest) -> str | None:
+    if request.device != "cuda":
+        return f"it runs on CUDA, not on {request.device}"
+    if not _INSTALLED[name]:
+        return f"{_MODULES[name]} is not installed"
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {request.dtype}"
+    if request.head_dim > 256 or request.head_dim % 8:
+        return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
+    if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
+        return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
+    if request.compiling and name != "flash-attn-4":
+        return "torch.compile is not known to trace it"
+    return "it takes no arbitrary mask" if request.masked else None
 
 
-def _flash(name: str) -> Callable[..., Tensor]:
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> Tensor:
-        packed = cu_seqlens is not None
-        q, k, v = (q[0], k[0], v[0]) if packed else (q, k, v)
-        if name == "flash-attn-4":
-            out = flash_attention_4(q, k, v, cu_seqlens, request.softmax_scale, request.window, request.softcap)
-            return out[None] if packed else out
-        module = importlib.import_module(_MODULES[name])
-        window = (-1, -1) if request.window is None else (request.window - 1, 0)
-        options: dict[str, Any] = {"softmax_scale": request.softmax_scale, "causal": True, "window_size": window}
-        options["softcap"] = request.softcap or 0.0
-        if packed:
-            options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-            # The longest sequence would cost a sync to learn; the row's length bounds it.
-            options |= {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
-        out = (module.flash_attn_varlen_func if packed else module.flash_attn_func)(q, k, v, **options)
-        out = out[0] if isinstance(out, tuple) else out
+def _flash(
+    name: str, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, _: None, cu_seqlens: Tensor | None
+) -> Tensor:
+    packed = cu_seqlens is not None
+    q, k, v = (q[0], k[0], v[0]) if packed else (q, k, v)
+    if name == "flash-attn-4":
+        out = flash_attention_4(q, k, v, cu_seqlens, request.softmax_scale, request.window, request.softcap)
         return out[None] if packed else out
+    module = importlib.import_module(_MODULES[name])
+    options = flash_options(q, k, cu_seqlens, request.softmax_scale, request.softcap)
+    options["window_size"] = (-1, -1) if request.window is None else (request.window - 1, 0)
+    out = (module.flash_attn_varlen_func if packed else module.flash_attn_func)(q, k, v, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    return out[None] if packed else out
 
-    return run
 
-
-_BACKENDS = (
-    *(Backend(name, _flash_refuses(name), _flash(name)) for name in _MODULES),
-    Backend("sdpa", _sdpa_refuses, _sdpa),
-    Backend("reference", lambda request: None, _reference),
-)
-_BY_NAME = {backend.name: backend for backend in _BACKENDS}
+_FLASH = [Backend(name, partial(_flash_refuses, name), partial(_flash, name)) for name in _MODULES]
+_SDPA, _REFERENCE = Backend("sdpa", _sdpa_refuses, _sdpa), Backend("reference", lambda request: None, _reference)
+_BACKENDS = {backend.name: backend for backend in (*_FLASH, _SDPA, _REFERENCE)}

@@ -7,36 +7,26 @@ both are looked up by name, and were tried with flash-attn-4 4.0.0b36.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 
 
 def flash_attention_4(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    softmax_scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, softmax_scale: float, window: int | None,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention (B, T, Hq, D) of q over k, v (B, S, Hkv, D); packed, they come without the first dimension."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, _ = _FlashAttention4.apply(q, k, v, cu_seqlens, softmax_scale, window, softcap)
     return out
 
 
-def _options(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    softmax_scale: float,
-    window: int | None,
-    softcap: float | None,
+def flash_options(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, softmax_scale: float, softcap: float | None
 ) -> dict[str, Any]:
+    """The options that all versions of flash-attn name alike."""
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": True, "softcap": softcap or 0.0}
-    if window is not None:
-        options |= {"window_size_left": window - 1, "window_size_right": 0}
     if cu_seqlens is not None:
         # The longest sequence would cost a sync to learn; the row's length bounds it.
         options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
@@ -44,51 +34,42 @@ def _options(
     return options
 
 
+def _window(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
 @custom_op()
 def _flash_attention_4_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    softmax_scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, softmax_scale: float, window: int | None,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result, and the log of the sum of exponentials, ([B,] Hq, T) float32, for the backward pass."""
     if is_fake(q):
         return q.new_empty(q.shape), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     from flash_attn.cute import interface
 
-    options = _options(q, k, cu_seqlens, softmax_scale, window, softcap)
+    options = flash_options(q, k, cu_seqlens, softmax_scale, softcap) | _window(window)
     out, lse, *_ = interface._flash_attn_fwd(q, k, v, **options, return_lse=True)
     return out, lse
 
 
 @custom_op()
 def _flash_attention_4_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    softmax_scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
+    softmax_scale: float, window: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if is_fake(q):
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     from flash_attn.cute import interface
 
-    options = _options(q, k, cu_seqlens, softmax_scale, window, softcap)
+    options = flash_options(q, k, cu_seqlens, softmax_scale, softcap) | _window(window)
     dq, dk, dv, *_ = interface._flash_attn_bwd(q, k, v, out, dout.contiguous(), lse, **options)
     return dq, dk, dv
 
 
 class _FlashAttention4(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, q, k, v, *options):
         out, lse = _flash_attention_4_forward(q, k, v, *options)
         ctx.save_for_backward(q, k, v, out, lse, options[0])
         ctx.options = options[1:]
@@ -97,5 +78,5 @@ class _FlashAttention4(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_flash_attention_4_backward(dout, *ctx.saved_tensors, *ctx.options), *[None] * 4
+    def backward(ctx, dout, _):
+        return _flash_attention_4_backward(dout, *ctx.saved_tensors, *ctx.options)

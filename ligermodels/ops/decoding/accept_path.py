@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor, contiguous
 
 TILE = 16384  # nodes times places that a program holds; the reference serves larger trees
 CHANNELS = 4096  # of the hidden state that a program copies at once
@@ -31,14 +33,14 @@ class Sequences:
     done, steps: bool and long (B,), whether the sequence has ended, and the number of steps it took.
     """
 
-    text: torch.Tensor
-    start: torch.Tensor
-    count: torch.Tensor
-    cache_seqlens: torch.Tensor
-    root: torch.Tensor
-    hidden: torch.Tensor
-    done: torch.Tensor
-    steps: torch.Tensor
+    text: Tensor
+    start: Tensor
+    count: Tensor
+    cache_seqlens: Tensor
+    root: Tensor
+    hidden: Tensor
+    done: Tensor
+    steps: Tensor
 
 
 class Paths(NamedTuple):
@@ -48,23 +50,23 @@ class Paths(NamedTuple):
     retrieve_indices: long (N, P), the nodes from the root to each node, the last one repeated to fill; P > depth.
     """
 
-    parent: torch.Tensor
-    depth: torch.Tensor
-    retrieve_indices: torch.Tensor
+    parent: Tensor
+    depth: Tensor
+    retrieve_indices: Tensor
 
 
 def accept_path(
     sequences: Sequences,
     tree: Paths,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-    states: torch.Tensor,
-    eos: torch.Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    choices: Tensor,
+    states: Tensor,
+    eos: Tensor,
     max_new_tokens: int,
-    accept_mask: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-) -> torch.Tensor:
+    accept_mask: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> Tensor:
     """Accepts a path of a tree of N candidates for each sequence, and advances the sequence by its tokens and the token
     chosen after it.
 
@@ -90,85 +92,39 @@ def accept_path(
     nodes, places = map(power_of_2_above, tree.retrieve_indices.shape)
     if not use_kernels(states, sequences.hidden) or nodes * places > TILE:
         return accept_path_reference(sequences, tree, *given, eos, max_new_tokens, accept_mask, scores)
-    state = (
-        sequences.text,
-        sequences.start,
-        sequences.count,
-        sequences.cache_seqlens,
-        sequences.root,
-        sequences.hidden,
-        sequences.done,
-        sequences.steps,
-    )
-    return _accept_path(*given, *tree, eos, accept_mask, scores, *state, max_new_tokens)
+    return _accept_path(*given, *tree, eos, accept_mask, scores, *vars(sequences).values(), max_new_tokens)
 
 
 def _check(
-    sequences: Sequences,
-    tree: Paths,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-    states: torch.Tensor,
-    eos: torch.Tensor,
-    accept_mask: torch.Tensor | None,
-    scores: torch.Tensor | None,
-) -> None:
-    B, N, P, integer, device = (
-        sequences.root.numel(),
-        tree.depth.numel(),
-        tree.retrieve_indices.shape[-1],
-        torch.long,
-        sequences.root.device,
-    )
-    changed = [
-        ("sequences.text", sequences.text, integer, (B, sequences.text.shape[-1])),
-        ("sequences.start", sequences.start, integer, (B,)),
-        ("sequences.count", sequences.count, integer, (B,)),
-        ("sequences.cache_seqlens", sequences.cache_seqlens, integer, (B,)),
-        ("sequences.root", sequences.root, integer, (B,)),
-        ("sequences.hidden", sequences.hidden, sequences.hidden.dtype, (B, sequences.hidden.shape[-1])),
-        ("sequences.done", sequences.done, torch.bool, (B,)),
-        ("sequences.steps", sequences.steps, integer, (B,)),
-    ]
-    others = [
-        ("tree.parent", tree.parent, integer, (N,)),
-        ("tree.depth", tree.depth, integer, (N,)),
-        ("tree.retrieve_indices", tree.retrieve_indices, integer, (N, P)),
-        ("tokens", tokens, integer, (B, N)),
-        ("positions", positions, integer, (B, N)),
-        ("choices", choices, integer, (B, N)),
-        ("states", states, states.dtype, (B, N, sequences.hidden.shape[-1])),
-        ("eos", eos, integer, (eos.numel(),)),
-    ]
-    if (accept_mask is None) != (scores is None):
-        raise InputError("accept_path: accept_mask and scores must be given together")
-    if accept_mask is not None and scores is not None:
-        others += [("accept_mask", accept_mask, torch.bool, (B, N)), ("scores", scores, torch.float32, (B, N))]
-    reject_dtensors("accept_path", tokens, states, sequences.hidden)
-    for name, x, dtype, shape in changed + others:
-        if x.shape != shape or x.dtype != dtype or x.device != device:
-            raise InputError(
-                f"accept_path: {name} must be {dtype} of shape {shape} on {device}, "
-                f"got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
-    for name, x, *_ in changed:
+    sequences: Sequences, tree: Paths, tokens: Tensor, positions: Tensor, choices: Tensor, states: Tensor,
+    eos: Tensor, accept_mask: Tensor | None, scores: Tensor | None,
+) -> None:  # fmt: skip
+    op, device = "accept_path", sequences.root.device
+    B, N, H = sequences.root.numel(), tree.depth.numel(), sequences.hidden.shape[-1]
+    reject_dtensors(op, tokens, states, sequences.hidden)
+    sizes: dict[str, tuple[int | str, ...]] = {"text": (B, "W"), "hidden": (B, H)}
+    for name, x in vars(sequences).items():
+        dtype = {"hidden": x.dtype, "done": torch.bool}.get(name, torch.long)
+        check_tensor(op, f"sequences.{name}", x, sizes.get(name, (B,)), device, dtype)
         if not x.is_contiguous():
-            raise InputError(f"accept_path: {name} must be contiguous, it is changed in place: call .contiguous()")
+            raise InputError(f"{op}: sequences.{name} must be contiguous, it is changed in place: call .contiguous()")
+    for name, x in tree._asdict().items():
+        check_tensor(op, f"tree.{name}", x, (N, "P") if name == "retrieve_indices" else (N,), device, torch.long)
+    for name, x in (("tokens", tokens), ("positions", positions), ("choices", choices)):
+        check_tensor(op, name, x, (B, N), device, torch.long)
+    check_tensor(op, "states", states, (B, N, H), device, states.dtype)
+    check_tensor(op, "eos", eos, ("E",), device, torch.long)
+    if accept_mask is not None and scores is not None:
+        check_tensor(op, "accept_mask", accept_mask, (B, N), device, torch.bool)
+        check_tensor(op, "scores", scores, (B, N), device, torch.float32)
+    elif accept_mask is not scores:
+        raise InputError(f"{op}: accept_mask and scores must be given together")
 
 
 def accept_path_reference(
-    sequences: Sequences,
-    tree: Paths,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-    states: torch.Tensor,
-    eos: torch.Tensor,
-    max_new_tokens: int,
-    accept_mask: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sequences: Sequences, tree: Paths, tokens: Tensor, positions: Tensor, choices: Tensor, states: Tensor,
+    eos: Tensor, max_new_tokens: int, accept_mask: Tensor | None = None, scores: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The specification of `accept_path`, in plain torch; the same arguments."""
     last = _furthest(sequences.cache_seqlens, tree, tokens, positions, choices, accept_mask, scores)
     each, place = (torch.arange(size, device=last.device) for size in (len(last), tree.retrieve_indices.shape[1]))
@@ -178,9 +134,8 @@ def accept_path_reference(
     new = tokens.gather(1, path.roll(-1, dims=1)).scatter(1, level[:, None], choice[:, None])  # then padding
     met = (new[..., None] == eos).any(dim=-1)  # torch.isin may sort, which waits for the device
     end = torch.where(met, place, len(place)).amin(dim=1)
-    taken = torch.minimum(torch.minimum(level, end) + 1, max_new_tokens - sequences.count).masked_fill(
-        sequences.done, 0
-    )
+    taken = torch.minimum(torch.minimum(level, end) + 1, max_new_tokens - sequences.count)
+    taken = taken.masked_fill(sequences.done, 0)
     sequences.steps.add_(~sequences.done)
     # What is written past the tokens taken is overwritten by the next step, or never read.
     sequences.text.scatter_(1, (sequences.start + sequences.count)[:, None] + place, new)
@@ -193,14 +148,9 @@ def accept_path_reference(
 
 
 def _furthest(
-    cache_seqlens: torch.Tensor,
-    tree: Paths,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-    accept_mask: torch.Tensor | None,
-    scores: torch.Tensor | None,
-) -> torch.Tensor:
+    cache_seqlens: Tensor, tree: Paths, tokens: Tensor, positions: Tensor, choices: Tensor,
+    accept_mask: Tensor | None, scores: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Long (B,): the deepest node that is right with all its ancestors; of several, that of the highest path score."""
     if len(tree.depth) == 1:
         return torch.zeros_like(cache_seqlens)
@@ -279,36 +229,20 @@ def _accept_path_kernel(
 
 @custom_op(mutates_args=("text", "count", "cache_seqlens", "root", "hidden", "done", "steps"))
 def _accept_path(
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-    states: torch.Tensor,
-    parent: torch.Tensor,
-    depth: torch.Tensor,
-    retrieve_indices: torch.Tensor,
-    eos: torch.Tensor,
-    accept_mask: torch.Tensor | None,
-    scores: torch.Tensor | None,
-    text: torch.Tensor,
-    start: torch.Tensor,
-    count: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    root: torch.Tensor,
-    hidden: torch.Tensor,
-    done: torch.Tensor,
-    steps: torch.Tensor,
+    tokens: Tensor, positions: Tensor, choices: Tensor, states: Tensor, parent: Tensor, depth: Tensor,
+    retrieve_indices: Tensor, eos: Tensor, accept_mask: Tensor | None, scores: Tensor | None, text: Tensor,
+    start: Tensor, count: Tensor, cache_seqlens: Tensor, root: Tensor, hidden: Tensor, done: Tensor, steps: Tensor,
     max_new_tokens: int,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     (N, P), (B, H) = retrieve_indices.shape, hidden.shape
     slots = tokens.new_empty(B, P)
     if is_fake(slots):
         return slots
     inputs = [x.contiguous() for x in (tokens, positions, choices, states, parent, depth, retrieve_indices, eos)]
     mask = None if accept_mask is None else accept_mask.contiguous().view(torch.uint8)
-    scores = None if scores is None else scores.contiguous()
     if B:
         _accept_path_kernel[(B,)](
-            *inputs, mask, scores,
+            *inputs, mask, contiguous(scores),
             text, start, count, cache_seqlens, root, hidden, done.view(torch.uint8), steps, slots,
             N, P, H, text.shape[1], len(eos), max_new_tokens, MASKED=mask is not None,
             BLOCK_N=power_of_2_above(N), BLOCK_P=power_of_2_above(P), BLOCK=min(power_of_2_above(H), CHANNELS),

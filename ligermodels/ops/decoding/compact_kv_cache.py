@@ -1,17 +1,19 @@
 """Moving the accepted slots of a preallocated cache together, for all layers at once."""
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor
 
 TILE = 4096  # elements per program
 MAX_SLOTS = 512  # per sequence; the reference serves more
 
 
-def compact_kv_cache(stored: torch.Tensor, slots: torch.Tensor) -> None:
+def compact_kv_cache(stored: Tensor, slots: Tensor) -> None:
     """Moves slot slots[b, i] of sequence b to slot slots[b, 0] + i, in place, all read before any is written.
 
     stored: (..., B, S, E), contiguous, of any dtype: B sequences of S slots.
@@ -21,19 +23,14 @@ def compact_kv_cache(stored: torch.Tensor, slots: torch.Tensor) -> None:
     reject_dtensors("compact_kv_cache", stored, slots)
     if stored.dim() < 3 or not stored.is_contiguous():
         raise InputError(f"compact_kv_cache: stored must be (..., B, S, E) and contiguous, got {tuple(stored.shape)}")
-    B = stored.shape[-3]
-    if slots.dim() != 2 or len(slots) != B or slots.dtype != torch.long or slots.device != stored.device:
-        raise InputError(
-            f"compact_kv_cache: slots must be long of shape ({B}, P) on {stored.device}, "
-            f"got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
-        )
+    check_tensor("compact_kv_cache", "slots", slots, (stored.shape[-3], "P"), stored.device, torch.long)
     if not use_kernels(stored) or slots.shape[1] > MAX_SLOTS:
         compact_kv_cache_reference(stored, slots)
     else:
         _compact_kv_cache(stored, slots)
 
 
-def compact_kv_cache_reference(stored: torch.Tensor, slots: torch.Tensor) -> None:
+def compact_kv_cache_reference(stored: Tensor, slots: Tensor) -> None:
     """The specification of `compact_kv_cache`, in plain torch."""
     row = torch.arange(len(slots), device=slots.device)[:, None]
     target = slots[:, :1] + torch.arange(slots.shape[1], device=slots.device)
@@ -58,7 +55,7 @@ def _compact_kv_cache_kernel(stored, slots, B, S, E, P, BLOCK_P: tl.constexpr, B
 
 
 @custom_op(mutates_args=("stored",))
-def _compact_kv_cache(stored: torch.Tensor, slots: torch.Tensor) -> None:
+def _compact_kv_cache(stored: Tensor, slots: Tensor) -> None:
     (B, P), (S, E) = slots.shape, stored.shape[-2:]
     if is_fake(stored) or not (stored.numel() and P):
         return

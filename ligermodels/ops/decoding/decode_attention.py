@@ -6,14 +6,17 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html), and a second kernel co
 """
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.token_losses_kernels import effective
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_caches, check_tensor
 
 MAX_KERNEL_HEAD_DIM = 512  # a tile of rows is held in registers; the reference serves wider heads
 MAX_ROWS = 128  # query heads times tokens per program: the more, the less often the cache is read
@@ -26,21 +29,21 @@ LOG2_E = math.log2(math.e)
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
     *,
     softmax_scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    tree_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    tree_mask: Tensor | None = None,
+) -> Tensor:
     """Softmax attention of T new tokens of each sequence over its cache slots, which include the new keys and values.
 
     The cached tokens of sequence b are in slots [0, cache_seqlens[b]), the keys and values of its new tokens in the T
-    slots after these. There is no wait for the device and all shapes are fixed, so that a CUDA graph can hold the call.
-    The cost is proportional to the filled slots (within the window), not to the size of the cache. No gradient.
+    slots after these. A CUDA graph can hold the call. The cost is proportional to the filled slots (within the window),
+    not to the size of the cache. No gradient.
 
     q: (B, T, Hq, D), floating, any strides.
     k_cache, v_cache: (B, S, Hkv, D) of q's dtype with Hkv dividing Hq and S >= T; any strides, but the last dimension
@@ -60,55 +63,31 @@ def decode_attention(
     _check(q, k_cache, v_cache, cache_seqlens, window, tree_mask)
     softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if not use_kernels(q, k_cache) or q.shape[3] > MAX_KERNEL_HEAD_DIM:
-        return decode_attention_reference(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            softmax_scale=softmax_scale,
-            window=window,
-            softcap=softcap,
-            tree_mask=tree_mask,
-        )
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "tree_mask": tree_mask}
+        return decode_attention_reference(q, k_cache, v_cache, cache_seqlens, softmax_scale=softmax_scale, **options)
     return _decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap)
 
 
 def decode_attention_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    *,
-    softmax_scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    tree_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, *, softmax_scale: float | None = None,
+    window: int | None = None, softcap: float | None = None, tree_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The specification of `decode_attention`, in plain torch; it reads the whole cache."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     visible = _visible(q, k_cache, cache_seqlens, window, tree_mask)
     unseen = ~visible.any(1)[:, :, None, None]
     k, v = (cache.to(dtype).masked_fill(unseen, 0) for cache in (k_cache, v_cache))
     grouped = q.to(dtype).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
-    scores = torch.einsum("bthgd,bshd->bthgs", grouped, k) * (
-        q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    )
+    softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bthgd,bshd->bthgs", grouped, k) * softmax_scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     hidden = ~visible[:, :, None, None]
-    weights = (
-        scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
-    )  # a softmax of nothing is NaN
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)  # that of nothing is NaN
     return torch.einsum("bthgs,bshd->bthgd", weights, v).reshape(q.shape).to(q.dtype).contiguous()
 
 
-def _visible(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    window: int | None,
-    tree_mask: torch.Tensor | None,
-) -> torch.Tensor:
+def _visible(q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, window: int | None, tree_mask: Tensor | None) -> Tensor:
     """Bool (B, T, S): which slots each token sees."""
     (B, T), S = q.shape[:2], k_cache.shape[1]
     slot, length = torch.arange(S, device=q.device).expand(B, S), cache_seqlens[:, None].long()
@@ -129,43 +108,25 @@ def _visible(
 
 
 def _check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    window: int | None,
-    tree_mask: torch.Tensor | None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, window: int | None, tree_mask: Tensor | None
 ) -> None:
-    reject_dtensors("decode_attention", q, k_cache, v_cache)
-    if q.dim() != 4 or not q.is_floating_point() or 0 in q.shape[2:]:
-        raise InputError(
-            f"decode_attention: q must be floating, of shape (B, T, Hq, D); got {q.dtype} {tuple(q.shape)}"
-        )
+    op = "decode_attention"
+    reject_dtensors(op, q, k_cache, v_cache)
+    check_tensor(op, "q", q, ("B", "T", "Hq", "D"), q.device)
     B, T, heads, head_dim = q.shape
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        fits = cache.dim() == 4 and (cache.shape[0], cache.shape[3]) == (B, head_dim) and cache.shape == k_cache.shape
-        if not fits or cache.shape[1] < T or cache.shape[2] == 0 or heads % cache.shape[2] or cache.dtype != q.dtype:
-            raise InputError(
-                f"decode_attention: {name} must be {q.dtype} of shape ({B}, at least {T}, a divisor of {heads}, "
-                f"{head_dim}), both caches alike; got {cache.dtype} {tuple(cache.shape)}"
-            )
-        if cache.stride(3) != 1 and head_dim > 1:
-            raise InputError(f"decode_attention: the last dimension of {name} must be contiguous")
-    if cache_seqlens.shape != (B,) or cache_seqlens.dtype not in (torch.int32, torch.int64):
+    check_caches(op, k_cache, v_cache, (B, "S", "Hkv", head_dim), q)
+    S, kv_heads = k_cache.shape[1:3]
+    if S < T or 0 in (heads, kv_heads, head_dim) or heads % kv_heads:
         raise InputError(
-            f"decode_attention: cache_seqlens must be int32 or int64 of shape ({B},); "
-            f"got {cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
+            f"{op}: k_cache must have at least {T} slots, and a number of heads that divides q's {heads}; "
+            f"got q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}"
         )
-    if tree_mask is not None and (tree_mask.dtype != torch.bool or tree_mask.shape not in ((T, T), (B, T, T))):
-        raise InputError(
-            f"decode_attention: tree_mask must be bool of shape ({T}, {T}) or ({B}, {T}, {T}); "
-            f"got {tree_mask.dtype} {tuple(tree_mask.shape)}"
-        )
+    check_tensor(op, "cache_seqlens", cache_seqlens, (B,), q.device, torch.int32, torch.int64)
+    if tree_mask is not None:
+        shape = (T, T) if tree_mask.dim() == 2 else (B, T, T)
+        check_tensor(op, "tree_mask", tree_mask, shape, q.device, torch.bool)
     if window is not None and window < 1:
-        raise InputError(f"decode_attention: window must be at least 1, got {window}")
-    for x in (k_cache, v_cache, cache_seqlens, tree_mask):
-        if x is not None and x.device != q.device:
-            raise InputError(f"decode_attention: q is on {q.device}, but another tensor on {x.device}")
+        raise InputError(f"{op}: window must be at least 1, got {window}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
         raise InputError("decode_attention has no gradient: call it under torch.no_grad(), or use ops.attention")
 
@@ -318,15 +279,9 @@ def _combine_attention_kernel(
 
 @custom_op()
 def _decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    tree_mask: torch.Tensor | None,
-    softmax_scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, tree_mask: Tensor | None,
+    softmax_scale: float, window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     out = q.new_empty(q.shape)
     if is_fake(out) or not out.numel():
         return out
@@ -365,7 +320,7 @@ def _decode_attention(
     return out
 
 
-def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: torch.Tensor) -> tuple[int, int, int, int]:
+def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: Tensor) -> tuple[int, int, int, int]:
     """The rows, slots and channels of a tile, and the number of splits of the slots: as many programs as the device
     holds at once, but each with a few tiles, or the second kernel would cost more than it saves. With too few slots
     for that, the rows are split instead. Tuned on an H200."""

@@ -5,17 +5,19 @@ decoding step, both take longer than reading them.
 """
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import as_rows, custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import as_rows
 
 CHUNK = 4096  # elements of a row per program
 MAX_K = 64  # the reference serves more
 
 
-def topk_indices(x: torch.Tensor, k: int) -> torch.Tensor:
+def topk_indices(x: Tensor, k: int) -> Tensor:
     """Indices of the k largest elements of each row, the largest first; of equal ones the lowest index first.
 
     x: (..., V), floating, any strides. A NaN counts as larger than any number, and all of them as equal.
@@ -34,7 +36,7 @@ def topk_indices(x: torch.Tensor, k: int) -> torch.Tensor:
     return _topk_indices(x, k)
 
 
-def topk_indices_reference(x: torch.Tensor, k: int) -> torch.Tensor:
+def topk_indices_reference(x: Tensor, k: int) -> Tensor:
     """The specification of `topk_indices`, in plain torch."""
     if k == 1:
         return x.argmax(-1, keepdim=True)
@@ -74,7 +76,7 @@ def _topk_indices_kernel(
 
 
 @custom_op()
-def _topk_indices(x: torch.Tensor, k: int) -> torch.Tensor:
+def _topk_indices(x: Tensor, k: int) -> Tensor:
     out = x.new_empty((*x.shape[:-1], k), dtype=torch.long)
     if is_fake(out) or not out.numel():
         return out

@@ -1,24 +1,25 @@
 """The inputs of a forward pass over a tree of candidates."""
 
 import torch
+from torch import Tensor
 
-from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor
 
 NODES = 256  # per program
 
 
 def tree_inputs(
-    best: torch.Tensor,
-    root: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    depth: torch.Tensor,
-    rank: torch.Tensor,
-    stops: torch.Tensor,
+    best: Tensor,
+    root: Tensor,
+    cache_seqlens: Tensor,
+    depth: Tensor,
+    rank: Tensor,
+    stops: Tensor,
     moving: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Tokens and positions of a tree's N nodes for each of B sequences: both long (B, N).
 
     A node of depth d > 0 and rank r holds the r-th best token of head d - 1, the root, of depth 0, the sequence's root
@@ -33,29 +34,24 @@ def tree_inputs(
     """
     reject_dtensors("tree_inputs", best, root)
     B, N = len(best), len(depth)
-    wanted = {"best": best.shape if best.dim() == 3 else (B, "D", "W"), "root": (B,), "cache_seqlens": (B,)}
-    wanted |= {"depth": (N,), "rank": (N,), "stops": (stops.numel(),)}
-    given = dict(zip(wanted, (best, root, cache_seqlens, depth, rank, stops), strict=True))
-    for name, x in given.items():
-        if x.shape != wanted[name] or x.dtype != torch.long or x.device != best.device:
-            raise InputError(
-                f"tree_inputs: {name} must be long of shape ({', '.join(map(str, wanted[name]))}) on {best.device}, "
-                f"got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
-    if not use_kernels(*given.values()):
+    for name, x, shape in (
+        ("best", best, (B, "D", "W")),
+        ("root", root, (B,)),
+        ("cache_seqlens", cache_seqlens, (B,)),
+        ("depth", depth, (N,)),
+        ("rank", rank, (N,)),
+        ("stops", stops, ("S",)),
+    ):
+        check_tensor("tree_inputs", name, x, shape, best.device, torch.long)
+    if not use_kernels(best):
         return tree_inputs_reference(best, root, cache_seqlens, depth, rank, stops, moving)
     return _tree_inputs(best, root, cache_seqlens, depth, rank, stops, moving)
 
 
 def tree_inputs_reference(
-    best: torch.Tensor,
-    root: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    depth: torch.Tensor,
-    rank: torch.Tensor,
-    stops: torch.Tensor,
+    best: Tensor, root: Tensor, cache_seqlens: Tensor, depth: Tensor, rank: Tensor, stops: Tensor,
     moving: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The specification of `tree_inputs`, in plain torch; the same arguments."""
     cache_seqlens = cache_seqlens[:, None]
     below = torch.cat([root[:, None], best.flatten(1)], dim=1)
@@ -92,14 +88,8 @@ def _tree_inputs_kernel(
 
 @custom_op()
 def _tree_inputs(
-    best: torch.Tensor,
-    root: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    depth: torch.Tensor,
-    rank: torch.Tensor,
-    stops: torch.Tensor,
-    moving: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    best: Tensor, root: Tensor, cache_seqlens: Tensor, depth: Tensor, rank: Tensor, stops: Tensor, moving: int | None
+) -> tuple[Tensor, Tensor]:
     (B, D, W), N = best.shape, len(depth)
     tokens, positions = best.new_empty(B, N), best.new_empty(B, N)
     if is_fake(tokens):

@@ -10,18 +10,20 @@ Each activation is g * p(g), where p is the part of the gate that passes; with s
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import as_rows, custom_op, empty_gradient, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, rows_and_stride
 
 MAX_TILES = 4  # tiles of a row that a program takes
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up, with silu(g) = g * sigmoid(g).
 
     gate, up: (..., I), any floating dtype and strides. Without `up`, `gate` is packed, (..., 2*I): pairs of a gate and
@@ -34,9 +36,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     return _glu("swiglu", gate, up, "silu")
 
 
-def geglu(
-    gate: torch.Tensor, up: torch.Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh"
-) -> torch.Tensor:
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:
     """gelu(gate) * up, with the error function ("none") or its tanh approximation, as `torch.nn.functional.gelu`.
 
     Arguments, result and errors otherwise as for `swiglu`.
@@ -46,36 +46,31 @@ def geglu(
     return _glu("geglu", gate, up, GELU[approximate])
 
 
-def swiglu_reference(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """The specification of `swiglu`, in plain torch."""
     return _glu_reference(gate, up, "silu")
 
 
-def geglu_reference(
-    gate: torch.Tensor, up: torch.Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh"
-) -> torch.Tensor:
+def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:
     """The specification of `geglu`, in plain torch."""
     return _glu_reference(gate, up, GELU[approximate])
 
 
-def _glu(op: str, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+def _glu(op: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     (up,) = replicated(op, gate, up=up)
     if gate.dim() == 0 or not gate.is_floating_point():
         raise InputError(f"{op}: gate must be floating, of shape (..., I); got {gate.dtype} {tuple(gate.shape)}")
     if up is None:
         if gate.shape[-1] % 2:
             raise InputError(f"{op}: a packed gate must have an even last dimension, got {tuple(gate.shape)}")
-    elif up.shape != gate.shape or up.dtype != gate.dtype or up.device != gate.device:
-        raise InputError(
-            f"{op}: up must be like gate, {gate.dtype} {tuple(gate.shape)} on {gate.device}; "
-            f"got {up.dtype} {tuple(up.shape)} on {up.device}"
-        )
+    else:
+        check_tensor(op, "up", up, gate.shape, gate.device, gate.dtype)
     if not use_kernels(gate, up):
         return _glu_reference(gate, up, activation)
     return _GLU.apply(gate, up, activation)
 
 
-def _glu_reference(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+def _glu_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     if up is None:
         gate, up = gate.unflatten(-1, (gate.shape[-1] // 2, 2)).unbind(-1)
     g = gate.to(torch.promote_types(gate.dtype, torch.float32))
@@ -177,7 +172,7 @@ def _glu_backward_kernel(
                 tl.store(dup + row * N + col, of_up, mask=col < N)
 
 
-def _blocks(gate: torch.Tensor, N: int, packed: bool) -> tuple[int, dict[str, Any]]:
+def _blocks(gate: Tensor, N: int, packed: bool) -> tuple[int, dict[str, Any]]:
     """Programs a row of N columns, and the launch options: a thread loads 16 bytes of each tile at once."""
     num_warps = 4 if N > 512 else 1
     block = num_warps * 32 * 16 // (gate.element_size() * (2 if packed else 1))
@@ -186,31 +181,30 @@ def _blocks(gate: torch.Tensor, N: int, packed: bool) -> tuple[int, dict[str, An
 
 
 @custom_op()
-def _glu_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+def _glu_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     out = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
     if is_fake(out):
         return out
-    g, u, N = as_rows(gate), None if up is None else as_rows(up), out.shape[-1]
+    M, N = out.shape[:-1].numel(), out.shape[-1]
     blocks, options = _blocks(gate, N, up is None)
-    _glu_forward_kernel[(g.shape[0] * blocks,)](
-        g, g.stride(0), u, 0 if u is None else u.stride(0), out, N, blocks, ACTIVATION=activation, **options
+    _glu_forward_kernel[(M * blocks,)](
+        *rows_and_stride(gate), *rows_and_stride(up), out, N, blocks, ACTIVATION=activation, **options
     )
     return out
 
 
 @custom_op()
 def _glu_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, need_gate: int, need_up: bool, activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, gate: Tensor, up: Tensor | None, need_gate: int, need_up: bool, activation: str
+) -> tuple[Tensor, Tensor]:
     """The gradients of gate (packed if up is None) and of up; those not needed are empty."""
     dgate, dup = empty_gradient(gate, need_gate, gate), empty_gradient(up, need_up, gate)
     if is_fake(dgate):
         return dgate, dup
-    d, g, u = as_rows(dy), as_rows(gate), None if up is None else as_rows(up)
-    (M, N), packed = d.shape, up is None
-    blocks, options = _blocks(gate, N, packed)
+    M, N = dy.shape[:-1].numel(), dy.shape[-1]
+    blocks, options = _blocks(gate, N, up is None)
     _glu_backward_kernel[(M * blocks,)](
-        d, d.stride(0), g, g.stride(0), u, 0 if u is None else u.stride(0), dgate, dup, N, blocks,
+        *rows_and_stride(dy), *rows_and_stride(gate), *rows_and_stride(up), dgate, dup, N, blocks,
         ACTIVATION=activation, NEED_GATE=bool(need_gate), NEED_UP=need_up, **options,
     )  # fmt: skip
     return dgate, dup
@@ -218,15 +212,12 @@ def _glu_backward(
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         return _glu_forward(gate, up, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        need_gate, need_up = ctx.needs_input_grad[:2]
-        dgate, dup = _glu_backward(dy, gate, up, need_gate, need_up, ctx.activation)
-        return dgate if need_gate else None, dup if need_up else None, None
+    def backward(ctx, dy):
+        return _glu_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2], ctx.activation)

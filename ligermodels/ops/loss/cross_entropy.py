@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligermodels.ops.loss.token_losses import (
     LossOptions,
@@ -15,22 +16,23 @@ from ligermodels.ops.loss.token_losses import (
 )
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import as_rows, custom_op, empty_like, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import as_rows
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     *,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
-    token_weights: torch.Tensor | None = None,
+    token_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_rank: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of logits against class indices (the formula is at the head of `token_losses`).
 
     logits: (..., V), any floating dtype and strides. target: (...), int64, in [0, V) or ignore_index: such rows have no
@@ -58,13 +60,9 @@ def cross_entropy(
 
 
 def cross_entropy_reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    reduction: Reduction = "mean",
-    token_weights: torch.Tensor | None = None,
+    logits: Tensor, target: Tensor, *, reduction: Reduction = "mean", token_weights: Tensor | None = None,
     **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The specification of `cross_entropy`, in plain torch; the same arguments."""
     chosen = LossOptions(**options)
     check_targets(target, logits.shape[-1], chosen.ignore_index)
@@ -76,15 +74,9 @@ def cross_entropy_reference(
 
 @custom_op()
 def _cross_entropy_forward(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    return_rank: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+    logit_scale: float, return_rank: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Each row's loss, max, log of the sum of exp(x - max), and rank. A target out of range counts as ignored: targets
     have been checked."""
     losses, maxima, log_sums = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
@@ -98,20 +90,11 @@ def _cross_entropy_forward(
 
 @custom_op()
 def _cross_entropy_backward(
-    dlosses: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    maxima: torch.Tensor,
-    log_sums: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    return_rank: bool,
-) -> torch.Tensor:
+    dlosses: Tensor, logits: Tensor, target: Tensor, maxima: Tensor, log_sums: Tensor, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool,
+) -> Tensor:  # fmt: skip
     """The gradient of the logits, given that of each row's loss."""
-    gradient = empty_like(logits)
+    gradient = logits.new_empty(logits.shape)
     if is_fake(gradient):
         return gradient
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
@@ -123,9 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Each row's loss and rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: LossOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, logits, target, options):
         losses, maxima, log_sums, rank = _cross_entropy_forward(logits, target, *options)
         ctx.save_for_backward(logits, target, maxima, log_sums)
         ctx.options = options
@@ -134,5 +115,5 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlosses: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.options), None, None
+    def backward(ctx, dlosses, _):
+        return (_cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.options),)

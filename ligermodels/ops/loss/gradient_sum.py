@@ -1,8 +1,10 @@
 """The gradient of a parameter, summed over chunks in float32 and rounded once."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 
 ALONE = 1024  # rows that are rounded first, by way of a copy
 ALIGNED = 16  # the two parts of the sum meet at a multiple of this many rows, for the GEMMs
@@ -13,13 +15,10 @@ class GradientSum:
 
     With several chunks and a 16-bit parameter, the sum is float32 until `close`. Half of it is stored in the memory of
     the final gradient, so that it needs only as much memory again, and rounding needs none.
-
-    Args:
-        parameter: gives shape, dtype and device.
-        several: whether there may be more than one chunk.
+    `parameter` gives shape, dtype and device; `several`: whether there may be more than one chunk.
     """
 
-    def __init__(self, parameter: torch.Tensor, *, several: bool) -> None:
+    def __init__(self, parameter: Tensor, *, several: bool) -> None:
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self._gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         self._empty, self._parts, self._sums = True, [slice(0, len(parameter))], [self._gradient]
@@ -30,19 +29,26 @@ class GradientSum:
             rest = torch.empty((len(parameter) - inside, *parameter.shape[1:]), dtype=wide, device=parameter.device)
             self._sums = [shared, rest]
 
-    def add(self, g: torch.Tensor, x: torch.Tensor | None = None) -> None:
+    def add(self, g: Tensor, x: Tensor | None = None) -> None:
         """Adds a chunk: g (M, V), and x (M, H) for a weight."""
         for part, total in zip(self._parts, self._sums, strict=True):
             if not len(total):
                 continue
+            each = g[:, part]
             if x is None:
-                each = g[:, part].sum(0, dtype=total.dtype)
+                each = each.sum(0, dtype=total.dtype)
                 total.copy_(each if self._empty else total + each)
+                continue
+            options: dict[str, Any] = {"beta": 0 if self._empty else 1, "out": total}
+            if total.dtype == g.dtype:
+                torch.addmm(total, each.t(), x, **options)
+            elif total.is_cuda:
+                torch.addmm(total, each.t(), x, out_dtype=total.dtype, **options)
             else:
-                _accumulate(total, g[:, part], x, beta=0 if self._empty else 1)
+                torch.addmm(total, each.t().to(total.dtype), x.to(total.dtype), **options)
         self._empty = False
 
-    def close(self) -> torch.Tensor:
+    def close(self) -> Tensor:
         """Returns the sum in the parameter's dtype, zeros if nothing was added. `add` must not be called afterwards."""
         gradient, sums, self._sums = self._gradient, self._sums, []
         if self._empty:
@@ -61,13 +67,3 @@ class GradientSum:
             gradient[start:end] = shared[start:end]
         gradient[len(shared) :] = rest
         return gradient
-
-
-def _accumulate(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor, *, beta: int) -> None:
-    """total = beta * total + g.T @ x, summed in total's dtype, which may be the wider."""
-    if total.dtype == g.dtype:
-        torch.addmm(total, g.t(), x, beta=beta, out=total)
-    elif total.is_cuda:
-        torch.addmm(total, g.t(), x, out_dtype=total.dtype, beta=beta, out=total)
-    else:
-        torch.addmm(total, g.t().to(total.dtype), x.to(total.dtype), beta=beta, out=total)

@@ -9,38 +9,31 @@ underflow without the loss scale, the backward pass recomputes the logits.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
 from ligermodels.ops.loss.gradient_sum import GradientSum
-from ligermodels.ops.loss.token_losses import LossOptions, Reduction, check_loss, checked_loss_weights
+from ligermodels.ops.loss.token_losses import LossOptions, Reduction, check_loss, checked_loss_weights, ranks_reference
 from ligermodels.ops.loss.token_losses_kernels import launch_rows, scale_
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import (
-    as_rows,
-    custom_op,
-    empty_gradient,
-    empty_like,
-    is_fake,
-    once_differentiable,
-    reject_dtensors,
-)
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.tensors import as_rows, check_tensor, empty_gradient
 
 ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
 COLUMN_MULTIPLE = 16  # on CUDA logits are held in rows of a multiple of this, which keeps them aligned for odd V
 SKIP_BELOW = 0.97  # rows without targets are left out if the share of rows with targets is below this
-RANK_COLUMNS = 4096  # the reference counts ranks over this many classes at a time
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
     *,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
-    token_weights: torch.Tensor | None = None,
+    token_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -48,7 +41,7 @@ def linear_cross_entropy(
     return_rank: bool = False,
     memory_budget: int = 2**30,
     num_targets: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`cross_entropy(hidden @ weight.T + bias, target)` without the logits in memory; exact, gradients included.
 
     hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
@@ -70,8 +63,15 @@ def linear_cross_entropy(
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     check_loss("linear_cross_entropy", hidden, "hidden", target, token_weights, reduction, options)
-    _check_head(hidden, weight, bias, memory_budget)
+    reject_dtensors("linear_cross_entropy", weight, bias)
+    check_tensor("linear_cross_entropy", "weight", weight, ("V", hidden.shape[-1]), hidden.device, hidden.dtype)
     V, dtype = weight.shape[0], hidden.dtype
+    if V == 0:
+        raise InputError("linear_cross_entropy: weight must be of one class or more")
+    if bias is not None:
+        check_tensor("linear_cross_entropy", "bias", bias, (V,), hidden.device, dtype)
+    if memory_budget <= 0:
+        raise InputError(f"linear_cross_entropy: memory_budget must be a positive number of bytes, got {memory_budget}")
     target, loss_weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype)
     # Determined here: inside autograd.Function.forward gradient mode is off.
     if num_targets is None:
@@ -85,52 +85,23 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_reference(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """The specification of `linear_cross_entropy`, in plain torch, with all the logits; the same arguments."""
     for name in ("memory_budget", "num_targets"):
         options.pop(name, None)
     return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)
 
 
-def _check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory_budget: int) -> None:
-    reject_dtensors("linear_cross_entropy", weight, bias)
-    expected = f"{hidden.dtype} on {hidden.device}, as hidden is"
-    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
-        raise InputError(
-            f"linear_cross_entropy: weight must be (V, {hidden.shape[-1]}) with V > 0, got {tuple(weight.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise InputError(f"linear_cross_entropy: bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and (t.dtype != hidden.dtype or t.device != hidden.device):
-            raise InputError(f"linear_cross_entropy: {name} must be {expected}; got {t.dtype} on {t.device}")
-    if memory_budget <= 0:
-        raise InputError(f"linear_cross_entropy: memory_budget must be a positive number of bytes, got {memory_budget}")
-
-
 @custom_op()
 def _linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    loss_weights: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    return_rank: bool,
-    memory_budget: int,
-    num_targets: int,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool,
+    memory_budget: int, num_targets: int, need_hidden: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Each row's loss and rank, and the gradients of sum(loss_weights * losses); those not needed are empty. Targets
     have been checked."""
-    losses, dx = empty_like(loss_weights), empty_gradient(hidden, need_hidden, hidden)
+    losses, dx = loss_weights.new_empty(loss_weights.shape), empty_gradient(hidden, need_hidden, hidden)
     ranks = target.new_empty(target.shape if return_rank else (0,))
     if is_fake(losses):
         of_weight, of_bias = (empty_gradient(t, need, hidden) for t, need in ((weight, need_weight), (bias, need_bias)))
@@ -149,10 +120,10 @@ def _linear_cross_entropy(
         for x, value in ((losses, 0), (ranks, -1), (dx, 0)):
             x.fill_(value)
 
-    def take(x: torch.Tensor, chunk: slice) -> torch.Tensor:
+    def take(x: Tensor, chunk: slice) -> Tensor:
         return x[chunk].contiguous() if chosen is None else x.index_select(0, chosen[chunk])
 
-    def put(values: torch.Tensor, x: torch.Tensor, chunk: slice) -> None:
+    def put(values: Tensor, x: Tensor, chunk: slice) -> None:
         if chosen is None:
             x[chunk] = values
         else:
@@ -188,18 +159,16 @@ def _linear_cross_entropy(
     return losses, ranks, dx, gradients[0], gradients[1]
 
 
-def chunk_rows(
-    T: int, V: int, H: int, hidden: torch.Tensor, options: LossOptions, budget: int, need_weight: bool
-) -> int:
+def chunk_rows(T: int, V: int, H: int, hidden: Tensor, options: LossOptions, budget: int, need_weight: bool) -> int:
     """Rows per chunk: as many as the budget allows, spread evenly, in multiples of ROW_MULTIPLE if there are as many.
 
     need_weight: whether the weight's gradient is summed over chunks, in float32 (`GradientSum`). A single chunk needs
     no such sum, and may have its memory."""
     item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
     loss = accumulation = 0
-    if not use_kernels(hidden):  # see _in_place_reference
+    if not use_kernels(hidden):  # see _loss_in_place
         loss = V * ((wide if wide > item else 0) + (wide if options.softcap is not None else 0))
-        loss = max(loss, 16 * min(V, RANK_COLUMNS) if options.return_rank else 0)
+        loss = max(loss, 16 * V if options.return_rank else 0)
     if need_weight and not hidden.is_cuda and wide > item:  # see GradientSum
         accumulation = (V + H) * wide
     per_row = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE * item + max(loss, accumulation)
@@ -216,41 +185,18 @@ def chunk_rows(
 
 
 def _loss_in_place(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    losses: torch.Tensor,
-    ranks: torch.Tensor,
-    loss_weights: torch.Tensor | None,
-    options: LossOptions,
+    logits: Tensor, target: Tensor, losses: Tensor, ranks: Tensor, loss_weights: Tensor | None, options: LossOptions
 ) -> None:
     """Fills losses and ranks (M,) from logits (M, V). Given loss_weights, (M,), the gradient of loss_weights * losses
-    takes the place of the logits."""
+    takes the place of the logits. In torch this holds, beside the logits, a float32 copy if they are 16-bit, and as
+    much again for a softcap."""
     if use_kernels(logits):
         launch_rows(logits, target, losses, ranks, options, loss_weights=loss_weights)
-    else:
-        _in_place_reference(logits, target, losses, ranks, loss_weights, options)
-
-
-def _in_place_reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    losses: torch.Tensor,
-    ranks: torch.Tensor,
-    loss_weights: torch.Tensor | None,
-    options: LossOptions,
-) -> None:
-    """`_loss_in_place` in torch. Beside the logits it holds a float32 copy if they are 16-bit, and as much again for a
-    softcap."""
+        return
     valid = target != options.ignore_index
     y = torch.where(valid, target, 0).unsqueeze(1)
     if options.return_rank:
-        at_y = logits.gather(1, y)
-        ranks.zero_()
-        for first in range(0, logits.shape[1], RANK_COLUMNS):
-            given = logits[:, first : first + RANK_COLUMNS]
-            col = torch.arange(first, first + given.shape[1], device=y.device)
-            ranks += ((given > at_y) | ((given == at_y) & (col < y))).sum(1)
-        ranks.masked_fill_(~valid, -1)
+        ranks.copy_(ranks_reference(logits, y, valid))
 
     x = logits.to(losses.dtype).mul_(options.logit_scale)
     capped = None
@@ -285,19 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The reduced loss (or each row's, times its weight), and the ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        loss_weights: torch.Tensor,
-        options: LossOptions,
-        memory_budget: int,
-        num_targets: int,
-        reduced: bool,
-        needs: tuple[bool, bool, bool],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, hidden, weight, bias, target, loss_weights, options, memory_budget, num_targets, reduced, needs):
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
         losses, rank, *gradients = _linear_cross_entropy(
             hidden, weight, bias, target, loss_weights, *options, memory_budget, num_targets, *now
@@ -317,15 +251,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:3]
+    def backward(ctx, grad, _):
         if ctx.functional:
-            gradients = [g * grad if need else g for g, need in zip(ctx.saved_tensors, needs, strict=True)]
-        elif ctx.gradients is not None:
+            return [g * grad for g in ctx.saved_tensors]
+        if ctx.gradients is not None:
             gradients, ctx.gradients = ctx.gradients, None
             for g in gradients:
                 scale_(g, grad)
-        else:
-            *inputs, loss_weights = ctx.saved_tensors
-            _, _, *gradients = _linear_cross_entropy(*inputs, loss_weights * grad, *ctx.options, *needs)
-        return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *[None] * 7
+            return gradients
+        *inputs, loss_weights = ctx.saved_tensors
+        return _linear_cross_entropy(*inputs, loss_weights * grad, *ctx.options, *ctx.needs_input_grad[:3])[2:]

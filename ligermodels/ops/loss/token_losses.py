@@ -11,9 +11,11 @@ softcap) (Gemma 2, https://arxiv.org/abs/2408.00118), and lse = log sum exp x:
 from typing import Literal, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_rows, check_tensor
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -29,9 +31,7 @@ class LossOptions(NamedTuple):
     return_rank: bool = False
 
 
-def row_losses_reference(
-    logits: torch.Tensor, target: torch.Tensor, options: LossOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
+def row_losses_reference(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     """The loss of each row, 0 for ignored rows, and its rank (empty without return_rank), in plain torch."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
     if options.softcap is not None:
@@ -45,22 +45,21 @@ def row_losses_reference(
         losses = losses - options.label_smoothing * log_p.mean(-1)
     if options.z_loss:
         losses = losses + options.z_loss * torch.logsumexp(x, dim=-1).square()
-    rank = target.new_empty(0)
-    if options.return_rank:
-        at_y = logits.gather(-1, y)
-        before = (logits > at_y) | ((logits == at_y) & (torch.arange(logits.shape[-1], device=y.device) < y))
-        rank = torch.where(valid, before.sum(-1), -1)
+    rank = ranks_reference(logits, y, valid) if options.return_rank else target.new_empty(0)
     return torch.where(valid, losses, 0.0), rank
 
 
+def ranks_reference(logits: Tensor, y: Tensor, valid: Tensor) -> Tensor:
+    """The number of classes that rank before class y (..., 1) in logits (..., V), or -1 where not valid (...)."""
+    at_y = logits.gather(-1, y)
+    before = (logits > at_y) | ((logits == at_y) & (torch.arange(logits.shape[-1], device=y.device) < y))
+    return torch.where(valid, before.sum(-1), -1)
+
+
 def checked_loss_weights(
-    target: torch.Tensor,
-    num_classes: int,
-    ignore_index: int,
-    reduction: Reduction,
-    token_weights: torch.Tensor | None,
+    target: Tensor, num_classes: int, ignore_index: int, reduction: Reduction, token_weights: Tensor | None,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A contiguous copy of the targets, checked as by `check_targets`, and their `loss_weights`.
 
     One op: a compiled graph that uses the copy keeps the check.
@@ -71,13 +70,8 @@ def checked_loss_weights(
 
 @custom_op()
 def _loss_weights(
-    target: torch.Tensor,
-    token_weights: torch.Tensor | None,
-    num_classes: int,
-    ignore_index: int,
-    reduction: str,
-    double: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    target: Tensor, token_weights: Tensor | None, num_classes: int, ignore_index: int, reduction: str, double: bool
+) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if double else torch.float32
     if is_fake(target):
         return target.new_empty(target.shape), target.new_empty(target.shape, dtype=dtype)
@@ -87,12 +81,8 @@ def _loss_weights(
 
 
 def loss_weights(
-    target: torch.Tensor,
-    ignore_index: int,
-    reduction: Reduction,
-    token_weights: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    target: Tensor, ignore_index: int, reduction: Reduction, token_weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """The factor of each row's loss: the reduced loss is the sum of losses times these.
 
     float32 (float64 for float64), of target's shape; 0 for ignored rows, and for all rows if their weights sum to 0.
@@ -108,34 +98,15 @@ def loss_weights(
 
 
 def check_loss(
-    op: str,
-    scores: torch.Tensor,
-    scores_name: str,
-    target: torch.Tensor,
-    token_weights: torch.Tensor | None,
-    reduction: str,
+    op: str, scores: Tensor, scores_name: str, target: Tensor, token_weights: Tensor | None, reduction: str,
     options: LossOptions,
-) -> None:
+) -> None:  # fmt: skip
     """Raises InputError unless scores (..., N), target, weights and options fit one another."""
     reject_dtensors(op, scores, target, token_weights)
-    if scores.dim() == 0 or scores.shape[-1] == 0 or not scores.is_floating_point():
-        raise InputError(
-            f"{op}: {scores_name} must be floating, of shape (..., N) with N > 0; "
-            f"got {scores.dtype} {tuple(scores.shape)}"
-        )
-    if target.dtype != torch.int64 or target.shape != scores.shape[:-1] or target.device != scores.device:
-        raise InputError(
-            f"{op}: target must be int64 {tuple(scores.shape[:-1])} on {scores.device}; "
-            f"got {target.dtype} {tuple(target.shape)} on {target.device}"
-        )
+    check_rows(op, scores_name, scores)
+    check_tensor(op, "target", target, scores.shape[:-1], scores.device, torch.int64)
     if token_weights is not None:
-        if token_weights.shape != target.shape or not token_weights.is_floating_point():
-            raise InputError(
-                f"{op}: token_weights must be floating {tuple(target.shape)}; "
-                f"got {token_weights.dtype} {tuple(token_weights.shape)}"
-            )
-        if token_weights.device != scores.device:
-            raise InputError(f"{op}: token_weights are on {token_weights.device}, {scores_name} on {scores.device}")
+        check_tensor(op, "token_weights", token_weights, target.shape, scores.device)
     if reduction not in ("mean", "sum", "none"):
         raise InputError(f'{op}: reduction must be "mean", "sum" or "none", got {reduction!r}')
     if not 0 <= options.label_smoothing <= 1:
@@ -146,7 +117,7 @@ def check_loss(
         raise InputError(f"{op}: logit_scale must be positive, got {options.logit_scale}")
 
 
-def check_targets(target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
+def check_targets(target: Tensor, num_classes: int, ignore_index: int) -> None:
     """Raises InputError if a target is neither in [0, num_classes) nor ignore_index. On CUDA this is a device-side
     assertion, which does not wait for the device."""
     good = (target.clamp(0, num_classes - 1) == target) | (target == ignore_index)

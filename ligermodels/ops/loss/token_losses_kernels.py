@@ -4,6 +4,7 @@ No program waits for another one: a row's loss, and its gradient in place of the
 """
 
 import torch
+from torch import Tensor
 
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, num_sms, power_of_2_above, tl, triton, use_kernels
@@ -216,16 +217,9 @@ def _flags(options: LossOptions) -> dict[str, bool]:
 
 
 def launch_rows(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    losses: torch.Tensor,
-    ranks: torch.Tensor,
-    options: LossOptions,
-    *,
-    maxima: torch.Tensor | None = None,
-    log_sums: torch.Tensor | None = None,
-    loss_weights: torch.Tensor | None = None,
-) -> None:
+    logits: Tensor, target: Tensor, losses: Tensor, ranks: Tensor, options: LossOptions, *,
+    maxima: Tensor | None = None, log_sums: Tensor | None = None, loss_weights: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fills losses, maxima, log_sums and ranks, (M,), from logits (M, V), whose last dimension is contiguous.
 
     loss_weights, (M,): then the gradient of loss_weights * losses takes the place of the logits."""
@@ -240,14 +234,9 @@ def launch_rows(
 
 
 def launch_gradient(
-    logits: torch.Tensor,
-    gradient: torch.Tensor,
-    target: torch.Tensor,
-    maxima: torch.Tensor,
-    log_sums: torch.Tensor,
-    loss_weights: torch.Tensor,
+    logits: Tensor, gradient: Tensor, target: Tensor, maxima: Tensor, log_sums: Tensor, loss_weights: Tensor,
     options: LossOptions,
-) -> None:
+) -> None:  # fmt: skip
     """Fills gradient (M, V), contiguous, with that of loss_weights * losses, from the results of `launch_rows`."""
     M, V = logits.shape
     block = min(power_of_2_above(V), 4096)
@@ -270,7 +259,7 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
             tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
 
 
-def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
+def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor in place, for a contiguous x, without a wait for the device."""
     if use_kernels(x):
         programs = min(-(-x.numel() // SCALE_BLOCK), 8 * num_sms(x.device))  # few, which usually end at once

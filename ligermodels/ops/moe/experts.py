@@ -4,14 +4,16 @@ Shapes: N tokens, each sent to k of E experts, make N * k rows. Nothing here wai
 experts where there is no grouped GEMM, and the order of sums is fixed.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor
 
 ALIGNMENT = 16  # bytes, of every row of the operands of torch's grouped GEMM
 
@@ -25,12 +27,12 @@ class Routes(NamedTuple):
     `order` and `inverse` are long (N * k,). `offsets`, int32 (E,), ends each expert's sorted rows.
     """
 
-    order: torch.Tensor
-    inverse: torch.Tensor
-    offsets: torch.Tensor
+    order: Tensor
+    inverse: Tensor
+    offsets: Tensor
 
 
-def sort_by_expert(experts: torch.Tensor, num_experts: int) -> Routes:
+def sort_by_expert(experts: Tensor, num_experts: int) -> Routes:
     """Sort the rows by expert, then token. experts: long (N, k), the choices of each token, in [0, num_experts)."""
     sorted_experts, order = experts.flatten().sort(stable=True)
     places = torch.arange(order.numel(), device=order.device)
@@ -39,7 +41,7 @@ def sort_by_expert(experts: torch.Tensor, num_experts: int) -> Routes:
     return Routes(order, inverse, torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True))
 
 
-def gather_rows(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, copies: int = 1) -> torch.Tensor:
+def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
     """x[index // copies]: x (N, H) -> (N * copies, H), where `index` is a permutation and `inverse` its inverse.
 
     Its gradient gathers too, and sums the copies of a row in float32, where torch's own would add them atomically.
@@ -49,13 +51,13 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, cop
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
+    def forward(ctx, x, index, inverse, copies):
         ctx.save_for_backward(inverse)
         ctx.copies = copies
         return x[index // copies]
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, dy):
         (inverse,) = ctx.saved_tensors
         dx = dy[inverse]
         if ctx.copies > 1:
@@ -66,7 +68,7 @@ class _GatherRows(torch.autograd.Function):
 # -- grouped GEMM ------------------------------------------------------------------------------------------------------
 
 
-def grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """Rows of x times the weight of their group: y[r] = weights[e] @ x[r] for offsets[e - 1] <= r < offsets[e].
 
     x: (R, K), any floating dtype. weights: (E, M, K), of x's dtype (under autocast both are cast to its dtype).
@@ -78,7 +80,12 @@ def grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) ->
     grouped GEMM too, and made only when its operand needs it; that of a group without rows is zero.
     Raises InputError if shapes, dtypes or devices do not fit, or (in the loop) if the offsets do not.
     """
-    _check(x, weights, offsets)
+    reject_dtensors("grouped_mm", x, weights, offsets)
+    check_tensor("grouped_mm", "x", x, ("R", "K"), x.device)
+    check_tensor("grouped_mm", "weights", weights, ("E", "M", x.shape[1]), x.device, weights.dtype)
+    if len(weights) == 0:
+        raise InputError(f"grouped_mm: weights must be of one expert or more, got {tuple(weights.shape)}")
+    check_tensor("grouped_mm", "offsets", offsets, (len(weights),), x.device, torch.int32)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), weights.to(dtype)
@@ -87,29 +94,13 @@ def grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) ->
     return _GroupedMM.apply(x, weights, offsets, use_kernels(x, weights))
 
 
-def grouped_mm_reference(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_mm_reference(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """The specification of `grouped_mm`, in plain torch."""
     parts = x.split(_counts(offsets, x.shape[0]))
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
-def _check(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> None:
-    reject_dtensors("grouped_mm", x, weights, offsets)
-    if x.dim() != 2 or not x.is_floating_point():
-        raise InputError(f"grouped_mm: x must be floating, of shape (R, K); got {x.dtype} {tuple(x.shape)}")
-    if weights.dim() != 3 or weights.shape[2] != x.shape[1] or weights.shape[0] == 0 or weights.device != x.device:
-        raise InputError(
-            f"grouped_mm: weights must be (E, M, {x.shape[1]}) on {x.device}, got {tuple(weights.shape)} on "
-            f"{weights.device}"
-        )
-    if offsets.shape != weights.shape[:1] or offsets.dtype != torch.int32 or offsets.device != x.device:
-        raise InputError(
-            f"grouped_mm: offsets must be int32 ({weights.shape[0]},) on {x.device}; "
-            f"got {offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
-        )
-
-
-def _counts(offsets: torch.Tensor, rows: int) -> list[int]:
+def _counts(offsets: Tensor, rows: int) -> list[int]:
     """Rows of each group, on the host."""
     ends = offsets.tolist()
     counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -119,7 +110,7 @@ def _counts(offsets: torch.Tensor, rows: int) -> list[int]:
 
 
 @custom_op()
-def _grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, kernels: bool) -> torch.Tensor:
+def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool) -> Tensor:
     """x (R, K), weights (E, M, K) -> (R, M)."""
     if is_fake(x):
         return x.new_empty(x.shape[0], weights.shape[1])
@@ -130,7 +121,7 @@ def _grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, k
     return grouped_mm_reference(x, weights, offsets)
 
 
-def _grouped_mm_without_a_wait(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _grouped_mm_without_a_wait(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     y = x.new_zeros(x.shape[0], weights.shape[1])
     group = torch.bucketize(torch.arange(x.shape[0], device=x.device), offsets, right=True)
     for index, weight in enumerate(weights.unbind()):
@@ -139,7 +130,7 @@ def _grouped_mm_without_a_wait(x: torch.Tensor, weights: torch.Tensor, offsets: 
 
 
 @custom_op()
-def _grouped_outer(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, kernels: bool) -> torch.Tensor:
+def _grouped_outer(dy: Tensor, x: Tensor, offsets: Tensor, kernels: bool) -> Tensor:
     """dy (R, M), x (R, K) -> (E, M, K): for each group the sum of its rows' outer products."""
     if is_fake(x):
         return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
@@ -157,7 +148,7 @@ def _grouped_outer(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, ker
     return out
 
 
-def _has_grouped_gemm(x: torch.Tensor, columns: int) -> bool:
+def _has_grouped_gemm(x: Tensor, columns: int) -> bool:
     """Whether torch has a grouped GEMM for x (R, K) and groups with as many `columns`."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not hasattr(torch, "_grouped_mm"):
         return False
@@ -166,7 +157,7 @@ def _has_grouped_gemm(x: torch.Tensor, columns: int) -> bool:
     return fits and (major == 9 or (major >= 8 and hasattr(F, "grouped_mm")))
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def _aligned(x: Tensor) -> Tensor:
     """x itself where torch's grouped GEMM can read it, else a contiguous copy."""
     others = [stride for stride in x.stride() if stride != 1]
     aligned = all(stride > 0 and stride * x.itemsize % ALIGNMENT == 0 for stride in (*others, x.data_ptr()))
@@ -175,7 +166,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, kernels: bool) -> torch.Tensor:
+    def forward(ctx, x, weights, offsets, kernels):
         need_x, need_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weights else None, weights if need_x else None, offsets)
         ctx.kernels = kernels
@@ -183,8 +174,8 @@ class _GroupedMM(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, dy):
         x, weights, offsets = ctx.saved_tensors
         dx = None if weights is None else _grouped_mm(dy, weights.transpose(1, 2), offsets, ctx.kernels)
         dw = None if x is None else _grouped_outer(dy, x, offsets, ctx.kernels)
-        return dx, dw, None, None
+        return dx, dw

@@ -1,14 +1,11 @@
 """Layer normalisation (Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450)."""
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
 from ligermodels.ops.norm.norm_rows import (
     MAX_KERNEL_WIDTH,
     backward_launch,
-    check_rows,
-    check_weight,
     forward_launch,
     load_rows,
     store_rows,
@@ -16,21 +13,14 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import (
-    as_rows,
-    custom_op,
-    empty_gradient,
-    empty_like,
-    is_fake,
-    once_differentiable,
-    replicated,
-)
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.tensors import check_rows, contiguous, empty_gradient, empty_like, rows_and_stride
 
 FAR, FAR_FLOAT32 = 16.0, 0.25  # squared deviations from the mean, in variances, from which on rounding shows
 WIDE = 2**14  # from here on only the most warps have registers for the parts of both gradients
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, as `torch.nn.functional.layer_norm`.
 
     x: (..., N), any floating dtype and strides. weight, bias: (N,), any floating dtype, or None for no product or no
@@ -38,17 +28,13 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     weight, bias = replicated("layer_norm", x, weight=weight, bias=bias)
-    check_rows("layer_norm", x)
-    check_weight("layer_norm", x, x.shape[-1], "weight", weight)
-    check_weight("layer_norm", x, x.shape[-1], "bias", bias)
+    check_rows("layer_norm", "x", x, weight=weight, bias=bias)
     if not use_kernels(x, weight, bias) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return layer_norm_reference(x, weight, bias, eps)
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
-def layer_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """The specification of `layer_norm`, in plain torch."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = x.to(dtype)
@@ -151,18 +137,16 @@ def _layer_norm_backward_kernel(
 
 @custom_op()
 def _layer_norm_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """x normalised and, for the backward pass, the mean and 1 / the standard deviation of each row."""
     y, (mean, rstd) = empty_like(x), (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     if is_fake(y):
         return y, mean, rstd
-    rows, weight = as_rows(x), None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    M, N = rows.shape
+    M, N = rstd.numel(), x.shape[-1]
     launch = forward_launch(M, N)
     _layer_norm_forward_kernel[(launch.programs,)](
-        rows, rows.stride(0), weight, bias, y, mean, rstd, M, N, eps,
+        *rows_and_stride(x), contiguous(weight), contiguous(bias), y, mean, rstd, M, N, eps,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, FAR=FAR_FLOAT32 if x.dtype == torch.float32 else FAR,
         ROWS=launch.rows, BLOCK=launch.width, WHOLE=launch.width == N,
         num_warps=min(max(launch.width // 1024, 4), 32),  # fewer than RMSNorm takes
@@ -172,23 +156,15 @@ def _layer_norm_forward(
 
 @custom_op()
 def _layer_norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    need_x: int,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, need_x: int,
+    need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, weight and bias; those not needed are empty."""
     needs = (x, need_x), (weight, need_weight), (bias, need_bias)
     dx, dw, db = (empty_gradient(t, needed, x) for t, needed in needs)
     if is_fake(dx):
         return dx, dw, db
-    g, rows, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
-    M, N = rows.shape
+    M, N = rstd.numel(), x.shape[-1]
     launch = backward_launch(M, N, x.element_size(), 2, x.device)
     sums = [total for total, needed in ((dw, need_weight), (db, need_bias)) if needed]
     partial, parts = None, sums
@@ -196,7 +172,7 @@ def _layer_norm_backward(
         partial = x.new_empty((launch.programs, len(sums), N), dtype=torch.float32)
         parts = list(partial.unbind(1))
     _layer_norm_backward_kernel[(launch.programs,)](
-        g, g.stride(0), rows, rows.stride(0), weight, mean, rstd, dx,
+        *rows_and_stride(dy), *rows_and_stride(x), contiguous(weight), mean, rstd, dx,
         parts[0] if need_weight else None, parts[-1] if need_bias else None, M, N, launch.rows_per_program,
         HAS_WEIGHT=weight is not None, NEED_X=bool(need_x), NEED_WEIGHT=need_weight, NEED_BIAS=need_bias,
         ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
@@ -209,16 +185,12 @@ def _layer_norm_backward(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> torch.Tensor:
+    def forward(ctx, x, weight, bias, eps):
         y, mean, rstd = _layer_norm_forward(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx, dw, db = _layer_norm_backward(dy, *ctx.saved_tensors, need_x, need_weight, need_bias)
-        return dx if need_x else None, dw if need_weight else None, db if need_bias else None, None
+    def backward(ctx, dy):
+        return _layer_norm_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:3])

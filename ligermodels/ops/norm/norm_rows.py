@@ -5,8 +5,8 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, shared_memory, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
@@ -14,23 +14,6 @@ MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wid
 BLOCK_ELEMENTS = 2048  # forward, narrow rows are taken several at once, up to about this many elements
 TILE_BYTES = 2**14  # backward, the same in bytes
 NARROW = 5 * 2**10  # bytes of a row
-
-
-def check_rows(op: str, x: torch.Tensor) -> None:
-    """Raises InputError unless x has rows that can be normalised."""
-    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise InputError(f"{op}: x must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(x.shape)}")
-
-
-def check_weight(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Tensor | None) -> None:
-    """Raises InputError unless the weight or bias, called `name`, fits rows of x that are `size` long."""
-    if weight is not None:
-        if weight.shape != (size,) or not weight.is_floating_point():
-            raise InputError(
-                f"{op}: {name} must be floating, of shape ({size},); got {weight.dtype} {tuple(weight.shape)}"
-            )
-        if weight.device != x.device:
-            raise InputError(f"{op}: {name} is on {weight.device}, the rest on {x.device}")
 
 
 @triton.jit
@@ -64,7 +47,7 @@ def _sum_rows_kernel(x, out, more, M, N, OUTS: tl.constexpr, ROWS: tl.constexpr,
         tl.store(more + (col - N), total.to(more.dtype.element_ty), mask=(col >= N) & (col < 2 * N))
 
 
-def sum_rows(x: torch.Tensor, *outs: torch.Tensor) -> None:
+def sum_rows(x: Tensor, *outs: Tensor) -> None:
     """Fills outs, one or two (N,), with the sums over M of x, contiguous float32 (M, N) or (M, 2, N), rounded once."""
     M, N = x.shape[0], outs[0].shape[0]
     programs, rows = -(-len(outs) * N // 32), min(power_of_2_above(M), 256)  # mostly all rows at once

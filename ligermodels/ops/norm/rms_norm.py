@@ -1,15 +1,14 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.norm_rows import (
     MAX_KERNEL_WIDTH,
     backward_launch,
-    check_rows,
-    check_weight,
     forward_launch,
     load_rows,
     store_rows,
@@ -17,28 +16,28 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import (
-    as_rows,
-    custom_op,
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.tensors import (
+    check_rows,
+    check_tensor,
+    contiguous,
     empty_gradient,
     empty_like,
-    is_fake,
-    once_differentiable,
-    replicated,
+    rows_and_stride,
 )
 
 CastingMode = Literal["llama", "gemma"]
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     offset: float = 0.0,
     casting_mode: CastingMode = "llama",
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    residual: Tensor | None = None,
+) -> Tensor:
     """x / rms(x) * (offset + weight), with rms(x) = sqrt(mean(x^2) + eps) over the last dimension.
 
     x: (..., N), any floating dtype and strides. weight: (N,), any floating dtype, or None for no product at all.
@@ -50,23 +49,21 @@ def rms_norm(
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     residual, weight = replicated("rms_norm", x, residual=residual, weight=weight)
-    _check("rms_norm", x, weight, casting_mode)
-    if residual is not None:
-        _check_residual("rms_norm", x, residual)
+    _check("rms_norm", x, residual, weight, casting_mode)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return rms_norm_reference(x, weight, eps, offset=offset, casting_mode=casting_mode, residual=residual)
     return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", False)
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     *,
     offset: float = 0.0,
     casting_mode: CastingMode = "llama",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x + residual, and x + residual itself, rounded to x's dtype before it is normalised.
 
     x, residual: (..., N), of one floating dtype, any strides. Without a residual the sum is x itself, returned so that
@@ -75,26 +72,16 @@ def add_rms_norm(
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     residual, weight = replicated("add_rms_norm", x, residual=residual, weight=weight)
-    _check("add_rms_norm", x, weight, casting_mode)
-    if residual is None:
-        if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
-            return rms_norm_reference(x, weight, eps, offset=offset, casting_mode=casting_mode), x
-        return _RMSNorm.apply(x, None, weight, eps, offset, casting_mode == "llama", True)
-    _check_residual("add_rms_norm", x, residual)
+    _check("add_rms_norm", x, residual, weight, casting_mode)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)
     return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", True)
 
 
 def rms_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    casting_mode: CastingMode = "llama",
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, casting_mode: CastingMode = "llama",
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The specification of `rms_norm`, in plain torch."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = x.to(dtype)
@@ -108,37 +95,25 @@ def rms_norm_reference(
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, *, offset: float = 0.0,
     casting_mode: CastingMode = "llama",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The specification of `add_rms_norm`, in plain torch."""
     total = x if residual is None else (x + residual).contiguous()
     return rms_norm_reference(total, weight, eps, offset=offset, casting_mode=casting_mode), total
 
 
-def _check(op: str, x: torch.Tensor, weight: torch.Tensor | None, casting_mode: str) -> None:
-    check_rows(op, x)
-    check_norm(op, x, x.shape[-1], "weight", weight, casting_mode)
+def _check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, casting_mode: str) -> None:
+    check_rows(op, "x", x, weight=weight)
+    check_casting_mode(op, casting_mode)
+    if residual is not None:
+        check_tensor(op, "residual", residual, x.shape, x.device, x.dtype)
 
 
-def _check_residual(op: str, x: torch.Tensor, residual: torch.Tensor) -> None:
-    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
-        raise InputError(
-            f"{op}: residual must be like x, {x.dtype} {tuple(x.shape)} on {x.device}; "
-            f"got {residual.dtype} {tuple(residual.shape)} on {residual.device}"
-        )
-
-
-def check_norm(op: str, x: torch.Tensor, size: int, name: str, weight: torch.Tensor | None, casting_mode: str) -> None:
-    """Raises InputError unless the weight, called `name`, can scale rows of x that are `size` long."""
+def check_casting_mode(op: str, casting_mode: str) -> None:
+    """Raises InputError unless it is a `CastingMode`."""
     if casting_mode not in ("llama", "gemma"):
         raise InputError(f'{op}: casting_mode must be "llama" or "gemma", got {casting_mode!r}')
-    check_weight(op, x, size, name, weight)
 
 
 @kernel
@@ -221,27 +196,19 @@ def _rms_norm_backward_kernel(
 
 @custom_op()
 def _rms_norm_forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    after: int,
-    eps: float,
-    offset: float,
-    cast_before: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, after: int, eps: float, offset: float, cast_before: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """x or x + residual normalised, or with `after` x normalised + residual; the sum that was normalised (empty without
     one), and 1 / rms of each row for the backward pass."""
     y, rstd = empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     total = x.new_empty(0) if residual is None or after else empty_like(x)
     if is_fake(y):
         return y, total, rstd
-    rows, weight = as_rows(x), None if weight is None else weight.contiguous()
-    others = None if residual is None else as_rows(residual)
-    M, N = rows.shape
+    M, N = rstd.numel(), x.shape[-1]
     launch = forward_launch(M, N)
     _rms_norm_forward_kernel[(launch.programs,)](
-        rows, rows.stride(0), others, 0 if others is None else others.stride(0), weight, y, total, rstd,
-        M, N, eps, offset, launch.rows_per_program, ADD=others is not None and not after, ADD_AFTER=bool(after),
+        *rows_and_stride(x), *rows_and_stride(residual), contiguous(weight), y, total, rstd,
+        M, N, eps, offset, launch.rows_per_program, ADD=residual is not None and not after, ADD_AFTER=bool(after),
         HAS_WEIGHT=weight is not None, CAST_BEFORE=cast_before,
         ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
     )  # fmt: skip
@@ -250,29 +217,21 @@ def _rms_norm_forward(
 
 @custom_op()
 def _rms_norm_backward(
-    dy: torch.Tensor,
-    dx_more: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    need_x: int,
-    need_weight: bool,
-    offset: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, dx_more: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, need_x: int,
+    need_weight: bool, offset: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of x, dx_more added if given, and of the weight; those not needed are empty."""
     dx, dw = empty_gradient(x, need_x, x), empty_gradient(weight, need_weight, x)
     if is_fake(dx):
         return dx, dw
-    g, rows, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
-    more = None if dx_more is None else as_rows(dx_more)
-    M, N = rows.shape
-    launch = backward_launch(M, N, x.element_size(), 2 if more is None else 3, x.device)
+    M, N = rstd.numel(), x.shape[-1]
+    launch = backward_launch(M, N, x.element_size(), 2 if dx_more is None else 3, x.device)
     partial = dw
     if need_weight and launch.programs != 1:
         partial = x.new_empty((launch.programs, N), dtype=torch.float32)
     _rms_norm_backward_kernel[(launch.programs,)](
-        g, g.stride(0), more, 0 if more is None else more.stride(0), rows, rows.stride(0), weight, rstd, dx, partial,
-        M, N, offset, launch.rows_per_program, ADD=more is not None, HAS_WEIGHT=weight is not None,
+        *rows_and_stride(dy), *rows_and_stride(dx_more), *rows_and_stride(x), contiguous(weight), rstd, dx, partial,
+        M, N, offset, launch.rows_per_program, ADD=dx_more is not None, HAS_WEIGHT=weight is not None,
         NEED_X=bool(need_x), NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
         num_warps=launch.warps,
     )  # fmt: skip
@@ -285,16 +244,7 @@ class _RMSNorm(torch.autograd.Function):
     """y or, with `both`, y and the sum that is normalised, to which the residual belongs. Else it is added to y."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        eps: float,
-        offset: float,
-        cast_before: bool,
-        both: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, x, residual, weight, eps, offset, cast_before, both):
         ctx.offset, ctx.after = offset, residual is not None and not both
         y, total, rstd = _rms_norm_forward(x, residual, weight, ctx.after, eps, offset, cast_before)
         total = x if residual is None or ctx.after else total
@@ -304,14 +254,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, dy, dtotal=None):
         x, weight, rstd = ctx.saved_tensors
         need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
         dx, dw = dtotal, None
         if dy is not None:
             need_sum = need_x or (need_residual and not ctx.after)
             dx, dw = _rms_norm_backward(dy, dtotal, x, weight, rstd, need_sum, need_weight, ctx.offset)
-        of_residual = dy if ctx.after else dx
-        return dx if need_x else None, of_residual if need_residual else None, dw if need_weight else None, *[None] * 4
+        return dx, dy if ctx.after else dx, dw

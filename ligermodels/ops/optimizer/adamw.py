@@ -4,22 +4,24 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw as torchs_adamw
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor
 
 BLOCK = 2048
 
 
 @torch.no_grad()
 def adamw_step(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     *,
     step: int,
     lr: float,
@@ -40,11 +42,7 @@ def adamw_step(
     """
     reject_dtensors("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
     for name, x in (("gradient", gradient), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if x.shape != parameter.shape or x.device != parameter.device or not x.is_floating_point():
-            raise InputError(
-                f"adamw_step: {name} must be floating {tuple(parameter.shape)} on {parameter.device}, as the parameter "
-                f"is; got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
+        check_tensor("adamw_step", name, x, parameter.shape, parameter.device)
     for name, x in (("parameter", parameter), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if not x.is_contiguous():
             raise InputError(f"adamw_step: {name} must be contiguous, has strides {x.stride()}")
@@ -77,18 +75,9 @@ def _key(*numbers: int) -> int:
 
 
 def _step_reference(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    keep: float,
-    size: float,
-    root: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    key: int | None,
-) -> None:
+    parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, keep: float, size: float, root: float,
+    beta1: float, beta2: float, eps: float, key: int | None,
+) -> None:  # fmt: skip
     """The specification of the kernel, in plain torch; random numbers are from another generator."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     g = gradient.to(dtype)
@@ -106,7 +95,7 @@ def _step_reference(
     exp_avg_sq.copy_(v)
 
 
-def _rounded_reference(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _rounded_reference(x: Tensor, generator: torch.Generator) -> Tensor:
     """x as float32 whose last 16 bits are 0: a random number of 16 bits is added, and they are cut off."""
     draws = torch.randint(2**16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
     rounded = (x.float().view(torch.int32) + draws >> 16 << 16).view(torch.float32)
@@ -122,21 +111,9 @@ def _rounded(x, draws):
 
 @kernel
 def _adamw_step_kernel(
-    parameter,
-    gradient,
-    exp_avg,
-    exp_avg_sq,
-    n,
-    keep,
-    size,
-    root,
-    beta1,
-    beta2,
-    eps,
-    key,
-    STOCHASTIC: tl.constexpr,
+    parameter, gradient, exp_avg, exp_avg_sq, n, keep, size, root, beta1, beta2, eps, key, STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     p = tl.load(parameter + i, mask=inside, other=0.0).to(tl.float32)

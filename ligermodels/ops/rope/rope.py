@@ -4,22 +4,17 @@ and with it the split of a packed projection and the norms of queries and keys."
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.norm.rms_norm import CastingMode, check_norm, rms_norm_reference, sum_rows
-from ligermodels.ops.rope.rope_kernels import PROGRAMS, Norms, Part, heads_of, launch, packed_heads, parts_of
+from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_reference, sum_rows
+from ligermodels.ops.rope.rope_kernels import PROGRAMS, heads_of, launch, packed_heads
 from ligermodels.ops.runtime.dispatch import num_sms, use_kernels
-from ligermodels.ops.runtime.library import (
-    custom_op,
-    empty_gradient,
-    empty_like,
-    is_fake,
-    once_differentiable,
-    replicated,
-)
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, empty_like
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates the first R dimensions of each head: halves (x1, x2) -> (x1*cos - x2*sin, x2*cos + x1*sin).
 
     q: (B, T, Hq, D) and k: (B, T, Hk, D), any floating dtype and strides. cos, sin: (B or 1, T, R/2) with R <= D, any
@@ -28,13 +23,8 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     k, cos, sin = replicated("rope", q, k=k, cos=cos, sin=sin)
-    for name, x in (("q", q), ("k", k)):
-        if x.dim() != 4 or not x.is_floating_point():
-            raise InputError(
-                f"rope: {name} must be floating, of shape (B, T, heads, D); got {x.dtype} {tuple(x.shape)}"
-            )
-    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise InputError(f"rope: q {tuple(q.shape)} and k {tuple(k.shape)} differ in more than their heads")
+    check_tensor("rope", "q", q, ("B", "T", "Hq", "D"), q.device)
+    check_tensor("rope", "k", k, (*q.shape[:2], "Hk", q.shape[3]), q.device)
     _check_tables("rope", q, q.shape[3], cos, sin)
     if not use_kernels(q, k, cos, sin):
         return rope_reference(q, k, cos, sin)
@@ -42,19 +32,19 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def rope_qkv(
-    qkv: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     num_kv_heads: int,
     group_size: int,
     head_dim: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
     casting_mode: CastingMode = "llama",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Splits the packed projection of grouped-query attention, normalises and rotates q and k, all in one pass.
 
     qkv: (B, T, num_kv_heads * (group_size + 2) * head_dim), any floating dtype: for each kv head its group_size query
@@ -76,24 +66,15 @@ def rope_qkv(
     return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama")
 
 
-def rope_reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The specification of `rope`, in plain torch."""
     return _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
 
 
 def rope_qkv_reference(
-    qkv: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    num_kv_heads: int,
-    group_size: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    **norm: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, **norm: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The specification of `rope_qkv`, in plain torch; the same arguments."""
     groups = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim)).split([group_size, 1, 1], dim=-2)
     q, k, v = (x.flatten(2, 3) for x in groups)
@@ -105,7 +86,7 @@ def rope_qkv_reference(
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
-def _rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.detach().to(dtype).unsqueeze(2), sin.detach().to(dtype).unsqueeze(2)
@@ -115,17 +96,9 @@ def _rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 
 
 def check_packed(
-    op: str,
-    qkv: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    num_kv_heads: int,
-    group_size: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    casting_mode: str,
-) -> None:
+    op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
+    q_norm: Tensor | None, k_norm: Tensor | None, casting_mode: str,
+) -> None:  # fmt: skip
     """Raises InputError, naming `op`, unless these are what `rope_qkv` takes."""
     width = num_kv_heads * (group_size + 2) * head_dim
     if qkv.dim() != 3 or qkv.shape[-1] != width or not qkv.is_floating_point():
@@ -137,77 +110,60 @@ def check_packed(
         _check_tables(op, qkv, head_dim, cos, sin)
     elif cos is not sin:
         raise InputError(f"{op}: cos and sin must be given together, or both be None for no rotation")
+    check_casting_mode(op, casting_mode)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        check_norm(op, qkv, head_dim, name, weight, casting_mode)
+        if weight is not None:
+            check_tensor(op, name, weight, (head_dim,), qkv.device)
 
 
-def _check_tables(op: str, x: torch.Tensor, head_dim: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    for name, table in (("cos", cos), ("sin", sin)):
-        fits = table.dim() == 3 and table.shape[0] in (1, x.shape[0]) and table.shape[1] == x.shape[1]
-        if not fits or table.shape != cos.shape or 2 * table.shape[2] > head_dim or not table.is_floating_point():
-            raise InputError(
-                f"{op}: {name} must be floating, of shape ({x.shape[0]} or 1, {x.shape[1]}, at most {head_dim // 2}); "
-                f"got {table.dtype} {tuple(table.shape)}"
-            )
-        if table.device != x.device:
-            raise InputError(f"{op}: {name} is on {table.device}, the heads on {x.device}")
+def _check_tables(op: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor) -> None:
+    B, T = x.shape[:2]
+    if cos.dim() != 3 or cos.shape[0] not in (1, B) or 2 * cos.shape[2] > head_dim:
+        raise InputError(f"{op}: cos must be of shape ({B} or 1, {T}, at most {head_dim // 2}); got {tuple(cos.shape)}")
+    check_tensor(op, "cos", cos, (cos.shape[0], T, cos.shape[2]), x.device)
+    check_tensor(op, "sin", sin, cos.shape, x.device)
 
 
 @custom_op()
-def _rope_rotate(
-    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rope_rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """q and k (B, T, heads, D) rotated, or rotated back if `inverse`; the second result is empty without k."""
     out = empty_like(q), empty_gradient(k, k is not None, q)
     if is_fake(q):
         return out
-    of_q = Part(q.shape[2], 1, heads_of(q), heads_of(out[0]))
-    of_k = None if k is None else Part(k.shape[2], 1, heads_of(k), heads_of(out[1]))
+    of_q = q.shape[2], 1, heads_of(q), heads_of(out[0])
+    of_k = None if k is None else (k.shape[2], 1, heads_of(k), heads_of(out[1]))
     launch(q.shape[:2].numel(), q.shape[3], (of_q, of_k, None), cos, sin, inverse)
     return out
 
 
 @custom_op()
 def _rope_split(
-    qkv: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    num_kv_heads: int,
-    group_size: int,
-    head_dim: int,
-    eps: float,
-    offset: float,
-    cast_before: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
+    num_kv_heads: int, group_size: int, head_dim: int, eps: float, offset: float, cast_before: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q and k normalised and rotated, v copied, out of the packed projection."""
     heads = num_kv_heads * group_size, num_kv_heads, num_kv_heads
     q, k, v = (qkv.new_empty(*qkv.shape[:2], count, head_dim) for count in heads)
     if is_fake(q):
         return q, k, v
-    parts = parts_of(num_kv_heads, group_size, packed_heads(qkv, group_size, head_dim), (q, k, v), False)
-    norms = Norms(q_norm, k_norm, eps, offset, cast_before)
-    launch(qkv.shape[:2].numel(), head_dim, parts, cos, sin, False, norms)
+    packed = packed_heads(qkv, group_size, head_dim)
+    parts = [
+        (num_kv_heads * size, size, source, heads_of(x, size))
+        for size, source, x in zip((group_size, 1, 1), packed, (q, k, v), strict=True)
+    ]
+    launch(
+        qkv.shape[:2].numel(), head_dim, parts, cos, sin, False,
+        q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, cast_before=cast_before,
+    )  # fmt: skip
     return q, k, v
 
 
 @custom_op()
 def _rope_merge(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    qkv: torch.Tensor | None,
-    need_qkv: int,
-    need_q_norm: bool,
-    need_k_norm: bool,
-    eps: float,
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
+    k_norm: Tensor | None, qkv: Tensor | None, need_qkv: int, need_q_norm: bool, need_k_norm: bool, eps: float,
     offset: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the packed projection and of the norms' weights; those not needed are empty. The inverse of
     `_rope_split`, whose qkv is given if there are norms."""
     B, T, num_q_heads, head_dim = dq.shape
@@ -218,13 +174,18 @@ def _rope_merge(
         return dqkv, dq_norm, dk_norm
     group_size = num_q_heads // num_kv_heads
     packed = packed_heads(dqkv, group_size, head_dim) if need_qkv else (None, None, None)
-    parts = parts_of(num_kv_heads, group_size, packed, (dq, dk, dv), True)
+    parts = [
+        (num_kv_heads * size, size, heads_of(x, size), destination)
+        for size, x, destination in zip((group_size, 1, 1), (dq, dk, dv), packed, strict=True)
+    ]
     partial = None
     if need_q_norm or need_k_norm:
         programs = min(B * T, num_sms(dq.device) * PROGRAMS)
         partial = dq.new_empty((2, programs, head_dim), dtype=torch.float32)
-    norms = Norms(q_norm, k_norm, eps, offset, True, qkv, need_q_norm, need_k_norm, partial)
-    launch(B * T, head_dim, parts, cos, sin, True, norms)
+    launch(
+        B * T, head_dim, parts, cos, sin, True, q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, given=qkv,
+        need_q_norm=need_q_norm, need_k_norm=need_k_norm, partial=partial,
+    )  # fmt: skip
     if partial is not None:
         for total, of_programs in zip((dq_norm, dk_norm), partial, strict=True):
             if total.numel():
@@ -234,38 +195,22 @@ def _rope_merge(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
         return _rope_rotate(q, k, cos, sin, False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, dq, dk):
         need_q, need_k = ctx.needs_input_grad[:2]
         if not need_q:
-            return None, _rope_rotate(dk, None, *ctx.saved_tensors, True)[0], None, None
-        q, k = _rope_rotate(dq, dk if need_k else None, *ctx.saved_tensors, True)
-        return q, k if need_k else None, None, None
+            return None, _rope_rotate(dk, None, *ctx.saved_tensors, True)[0]
+        return _rope_rotate(dq, dk if need_k else None, *ctx.saved_tensors, True)
 
 
 class _RopeQKV(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: torch.Tensor,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        num_kv_heads: int,
-        group_size: int,
-        head_dim: int,
-        eps: float,
-        offset: float,
-        cast_before: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(ctx, qkv, cos, sin, q_norm, k_norm, num_kv_heads, group_size, head_dim, eps, offset, cast_before):
         plain = q_norm is None and k_norm is None
         ctx.save_for_backward(cos, sin, q_norm, k_norm, None if plain else qkv)
         ctx.norm = eps, offset
@@ -274,8 +219,8 @@ class _RopeQKV(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        need_qkv, _, _, need_q, need_k = ctx.needs_input_grad[:5]
-        dqkv, dq_norm, dk_norm = _rope_merge(dq, dk, dv, *ctx.saved_tensors, need_qkv, need_q, need_k, *ctx.norm)
-        gradients = dqkv if need_qkv else None, None, None, dq_norm if need_q else None, dk_norm if need_k else None
-        return *gradients, None, None, None, None, None, None
+    def backward(ctx, dq, dk, dv):
+        need_qkv, _, _, need_q_norm, need_k_norm = ctx.needs_input_grad[:5]
+        needs = need_qkv, need_q_norm, need_k_norm
+        dqkv, dq_norm, dk_norm = _rope_merge(dq, dk, dv, *ctx.saved_tensors, *needs, *ctx.norm)
+        return dqkv, None, None, dq_norm, dk_norm

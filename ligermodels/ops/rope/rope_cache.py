@@ -3,33 +3,42 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode
 from ligermodels.ops.rope.rope import check_packed, rope_qkv_reference
-from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, store_heads, turn_heads
+from ligermodels.ops.rope.rope_kernels import (
+    load_angles,
+    load_heads,
+    load_weight,
+    store_heads,
+    strided_tables,
+    turn_heads,
+)
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_caches, check_tensor, contiguous
 
 
 def rope_qkv_cached(
-    qkv: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     num_kv_heads: int,
     group_size: int,
     head_dim: int,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
     casting_mode: CastingMode = "llama",
-) -> torch.Tensor:
+) -> Tensor:
     """Splits the packed projection, normalises and rotates q and k as `rope_qkv` does, and writes k and v to the cache.
 
     Token t of sequence b goes to slot slots[b] + t, and is dropped if the cache has no such slot. There is no wait for
@@ -45,20 +54,8 @@ def rope_qkv_cached(
     reject_dtensors("rope_qkv_cached", qkv, k_cache, v_cache)
     check_packed("rope_qkv_cached", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
     B = qkv.shape[0]
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        fits = cache.dim() == 4 and cache.shape == (B, k_cache.shape[1], num_kv_heads, head_dim)
-        if not fits or cache.dtype != qkv.dtype or cache.device != qkv.device:
-            raise InputError(
-                f"rope_qkv_cached: {name} must be {qkv.dtype} of shape ({B}, S, {num_kv_heads}, {head_dim}) on "
-                f"{qkv.device}, both caches alike; got {cache.dtype} {tuple(cache.shape)} on {cache.device}"
-            )
-        if cache.stride(3) != 1 and head_dim > 1:
-            raise InputError(f"rope_qkv_cached: the last dimension of {name} must be contiguous")
-    if slots.shape != (B,) or slots.dtype not in (torch.int32, torch.int64) or slots.device != qkv.device:
-        raise InputError(
-            f"rope_qkv_cached: slots must be int32 or int64 of shape ({B},) on {qkv.device}; "
-            f"got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
-        )
+    check_caches("rope_qkv_cached", k_cache, v_cache, (B, "S", num_kv_heads, head_dim), qkv)
+    check_tensor("rope_qkv_cached", "slots", slots, (B,), qkv.device, torch.int32, torch.int64)
     inputs = (qkv, k_cache, v_cache, q_norm, k_norm)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise InputError("rope_qkv_cached has no gradient: call it under torch.no_grad(), or use rope_qkv")
@@ -69,19 +66,10 @@ def rope_qkv_cached(
 
 
 def rope_qkv_cached_reference(
-    qkv: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    num_kv_heads: int,
-    group_size: int,
-    head_dim: int,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
+    k_cache: Tensor, v_cache: Tensor, slots: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
     **norm: Any,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
     q, k, v = rope_qkv_reference(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
     slot = slots[:, None].long() + torch.arange(qkv.shape[1], device=qkv.device)
@@ -131,22 +119,10 @@ def _rope_cached_kernel(
 
 @custom_op(mutates_args=("k_cache", "v_cache"))
 def _rope_cached(
-    qkv: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    num_kv_heads: int,
-    group_size: int,
-    head_dim: int,
-    eps: float,
-    offset: float,
-    cast_before: bool,
-    kernels: bool,
-) -> torch.Tensor:
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int, eps: float,
+    offset: float, cast_before: bool, kernels: bool,
+) -> Tensor:  # fmt: skip
     q, shape = qkv.new_empty(*qkv.shape[:2], num_kv_heads * group_size, head_dim), (num_kv_heads, group_size, head_dim)
     if is_fake(q):
         return q
@@ -155,15 +131,10 @@ def _rope_cached(
         return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
     B, T, _ = qkv.shape
     qkv = qkv if qkv.stride(2) == 1 else qkv.contiguous()
-    tables: list[Any] = []
-    for table in (cos, sin):
-        table = table if table is None or table.stride(2) == 1 else table.contiguous()
-        tables += [None, 0, 0] if table is None else [table, *table.expand(B, -1, -1).stride()[:2]]
-    weights = [None if w is None else w.contiguous() for w in (q_norm, k_norm)]
     block_group, block = power_of_2_above(group_size), power_of_2_above((head_dim + 1) // 2)
     if B * T:
         _rope_cached_kernel[(B * T, num_kv_heads)](
-            qkv, *qkv.stride()[:2], *tables, *weights, eps, offset,
+            qkv, *qkv.stride()[:2], *strided_tables(cos, sin), contiguous(q_norm), contiguous(k_norm), eps, offset,
             q, k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3], slots.contiguous(), T, k_cache.shape[1],
             GROUP=group_size, DIM=head_dim, HALF=0 if cos is None else cos.shape[2],
             Q_NORM=q_norm is not None, K_NORM=k_norm is not None, CAST_BEFORE=cast_before,

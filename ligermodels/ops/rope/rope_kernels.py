@@ -7,10 +7,11 @@ A packed projection is three such sources in one tensor, so that one launch writ
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from ligermodels.ops.runtime.dispatch import power_of_2_above, shared_memory, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.tensors import contiguous
 
 CHANNEL_PAIRS = 256  # per warp; twice as many with a norm
 PROGRAMS = 2  # per multiprocessor, where each sums its part of a weight's gradient
@@ -196,7 +197,7 @@ class Heads(NamedTuple):
     """Where the heads of each token lie: head h of token n begins n * row + h // group_size * group +
     h % group_size * head elements from the tensor's start."""
 
-    start: torch.Tensor | None
+    start: Tensor | None
     row: int
     group: int
     head: int
@@ -205,44 +206,21 @@ class Heads(NamedTuple):
 NOWHERE = Heads(None, 0, 0, 0)
 
 
-class Part(NamedTuple):
-    """`num_heads` heads of each token that are taken from a source to a destination, in groups of group_size."""
-
-    num_heads: int
-    group_size: int
-    source: Heads
-    destination: Heads | None
-
-
-class Norms(NamedTuple):
-    """The weights of the norms of q and of k, each of which may be None. For the backward pass: the packed input of the
-    norms, whether each weight needs its gradient, and the tensor for the programs' parts of both."""
-
-    q: torch.Tensor | None = None
-    k: torch.Tensor | None = None
-    eps: float = 0.0
-    offset: float = 0.0
-    cast_before: bool = True
-    given: torch.Tensor | None = None
-    need_q: bool = False
-    need_k: bool = False
-    partial: torch.Tensor | None = None  # float32 (2, programs, head_dim)
-
-
-NO_NORMS = Norms()
+Part = tuple[int, int, Heads, Heads | None]
+"""How many heads of each token there are, how many in a group, where they are taken from, and where they go to."""
 
 
 def launch(
-    rows: int,
-    dim: int,
-    parts: tuple[Part | None, Part | None, Part | None],
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    inverse: bool,
-    norms: Norms = NO_NORMS,
-) -> None:
+    rows: int, dim: int, parts: Sequence[Part | None], cos: Tensor | None, sin: Tensor | None, inverse: bool, *,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
+    cast_before: bool = True, given: Tensor | None = None, need_q_norm: bool = False, need_k_norm: bool = False,
+    partial: Tensor | None = None,
+) -> None:  # fmt: skip
     """Normalises and rotates q and k, copies v, each from its source to its destination. At least one part is there;
-    either all of them have a destination or none has."""
+    either all of them have a destination or none has.
+
+    For the backward pass through norms: `given` is their packed input, `partial`, float32 (2, programs, head_dim), gets
+    the programs' parts of the gradients of those weights that need one."""
     places: list[Any] = []
     heads: dict[str, int] = {}
     most = 1
@@ -255,36 +233,40 @@ def launch(
         heads[f"{name}_HEADS"], heads[f"{name}_GROUP"], heads[f"BLOCK_{name}"] = count, group_size, block
         most = max(most, block)
     half, T = (0, 1) if cos is None else (cos.shape[2], cos.shape[1])
-    tables: list[Any] = []
-    for table in (cos, sin):
-        if table is None:
-            tables += NOWHERE[:3]
-            continue
-        table = table if table.stride(2) == 1 else table.contiguous()
-        tables += [table, table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)]
-    given: list[Any] = [None, *NOWHERE]
-    if norms.given is not None:
-        (q_given, *strides), (k_given, *_), _ = packed_heads(norms.given, heads["Q_GROUP"], dim)
-        given = [q_given, k_given, *strides]
-    weights = [None if w is None else w.contiguous() for w in (norms.q, norms.k)]
+    given_heads: list[Any] = [None, *NOWHERE]
+    if given is not None:
+        (q_given, *strides), (k_given, *_), _ = packed_heads(given, heads["Q_GROUP"], dim)
+        given_heads = [q_given, k_given, *strides]
     block = power_of_2_above((dim + 1) // 2)
-    weight = norms.k if norms.q is None else norms.q
+    weight = k_norm if q_norm is None else q_norm
     programs, stages, pairs = rows, 1, CHANNEL_PAIRS
-    if weight is not None and (norms.partial is not None or not inverse):
+    if weight is not None and (partial is not None or not inverse):
         # A norm delays the stores; pipeline stages let the next tokens' loads begin before, if shared memory has room.
-        programs, pairs = -(-rows // TOKENS) if norms.partial is None else norms.partial.shape[1], 2 * CHANNEL_PAIRS
+        programs, pairs = -(-rows // TOKENS) if partial is None else partial.shape[1], 2 * CHANNEL_PAIRS
         of_a_token = sum(heads[f"BLOCK_{name}"] for name in "QKV") * 2 * block * 4 * (2 if inverse else 1)
         stages = min(max(shared_memory(weight.device) // of_a_token, 1), STAGES)
     _rope_kernel[(programs,)](
-        *places, *tables, T, *weights, norms.eps, norms.offset, *given, norms.partial,
-        rows, -(-rows // max(programs, 1)), **heads, Q_NORM=norms.q is not None, K_NORM=norms.k is not None,
-        CAST_BEFORE=norms.cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
-        NEED_Q_NORM=norms.need_q, NEED_K_NORM=norms.need_k, HALF=half, DIM=dim, BLOCK=block, STAGES=stages,
-        num_warps=min(max(most * block // pairs, 2 if norms.partial is None else 4), 16),
+        *places, *strided_tables(cos, sin), T, contiguous(q_norm), contiguous(k_norm), eps, offset, *given_heads,
+        partial, rows, -(-rows // max(programs, 1)), **heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        CAST_BEFORE=cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
+        NEED_Q_NORM=need_q_norm, NEED_K_NORM=need_k_norm, HALF=half, DIM=dim, BLOCK=block, STAGES=stages,
+        num_warps=min(max(most * block // pairs, 2 if partial is None else 4), 16),
     )  # fmt: skip
 
 
-def _tokens(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+def strided_tables(cos: Tensor | None, sin: Tensor | None) -> list[Any]:
+    """cos and sin as kernels take them, each with its strides from sequence to sequence and from token to token."""
+    arguments: list[Any] = []
+    for table in (cos, sin):
+        if table is None:
+            arguments += [None, 0, 0]
+            continue
+        table = table if table.stride(2) == 1 else table.contiguous()
+        arguments += [table, table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)]
+    return arguments
+
+
+def _tokens(x: Tensor) -> tuple[Tensor, int]:
     """x (B, T, ...), and the stride at which its B * T tokens follow one another: a copy of x where there is none, or
     where channels do not lie side by side."""
     B, T = x.shape[:2]
@@ -293,28 +275,14 @@ def _tokens(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x, x.stride(0 if T == 1 else 1)
 
 
-def heads_of(x: torch.Tensor, group_size: int = 1) -> Heads:
+def heads_of(x: Tensor, group_size: int = 1) -> Heads:
     """Of x (B, T, heads, D)."""
     x, row = _tokens(x)
     return Heads(x, row, group_size * x.stride(2), x.stride(2))
 
 
-def parts_of(
-    num_kv_heads: int, group_size: int, packed: Sequence[Heads | None], apart: Sequence[torch.Tensor], inverse: bool
-) -> tuple[Part, Part, Part]:
-    """q, k and v out of the packed projection to tensors (B, T, heads, D) of their own or, inverse, back."""
-
-    def part(size: int, inside: Heads | None, x: torch.Tensor) -> Part:
-        ends = (heads_of(x, size), inside) if inverse else (inside or NOWHERE, heads_of(x, size))
-        return Part(num_kv_heads * size, size, *ends)
-
-    q, k, v = map(part, (group_size, 1, 1), packed, apart)
-    return q, k, v
-
-
-def packed_heads(qkv: torch.Tensor, group_size: int, head_dim: int) -> tuple[Heads, Heads, Heads]:
+def packed_heads(qkv: Tensor, group_size: int, head_dim: int) -> list[Heads]:
     """q, k and v of a packed qkv (B, T, ...)."""
     (qkv, row), width = _tokens(qkv), (group_size + 2) * head_dim
     starts = (qkv.narrow(2, place * head_dim, head_dim) for place in (0, group_size, group_size + 1))
-    q, k, v = (Heads(start, row, width, head_dim) for start in starts)
-    return q, k, v
+    return [Heads(start, row, width, head_dim) for start in starts]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import BackendError
 
@@ -32,7 +33,7 @@ Backend = Literal["reference", "triton"]
 _backend: Backend | None = None
 
 
-def use_kernels(*tensors: torch.Tensor | None) -> bool:
+def use_kernels(*tensors: Tensor | None) -> bool:
     """Whether the Triton kernels, rather than the reference, serve these tensors; None among them is ignored.
 
     Raises BackendError if `set_backend("triton")` holds but the kernels cannot serve them.

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.autograd.function
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ligermodels.errors import InputError
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_OR_NONE = (*PLAIN, type(None))
 _library = torch.library.Library("ligermodels", "FRAGMENT")
 
 
@@ -79,16 +81,22 @@ def is_dtensor(x: Any) -> bool:
     return type(x) not in PLAIN and "torch.distributed.tensor" in sys.modules and _sharding().is_dtensor(x)
 
 
-def replicated(op: str, x: torch.Tensor, **others: torch.Tensor | None) -> list[Any]:
+def replicated(op: str, x: Tensor, **others: Tensor | None) -> list[Any]:
     """The other arguments of an op on x: if x is a DTensor, plain ones become replicated DTensors on its mesh.
 
     Raises InputError if x is plain, but one of the others a DTensor."""
-    if torch.compiler.is_compiling() or not any(is_dtensor(t) for t in (x, *others.values()) if t is not None):
-        return list(others.values())
+    given = list(others.values())
+    for t in (x, *given):  # a plain loop: ops begin with this
+        if type(t) not in PLAIN_OR_NONE:
+            break
+    else:
+        return given
+    if torch.compiler.is_compiling() or not any(is_dtensor(t) for t in (x, *given) if t is not None):
+        return given
     return list(_sharding().replicated(op, x, others))
 
 
-def reject_dtensors(op: str, *tensors: torch.Tensor | None) -> None:
+def reject_dtensors(op: str, *tensors: Tensor | None) -> None:
     """Raises InputError if one of these is a DTensor: for ops that have no rule in `sharding`."""
     if not torch.compiler.is_compiling() and any(is_dtensor(t) for t in tensors if t is not None):
         raise InputError(
@@ -96,7 +104,7 @@ def reject_dtensors(op: str, *tensors: torch.Tensor | None) -> None:
         )
 
 
-def is_fake(x: torch.Tensor) -> bool:
+def is_fake(x: Tensor) -> bool:
     """Whether x has a shape and a dtype, but no data: then no kernel may run, and no code that reads values.
 
     Functions under `custom_op` check it right after allocating their results. Sizes may be symbolic there, and code
@@ -106,30 +114,21 @@ def is_fake(x: torch.Tensor) -> bool:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.function.once_differentiable`, without its overhead unless second derivatives are asked for."""
-    guarded = torch.autograd.function.once_differentiable(backward)
+    """`torch.autograd.function.once_differentiable`, without its overhead unless second derivatives are asked for.
+
+    The function returns the gradients of the first inputs. Those that are not needed may be anything: None replaces
+    them, and follows for the other inputs.
+    """
+
+    def needed(ctx: Any, *gradients: Any) -> Any:
+        needs = ctx.needs_input_grad
+        found = *backward(ctx, *gradients), *[None] * len(needs)
+        return tuple(g if need else None for g, need in zip(found, needs, strict=False))
+
+    guarded = torch.autograd.function.once_differentiable(needed)
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: Any) -> Any:
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        return (guarded if torch.is_grad_enabled() else needed)(ctx, *gradients)
 
     return call
-
-
-def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """An empty contiguous tensor of x's shape, dtype and device."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def empty_gradient(x: torch.Tensor | None, needed: int, like: torch.Tensor) -> torch.Tensor:
-    """An empty tensor for the gradient of x; of no elements, on the device of `like`, if it is not needed."""
-    return like.new_empty(0) if x is None or not needed else x.new_empty(x.shape)
-
-
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) as (rows, N) whose last dimension is contiguous: a view where the strides allow it, else a copy."""
-    if x.dim() == 2:
-        rows = x
-    else:
-        rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -7,6 +7,7 @@ gradient is a partial sum. This file is imported when the first DTensor is seen.
 is what an op declares the first flag to be that changes the shapes of its results.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -15,7 +16,18 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from ligermodels.errors import InputError
 
-Rule = tuple[list[Any], list[Any]]  # placements of the outputs, and of the arguments; None for what is no tensor
+WEIGHTS = ("weight", "bias", "q_norm", "k_norm")
+WHOLE = {  # the ops, and how many of the last dimensions of their first tensor cannot be sharded
+    "rms_norm_forward": 1,
+    "rms_norm_backward": 1,
+    "layer_norm_forward": 1,
+    "layer_norm_backward": 1,
+    "glu_forward": 1,  # or none: see _rules
+    "glu_backward": 1,
+    "rope_rotate": 1,
+    "rope_split": 1,  # heads are counted by arguments, so that they cannot be sharded
+    "rope_merge": 2,
+}
 
 
 def is_dtensor(x: Any) -> bool:
@@ -36,140 +48,52 @@ def replicated(op: str, x: Any, others: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _rows(x: Any, last: int) -> list[Any]:
-    """The placements for the leading dimensions of x, but for its `last` ones."""
-    return [Replicate(), *(Shard(d) for d in range(len(x.shape) - last))]
-
-
-def _if(there: Any, placement: Any) -> Any:
-    """The placement of an argument that may be None."""
-    return None if there is None else placement
-
-
-def _result(needed: Any, placement: Any) -> Any:
-    """The placement of a result that is empty unless it is needed."""
-    return placement if needed else Replicate()
-
-
-def _sum(needed: bool, rows: Any) -> Any:
-    """The placement of a weight's gradient, given that of the rows."""
-    return Partial() if needed and isinstance(rows, Shard) else Replicate()
-
-
-def _rms_norm_forward(x: Any, residual: Any, weight: Any, after: Any, eps: Any, offset: Any, cast_before: Any) -> Any:
-    total = residual is not None and not after
-    arguments = (None,) * 4
-    return [
-        ([p, _result(total, p), p], [p, _if(residual, p), _if(weight, Replicate()), *arguments]) for p in _rows(x, 1)
-    ]
-
-
-def _rms_norm_backward(
-    dy: Any, dx_more: Any, x: Any, weight: Any, rstd: Any, need_x: bool, need_weight: bool, offset: Any
-) -> list[Rule]:
-    return [
-        (
-            [_result(need_x, p), _sum(need_weight and weight is not None, p)],
-            [p, _if(dx_more, p), p, _if(weight, Replicate()), p, None, None, None],
-        )
-        for p in _rows(x, 1)
-    ]
-
-
-def _layer_norm_forward(x: Any, weight: Any, bias: Any, eps: Any) -> list[Rule]:
-    whole = Replicate()
-    return [([p, p, p], [p, _if(weight, whole), _if(bias, whole), None]) for p in _rows(x, 1)]
-
-
-def _layer_norm_backward(
-    dy: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, need_x: bool, need_weight: bool, need_bias: bool
-) -> list[Rule]:
-    whole = Replicate()
-    return [
-        (
-            [_result(need_x, p), _sum(need_weight, p), _sum(need_bias, p)],
-            [p, p, _if(weight, whole), _if(bias, whole), p, p, None, None, None],
-        )
-        for p in _rows(x, 1)
-    ]
-
-
-def _glu_places(gate: Any, up: Any) -> list[Any]:
-    """Rows and, where no pair is cut in two, columns."""
-    parts = math.prod(gate.mesh.shape) * (2 if up is None else 1)
-    return _rows(gate, 0 if gate.shape[-1] % parts == 0 else 1)
-
-
-def _glu_forward(gate: Any, up: Any, activation: Any) -> list[Rule]:
-    return [([p], [p, _if(up, p), None]) for p in _glu_places(gate, up)]
-
-
-def _glu_backward(dy: Any, gate: Any, up: Any, need_gate: bool, need_up: bool, activation: Any) -> list[Rule]:
-    return [
-        ([_result(need_gate, p), _result(need_up and up is not None, p)], [p, p, _if(up, p), None, None, None])
-        for p in _glu_places(gate, up)
-    ]
-
-
-def _table(table: Any, placement: Any) -> Any:
-    """The placement of cos or sin (B or 1, T, R/2) beside heads (B, T, heads, D)."""
-    shared = isinstance(placement, Shard) and (placement.dim > 1 or (placement.dim == 0 and table.shape[0] == 1))
-    return Replicate() if shared else placement
-
-
-def _rope_rotate(q: Any, k: Any, cos: Any, sin: Any, inverse: Any) -> list[Rule]:
-    return [([p, _result(k is not None, p)], [p, _if(k, p), _table(cos, p), _table(sin, p), None]) for p in _rows(q, 1)]
-
-
-def _rope_split(
-    qkv: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, *sizes_and_norm: Any
-) -> list[Rule]:  # heads are counted by arguments, so that they cannot be sharded
-    return [
-        (
-            [p, p, p],
-            [
-                p,
-                *(None if t is None else _table(t, p) for t in (cos, sin)),
-                *(_if(weight, Replicate()) for weight in (q_norm, k_norm)),
-                *(None for _ in sizes_and_norm),
-            ],
-        )
-        for p in _rows(qkv, 1)
-    ]
-
-
-def _rope_merge(
-    dq: Any, dk: Any, dv: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, qkv: Any,
-    need_qkv: bool, need_q_norm: bool, need_k_norm: bool, eps: Any, offset: Any,
-) -> list[Rule]:  # fmt: skip
-    return [
-        (
-            [_result(need_qkv, p), _sum(need_q_norm, p), _sum(need_k_norm, p)],
-            [
-                *(p, p, p),
-                *(None if t is None else _table(t, p) for t in (cos, sin)),
-                *(_if(weight, Replicate()) for weight in (q_norm, k_norm)),
-                _if(qkv, p),
-                *(None,) * 5,
-            ],
-        )
-        for p in _rows(dq, 2)
-    ]
-
-
-RULES = {
-    rule.__name__.removeprefix("_"): rule
-    for rule in (
-        *(_rms_norm_forward, _rms_norm_backward, _layer_norm_forward, _layer_norm_backward),
-        *(_glu_forward, _glu_backward, _rope_rotate, _rope_split, _rope_merge),
-    )
-}
-
-
 def register(name: str, op: Any) -> None:
-    """Registers the rule of an op with torch. Raises InputError if it has none."""
-    if name not in RULES:
+    """Registers the rules of an op with torch. Raises InputError if it has none."""
+    if name not in WHOLE:
         raise InputError(
             f"{name} takes no DTensor: pass local tensors (x.to_local()), or gather first (x.full_tensor())"
         )
-    register_sharding(op)(RULES[name])
+    names = [argument.name for argument in op._schema.arguments]
+    register_sharding(op)(functools.partial(_rules, name, names, len(op._schema.returns)))
+
+
+def _rules(name: str, names: list[str], num_results: int, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+    """The placements of an op's results and arguments, once for each way in which its rows may be placed."""
+    given = dict(zip(names, arguments, strict=True))
+    whole = WHOLE[name]
+    if name.startswith("glu"):  # columns too, where no pair is cut in two
+        gate = given["gate"]
+        parts = math.prod(gate.mesh.shape) * (2 if given["up"] is None else 1)
+        whole = 0 if gate.shape[-1] % parts == 0 else 1
+    places = [Replicate(), *(Shard(dim) for dim in range(len(arguments[0].shape) - whole))]
+    return [
+        (_results(name, num_results, given, rows), [_argument(key, x, rows) for key, x in given.items()])
+        for rows in places
+    ]
+
+
+def _argument(name: str, x: Any, rows: Any) -> Any:
+    """The placement of an argument, given that of the rows; None for what is no tensor."""
+    if not hasattr(x, "placements"):
+        return None
+    if name in WEIGHTS:
+        return Replicate()
+    if name in ("cos", "sin") and isinstance(rows, Shard):  # (B or 1, T, R/2) beside heads (B, T, heads, D)
+        return Replicate() if rows.dim > 1 or (rows.dim == 0 and x.shape[0] == 1) else rows
+    return rows
+
+
+def _results(name: str, num_results: int, given: dict[str, Any], rows: Any) -> list[Any]:
+    """The placements of the results, given that of the rows. A result that is not needed is empty."""
+    needs = {key.removeprefix("need_"): needed for key, needed in given.items() if key.startswith("need_")}
+    if not needs:  # a forward pass
+        there = [True] * num_results
+        if name == "rms_norm_forward":
+            there[1] = given["residual"] is not None and not given["after"]
+        elif name == "rope_rotate":
+            there[1] = given["k"] is not None
+        return [rows if is_there else Replicate() for is_there in there]
+    of_weights = Partial() if isinstance(rows, Shard) else Replicate()
+    placements = [of_weights if key in WEIGHTS else rows for key in needs]
+    return [p if needed else Replicate() for p, needed in zip(placements, needs.values(), strict=True)]

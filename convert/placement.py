@@ -1,0 +1,95 @@
+"""The arguments of loading that say where parameters go and in which dtype, as transformers' users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+
+from ligermodels.convert.weight_map import FLOATS
+from ligermodels.errors import InputError
+
+DtypeLike: TypeAlias = torch.dtype | str
+DeviceLike: TypeAlias = torch.device | str | int
+DeviceMap: TypeAlias = DeviceLike | Mapping[str, DeviceLike]
+
+SHARD = "to spread a model over devices, load it on each rank and shard it by torch.distributed.fsdp.fully_shard"
+
+
+def resolve_dtype(dtype: DtypeLike | None, torch_dtype: DtypeLike | None, default: torch.dtype) -> torch.dtype:
+    """The dtype of the parameters.
+
+    Args:
+        dtype: a floating dtype or its name in torch ("bfloat16"); None or "auto" for `default`.
+        torch_dtype: transformers' older name of `dtype`.
+
+    Raises InputError for an unknown dtype, one that weights are not cast to, and for two different ones.
+    """
+    given = {"dtype": dtype, "torch_dtype": torch_dtype}
+    found = {name: _dtype(name, value) for name, value in given.items() if value is not None}
+    if len(set(found.values())) > 1:
+        raise InputError(f"dtype is {dtype} and torch_dtype, its older name, is {torch_dtype}: give one of them")
+    return next(iter(found.values()), None) or default
+
+
+def _dtype(name: str, value: object) -> torch.dtype | None:
+    """None for "auto"."""
+    if value == "auto":
+        return None
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        known = ", ".join(sorted(str(each).removeprefix("torch.") for each in FLOATS))
+        raise InputError(f"{name}: {value!r} is not one of {known}, as a name or a torch.dtype, or 'auto'")
+    return dtype
+
+
+def resolve_device(
+    device: DeviceLike | None, device_map: DeviceMap | None, default: torch.device | str = "cpu"
+) -> torch.device:
+    """The one device of all parameters.
+
+    Args:
+        device: a torch device, its name, or the index of a CUDA device.
+        device_map: the same, or "auto": the current CUDA device, without one the CPU; or `{"": device}`.
+
+    Raises InputError for an unknown device, a map of several devices or of submodules, and two different devices.
+    """
+    found = {}
+    if device is not None:
+        found["device"] = _device("device", device)
+    if device_map is not None:
+        found["device_map"] = _device("device_map", _whole(device_map))
+    if len(set(found.values())) > 1:
+        raise InputError(f"device is {device} and device_map {device_map}: give one of them")
+    return next(iter(found.values()), None) or torch.device(default)
+
+
+def _whole(device_map: DeviceMap) -> DeviceLike:
+    """The device of `{"": device}`."""
+    if not isinstance(device_map, Mapping):
+        return device_map
+    if set(device_map) != {""}:
+        raise InputError(
+            f"device_map: has entries of submodules ({', '.join(map(repr, list(device_map)[:3]))}), but a model lies "
+            f'on one device: {{"": device}}; {SHARD}'
+        )
+    return device_map[""]
+
+
+def _device(name: str, value: object) -> torch.device:
+    if value == "auto" and name == "device_map":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return torch.device("cuda", value)
+    try:
+        if isinstance(value, str):
+            return torch.device(value)
+    except RuntimeError:
+        pass
+    known = "a torch.device, its name ('cpu', 'cuda', 'cuda:1', ...), the index of a CUDA device"
+    if name == "device_map":
+        known += f", {{'': device}} or 'auto', the current CUDA device; {SHARD}"
+    raise InputError(f"{name}: {value!r} is not {known}")

@@ -1,0 +1,111 @@
+"""What runs on the host between steps of decoding: logits processors, stopping criteria and streamers by transformers'
+protocols, and stop strings."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.generation.prompts import Prompts
+
+LogitsProcessor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(ids (B, T), fp32 scores (B, V)) -> scores (B, V)."""
+
+StoppingCriterion: TypeAlias = Callable[[Tensor, Any], Tensor | bool]
+"""(ids (B, T), None) -> whether sequences end, bool or bool (B,). transformers gives scores as the second argument only
+where the caller asks for scores to be returned."""
+
+
+@runtime_checkable
+class TokenStreamer(Protocol):
+    """What transformers' `BaseStreamer` is."""
+
+    def put(self, value: Tensor) -> None:
+        """Called with the prompts (B, T), then with the tokens (B,) of each step."""
+
+    def end(self) -> None:
+        """Called after the last."""
+
+
+class Processors:
+    """A `logits_processor` as a `step.Process`."""
+
+    def __init__(self, given: Iterable[LogitsProcessor] | None, prompts: Prompts, pad_id: int | None) -> None:
+        self._processors = _functions("logits_processor", given)
+        self._prompts, self._pad_id = prompts, pad_id or 0
+
+    def __len__(self) -> int:
+        return len(self._processors)
+
+    def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
+        self._prompts = self._prompts.to(logits.device)
+        start = self._prompts.mask.sum(dim=1)
+        place = torch.arange(int((lengths - start).max()), device=text.device)
+        new = text.gather(1, start[:, None] + place).masked_fill(place >= (lengths - start)[:, None], self._pad_id)
+        ids = torch.cat([self._prompts.ids, new], dim=1)
+        scores = logits.to(torch.float32, copy=True)  # a processor may change them in place
+        for number, processor in enumerate(self._processors):
+            scores = processor(ids, scores)
+            if not isinstance(scores, Tensor) or scores.shape != logits.shape:
+                found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                raise InputError(f"logits_processor[{number}]: must return scores {tuple(logits.shape)}, got {found}")
+        return scores
+
+
+class Stopping:
+    """Which sequences end, by criteria and by texts."""
+
+    def __init__(
+        self,
+        criteria: Iterable[StoppingCriterion] | None,
+        stop_strings: str | Sequence[str] | None,
+        tokenizer: Any,
+        prompts: Prompts,
+    ) -> None:
+        self._criteria, self._tokenizer = _functions("stopping_criteria", criteria), tokenizer
+        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
+        if not all(isinstance(each, str) and each for each in strings):
+            raise InputError(f"stop_strings: must be a text or a list of texts, none empty, got {stop_strings!r}")
+        if strings and not callable(getattr(tokenizer, "decode", None)):
+            raise InputError("stop_strings: need a tokenizer, to read the text: give tokenizer=... too")
+        self._strings = strings
+        # No token is shorter than a byte. A decoder may change the beginning of a text, such as its first space.
+        self._window = max((len(each.encode()) for each in strings), default=0) + 2
+        self._width, self._lengths = prompts.ids.shape[1], prompts.mask.sum(dim=1).tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self._criteria or self._strings)
+
+    def __call__(self, ids: Tensor, done: Tensor) -> Tensor:
+        """ids (B, T), and bool (B,), which of the sequences have ended -> bool (B,), which end here or have."""
+        for number, criterion in enumerate(self._criteria):
+            ends = torch.as_tensor(criterion(ids, None), dtype=torch.bool, device=done.device)
+            if ends.ndim and ends.shape != done.shape:
+                expected = f"bool or bool {tuple(done.shape)}"
+                raise InputError(f"stopping_criteria[{number}]: must return {expected}, got {tuple(ends.shape)}")
+            done = done | ends
+        if not self._strings:
+            return done
+        new = ids.shape[1] - self._width
+        rows = zip(ids[:, -self._window - 1 :].tolist(), self._lengths, done.tolist(), strict=True)
+        # Padding may be any number, also one that is no token.
+        found = [ended or self._has_text(row[-(length + new) :]) for row, length, ended in rows]
+        return torch.tensor(found, device=done.device)
+
+    def _has_text(self, ids: list[int]) -> bool:
+        """Whether the last of these tokens completes one of the texts."""
+        before, after = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:-1], ids))
+        differs = (place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+        known = next(differs, min(len(before), len(after)))
+        return any(after.rfind(each) + len(each) > known for each in self._strings if each in after)
+
+
+def _functions(name: str, given: Any) -> list[Any]:
+    found = list(given) if isinstance(given, Iterable) else [given]
+    if given is None:
+        return []
+    if not isinstance(given, Iterable) or not all(map(callable, found)):
+        raise InputError(f"{name}: must be a list of functions, got {given!r}")
+    return found

@@ -1,0 +1,74 @@
+"""What ops do with their tensors: checks, layouts for kernels, and memory for gradients."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+
+
+def check_tensor(
+    op: str, name: str, x: Tensor, shape: tuple[int | str, ...], device: torch.device, *dtypes: torch.dtype
+) -> None:
+    """Raises InputError, naming op and tensor, unless x has this shape, in which a letter is any size, is on this
+    device, and is of one of these dtypes (without any: floating)."""
+    fits = x.shape == shape or (
+        x.dim() == len(shape)
+        and all(isinstance(wanted, str) or size == wanted for size, wanted in zip(x.shape, shape, strict=True))
+    )
+    if not fits or x.device != device or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
+        wanted_dtype = " or ".join(map(str, dtypes)) or "floating"
+        raise InputError(
+            f"{op}: {name} must be {wanted_dtype} of shape ({', '.join(map(str, shape))}) on {device}; "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
+
+
+def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, shape: tuple[int | str, ...], like: Tensor) -> None:
+    """Raises InputError unless both caches are of this shape, on the device and of the dtype of `like`, and their last
+    dimension is contiguous."""
+    check_tensor(op, "k_cache", k_cache, shape, like.device, like.dtype)
+    check_tensor(op, "v_cache", v_cache, k_cache.shape, like.device, like.dtype)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
+            raise InputError(f"{op}: the last dimension of {name} must be contiguous")
+
+
+def check_rows(op: str, name: str, x: Tensor, **weights: Tensor | None) -> None:
+    """Raises InputError unless x, called `name`, has floating rows, and weights or biases, named, that fit them."""
+    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+        raise InputError(f"{op}: {name} must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(x.shape)}")
+    for weight_name, weight in weights.items():
+        if weight is not None:
+            check_tensor(op, weight_name, weight, x.shape[-1:], x.device)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """An empty contiguous tensor of x's shape, dtype and device; `new_empty(x.shape)` takes the host twice as long."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def empty_gradient(x: Tensor | None, needed: int, like: Tensor) -> Tensor:
+    """An empty tensor for the gradient of x; of no elements, on the device of `like`, if it is not needed."""
+    return like.new_empty(0) if x is None or not needed else empty_like(x)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x (..., N) as (rows, N) whose last dimension is contiguous: a view where the strides allow it, else a copy."""
+    if x.dim() == 2:
+        rows = x
+    else:
+        rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def rows_and_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """`as_rows`, and the stride from row to row, as kernels take them; None and 0 for None."""
+    if x is None:
+        return None, 0
+    rows = as_rows(x)
+    return rows, rows.stride(0)
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """x itself if it is contiguous or None, else a contiguous copy."""
+    return None if x is None else x.contiguous()
