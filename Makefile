@@ -1,22 +1,26 @@
-# make demo | test | lint | format | matrix | bench. Each first makes .venv, again whenever what it installs changes.
+# make demo | test | test-integrations | lint | format | matrix | bench. Each first makes .venv, again whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow test-transformers4 lint format matrix bench
+.PHONY: demo test test-slow test-integrations test-transformers4 lint format matrix bench
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/ligermodels demo
 
 test: $(READY)
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow" --ignore tests/integrations
 
 # What `make test` leaves out, one at a time: some of it is measured.
 test-slow: $(READY)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow --ignore tests/integrations
+
+# The trainers, adapters and evaluations of other packages, which are installed beside the others.
+test-integrations: $(BIN)/.integrations
+	$(BIN)/pytest -n $(JOBS) --dist worksteal tests/integrations
 
 # Exports opened by the last transformers before 5.
 test-transformers4: $(READY) build/transformers4/.ready
@@ -45,6 +49,10 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt $(shell grep '^torch==' constraints.txt) setuptools
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(BIN)/.integrations: $(READY)
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[integrations]'
 	@touch $@
 
 build/transformers4/.ready: constraints.txt

@@ -60,6 +60,7 @@ PROVIDERS: dict[str, Callable[[dict[str, Any], Path | None], nn.Module]] = {
     "ligermodels + torch.compile": _compiled(_ours, fullgraph=True),
     "transformers": transformers,
     "transformers + torch.compile": _compiled(transformers),
+    "transformers + nativize": lambda config, folder: lm.nativize(transformers(config, folder)),
     "transformers + liger": _liger,
 }
 """Liger comes last: it changes transformers for the whole process."""

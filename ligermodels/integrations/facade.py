@@ -1,0 +1,92 @@
+"""A native model as a transformers model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.decoder import Decoder
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.generation import DecodingState
+from ligermodels.integrations.in_place import nativize
+from ligermodels.integrations.modules import DecoderView
+from ligermodels.layers.checkpointing import ActivationCheckpointing
+
+
+def wrap(model: CausalLM) -> Any:
+    """The transformers model of a native one, computing natively (see `nativize`): for Trainer, TRL, PEFT and others.
+
+    The weights move into it, under transformers' names, by which adapters find their projections. `model` stays usable:
+    it computes by the same modules from then on, with the same parameters, trained or adapted. Make optimizers after
+    this call, and export by `save_pretrained` of the result. While the weights move, memory holds them twice.
+
+    Raises:
+        ConfigError: the model was composed by hand, or its config is no longer what its config.json composes to; or
+            transformers has no model of its `model_type`.
+        InputError: transformers' model of this family cannot compute natively, or `model` is wrapped already.
+    """
+    if isinstance(model.decoder, _Decoder):
+        raise InputError("wrap: this model is wrapped already; use the transformers model that wrap returned")
+    spec = model.checked_export_spec()
+    fields = {name: value for name, value in spec.hf_config.items() if name != "architectures"}
+    try:
+        config = AutoConfig.for_model(**fields)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (ValueError, KeyError):
+        raise ConfigError(f"wrap: transformers has no model of model_type {fields['model_type']!r}") from None
+    place: dict[str, Any] = {} if model.device.type == "cpu" else {"device_map": {"": model.device}}
+    hf = kind.from_pretrained(None, config=config, state_dict=model.hf_state_dict(), dtype=model.dtype, **place)
+    # By its path, trainers load a reference model.
+    hf.name_or_path = hf.config.name_or_path = "" if spec.source is None else str(spec.source.folder)
+    if spec.generation_config is not None:
+        hf.generation_config = GenerationConfig.from_dict(dict(spec.generation_config))
+    nativize(hf.train(model.training))
+    mode = model.activation_checkpointing
+    model.decoder = cast(Decoder, _Decoder(hf))
+    model.head = cast(Any, _Head(hf))
+    model.activation_checkpointing = mode
+    return hf
+
+
+def from_pretrained(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
+    """transformers' `AutoModelForCausalLM.from_pretrained(name_or_path, **options)`, computing natively."""
+    return nativize(AutoModelForCausalLM.from_pretrained(name_or_path, **options))
+
+
+class _Decoder(nn.Module):
+    """A native decoder by the modules of a transformers model."""
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf, self.config, self.ropes = hf, hf.native.config, hf.get_decoder().native.ropes
+        self.activation_checkpointing: ActivationCheckpointing = "none"
+
+    def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> Tensor:
+        """As `Decoder.forward`."""
+        if "native" not in vars(self.hf):
+            raise InputError("restore has undone nativize on the transformers model of this one; nativize it again")
+        return DecoderView(self.hf.get_decoder(), self.activation_checkpointing)(input_ids, **inputs)
+
+    def new_state(self, batch_size: int, max_length: int) -> DecodingState:
+        """As `Decoder.new_state`."""
+        return Decoder.new_state(cast(Decoder, self), batch_size, max_length)
+
+
+class _Head(nn.Module):
+    """A native head by that of a transformers model."""
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf, self.config = hf, hf.native.config.head
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
+        """As `LMHead.forward`."""
+        if targets is not None:
+            return self.hf.lm_head(hidden, targets, **loss_options)
+        logits = self.hf.lm_head(hidden) * self.config.logit_scale
+        softcap = self.config.softcap
+        return logits if softcap is None else softcap * (logits / softcap).tanh()

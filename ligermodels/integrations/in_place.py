@@ -1,0 +1,144 @@
+"""A transformers model computes natively, in place: its class, parameters, names and methods stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from ligermodels.archs import family_of
+from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.integrations.models import backbone_forward, causal_lm_forward, head_forward
+from ligermodels.integrations.modules import (
+    Native,
+    attention_forward,
+    layer_forward,
+    mlp_forward,
+    norm_forward,
+    set_forward,
+    unset_forward,
+    within_adapter,
+)
+from ligermodels.layers import AttentionConfig, BlockConfig, MLPConfig, RotaryEmbedding
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def nativize(model: Model) -> Model:
+    """Let a transformers causal language model compute natively; returns the same object.
+
+    The model keeps its class, config, parameters, `state_dict` names, `generate` and `save_pretrained`. Forward passes
+    without a cache run on native layers: fused norms, rotary embeddings, gated activations and attention. In training
+    with `labels`, the loss is computed without logits, and `logits` of the output are None; in evaluation they are
+    there. What the native pass does not give runs transformers' code, with native norms and gated activations: passes
+    with a cache (`generate`), requests for attentions or hidden states of all layers, hooks within layers, and others
+    that docs/transformers.md lists. Of a mixture of experts the experts are transformers'.
+
+    Adapters (PEFT), quantised projections (bitsandbytes), `fully_shard` and gradient checkpointing work as before:
+    every module is called by its forward. Nothing but this object changes.
+
+    Args:
+        model: a `...ForCausalLM` of a supported family, or a PEFT model around one. Any dtype, on any device.
+
+    Raises:
+        ConfigError: a field of its config is not supported (named).
+        InputError: it is no such model, computes natively already, or something else (Liger) has replaced forwards.
+    """
+    hf: Any = _base(model)
+    config, names, prefix = _composed(hf)
+    backbone = hf.get_decoder()
+    if getattr(hf, prefix, hf) is not backbone or not hasattr(hf, "lm_head"):
+        raise InputError(f"nativize: {type(hf).__name__} is not a ...ForCausalLM of a language model alone")
+    if "native" in hf.__dict__:
+        raise InputError("nativize: this model computes natively already; restore(model) undoes it")
+    if len(backbone.layers) != len(config.blocks):
+        raise InputError(f"nativize: the model has {len(backbone.layers)} layers, its config {len(config.blocks)}")
+    for layer, block in zip(backbone.layers, config.blocks, strict=True):
+        _nativize_layer(layer, block, config.hidden_size, names)
+    set_forward(backbone.norm, norm_forward, Native(config.norm))
+    ropes = dict.fromkeys(rope for block in config.blocks for rope in block.mixer.ropes)
+    with torch.device("cpu"):
+        rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+    thresholds = [rope.scaling.context_thresholds for rope in ropes if rope.scaling is not None]
+    by_length = any(each.switch is not None or each.moving is not None for each in thresholds)
+    whole = config
+    if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # it scales what it gives
+        config = replace(config, embed_scale=None)
+    set_forward(backbone, backbone_forward, Native(config, ropes=rotary, rope_by_length=by_length))
+    set_forward(hf.lm_head, head_forward, Native(config.head))
+    set_forward(hf, causal_lm_forward, Native(whole))
+    hf.__dict__["_replicate_for_data_parallel"] = _no_replica
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo `nativize`: the model computes as its class does; returns the same object.
+
+    Raises InputError when it does not compute natively.
+    """
+    hf: Any = _base(model)
+    if "native" not in hf.__dict__:
+        raise InputError("restore: this model does not compute natively; nativize(model) makes it")
+    for module in hf.modules():
+        unset_forward(module)
+    del hf.__dict__["_replicate_for_data_parallel"]
+    return model
+
+
+def _no_replica() -> NoReturn:
+    raise InputError(
+        "nn.DataParallel cannot copy a model that computes natively: start one process for each GPU (torchrun, "
+        "accelerate launch), show this one a single GPU (CUDA_VISIBLE_DEVICES), or restore(model)"
+    )
+
+
+def _base(model: Any) -> Any:
+    """The transformers model within a PEFT model, or itself."""
+    hf = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(getattr(hf, "config", None), "to_dict") or not hasattr(hf, "get_decoder"):
+        raise InputError(f"expected a transformers causal language model, got {type(model).__name__}")
+    return hf
+
+
+def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
+    """What the model's config composes to; and the names of a layer's parts, and of the backbone, in memory."""
+    fields = {name: value for name, value in hf.config.to_dict().items() if name != "quantization_config"}
+    family = family_of(fields)
+    if family.text is not None:
+        raise InputError(f"model_type {family.model_type!r} is more than a language model; give its text model")
+    config = family.decoder_config(fields)
+    if config.norm.kind != "rms":
+        raise ConfigError(f"nativize: norms of kind {config.norm.kind!r} are not supported")
+    layout = family.layouts[0]
+    return config, layout.get("names", {}), layout.get("prefix", "model")
+
+
+def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, names: Mapping[str, str]) -> None:
+    attention = block.mixer
+    if not isinstance(attention, AttentionConfig):
+        raise ConfigError(f"nativize: a mixer of {type(attention).__name__} is not supported")
+    parts = {**AttentionConfig.NAMES, **MLPConfig.NAMES, **names}
+    mixer, mlp = parts["attention.o"].rpartition(".")[0], parts["mlp.down"].rpartition(".")[0]
+    found = {"mixer": mixer, "mlp": mlp}
+    for mapping in block.weight_mappings(hidden_size, "block", "layer", names):
+        part = mapping.target.removeprefix("block.").removesuffix(".weight")
+        if part.endswith("_norm") and "." not in part:
+            found[f"norm.{part}"] = mapping.views[0].source.removeprefix("layer.").removesuffix(".weight")
+    for name, path in found.items():
+        if name.startswith("norm."):
+            set_forward(layer.get_submodule(path), norm_forward, Native(block.norm))
+    within = {name: path.removeprefix(f"{mixer}.") for name, path in parts.items() if path.startswith(f"{mixer}.")}
+    if "attention.qkv" not in names:
+        within.pop("attention.qkv", None)
+    if attention.qk_norm is not None:
+        for name in ("attention.q_norm", "attention.k_norm"):
+            set_forward(layer.get_submodule(f"{mixer}.{within[name]}"), norm_forward, Native(attention.qk_norm.norm))
+    set_forward(layer.get_submodule(mixer), attention_forward, Native(attention, within))
+    if isinstance(block.mlp, MLPConfig):
+        within = {name: path.removeprefix(f"{mlp}.") for name, path in parts.items() if path.startswith(f"{mlp}.")}
+        set_forward(layer.get_submodule(mlp), mlp_forward, Native(block.mlp, within))
+    set_forward(layer, layer_forward, Native(block, found))

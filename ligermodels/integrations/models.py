@@ -1,0 +1,232 @@
+"""Forwards of a transformers backbone and causal language model that compute natively, with transformers' arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+from ligermodels.integrations.modules import DecoderView, attention_forward, is_ours, layer_forward, part, watched
+from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
+from ligermodels.layers.packing import Unpadding, bounds_of
+
+Inputs = dict[str, Any]
+"""input_ids, inputs_embeds, position_ids (each a tensor or None), of one batch or packed row."""
+
+SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""Arguments, or fields of the config, that ask for what the native pass does not keep."""
+
+BESIDE = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position", "num_items_in_batch", "seq_idx"})
+"""Further arguments that the native pass has no need of."""
+
+
+class NoCache:
+    """In place of the cache that transformers, by its config, would have returned: given back, it is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"past_key_values.{name}: this pass kept no cache; ask for it by use_cache=True")
+
+
+NO_CACHE = NoCache()
+
+
+def backbone_forward(
+    backbone: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    token_indices: Targets | None = None,
+    unpad: Unpadding | None = None,
+    native: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """The states after the final norm as `last_hidden_state`: (B, T, H), zero on padding.
+
+    Args:
+        cu_seq_lens_q: int32 (n + 1,), bounds of documents packed into one row; by default positions that restart.
+        token_indices: the states of the tokens with a target alone, (1, n, H), of those without padding.
+        unpad: the padding of `attention_mask`, if it is known.
+        native: False for the class's own forward, in any case.
+
+    With a cache, a mask for each pair of tokens, padding between tokens, dropout, hooks on what is in the layers, or a
+    request for the attentions or hidden states of all layers, the class's own forward runs: see `runs_natively`.
+    """
+    options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+    inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+    unknown = attention_mask if unpad is None else None
+    native = native and runs_natively(backbone, inputs, unknown, options) and _layers_are_ours(backbone)
+    if native and attention_mask is not None:
+        unpad = unpad or padding_of(attention_mask)
+        native = unpad is None or not backbone.native.rope_by_length
+    if not native:
+        if cu_seq_lens_q is not None:
+            options["cu_seq_lens_q"] = cu_seq_lens_q
+        return type(backbone).forward(backbone, **inputs, attention_mask=attention_mask, **options)
+    view, inputs = DecoderView(backbone), with_all_positions(inputs)
+    if unpad is not None:
+        if input_ids is not None:  # noise on embeddings (NEFTune) goes by the shape that transformers gives them
+            inputs |= {"input_ids": None, "inputs_embeds": view.embed(input_ids)}
+        inputs = {name: None if x is None else unpad.take(x) for name, x in inputs.items()}
+        cu_seq_lens_q = unpad.cu_seqlens
+    elif cu_seq_lens_q is None and attention_mask is None and inputs["position_ids"] is not None:
+        cu_seq_lens_q = bounds_of(inputs["position_ids"])
+    hidden = view(
+        **inputs,
+        cu_seqlens=None if cu_seq_lens_q is None else cu_seq_lens_q.to(torch.int32),
+        token_indices=token_indices,
+    )
+    hidden = hidden if unpad is None or token_indices is not None else unpad.put_back(hidden)
+    kind = MoeModelOutputWithPast if _has_experts(backbone) else BaseModelOutputWithPast
+    return kind(last_hidden_state=hidden, past_key_values=_no_cache(backbone, use_cache))
+
+
+def causal_lm_forward(
+    model: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    """As the class's own forward, on the native backbone.
+
+    In training, the loss of `labels` is computed without logits, and `logits` of the result are None.
+    """
+    options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+    inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+    if labels is not None and _padding_counts(attention_mask, labels):
+        options["native"] = False
+    elif labels is not None and _loss_is_fused(model, inputs, attention_mask, logits_to_keep, options):
+        kind = MoeCausalLMOutputWithPast if _has_experts(model) else CausalLMOutputWithPast
+        loss = _loss(model, inputs, attention_mask, labels, options)
+        return kind(loss=loss, past_key_values=_no_cache(model, use_cache))
+    options |= {"labels": labels, "logits_to_keep": logits_to_keep}
+    return type(model).forward(model, **inputs, attention_mask=attention_mask, **options)
+
+
+def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Any:
+    """hidden (..., H) -> logits (..., V), without scale and softcap; with targets (...) their loss, with both."""
+    if targets is None:
+        return type(head).forward(head, hidden)
+    config = head.native.config
+    return ops.linear_cross_entropy(
+        hidden, head.weight, targets, head.bias, softcap=config.softcap, logit_scale=config.logit_scale, **options
+    )
+
+
+def runs_natively(module: Any, inputs: Inputs, attention_mask: Any, options: dict[str, Any]) -> bool:
+    """Whether the native pass gives all that these arguments, and the config of a backbone or model, ask for."""
+    config, rest = module.config, dict(options)
+    if isinstance(rest.get("past_key_values"), NoCache):
+        raise InputError("past_key_values: the pass that gave these kept no cache; ask for it by use_cache=True")
+    wanted = [rest.pop(name, None) for name in SWITCHES]
+    wanted = [getattr(config, name, False) if w is None else w for name, w in zip(SWITCHES, wanted, strict=True)]
+    return (
+        not any(wanted)
+        and rest.pop("return_dict", None) in (None, True)
+        and not rest.pop("use_cache", None)
+        and all(value is None or name in BESIDE for name, value in rest.items())
+        and (inputs["input_ids"] is None) != (inputs["inputs_embeds"] is None)
+        and (attention_mask is None or _is_padding(attention_mask, inputs))
+        and not (module.training and getattr(config, "attention_dropout", 0.0))
+    )
+
+
+def padding_of(attention_mask: Tensor) -> Unpadding | None:
+    """The padding of a mask (B, T); None without any."""
+    unpad = Unpadding(attention_mask)
+    return None if unpad.trivial else unpad
+
+
+def with_all_positions(inputs: Inputs) -> Inputs:
+    """`inputs` with positions for every sequence of the batch: transformers takes (1, T) for all."""
+    positions = inputs["position_ids"]
+    return inputs if positions is None else {**inputs, "position_ids": positions.expand(_shape(inputs)[0], -1)}
+
+
+def _shape(inputs: Inputs) -> torch.Size:
+    """(B, T)."""
+    tokens: Tensor = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+    return tokens.shape[:2]
+
+
+def _is_padding(attention_mask: Any, inputs: Inputs) -> bool:
+    """Whether a mask only pads the rows of `inputs`: between tokens, padding would count for positions and windows."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != _shape(inputs):
+        return False
+    real = attention_mask != 0
+    starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    return bool((starts <= 1).all())
+
+
+def _layers_are_ours(backbone: Any) -> bool:
+    """Whether all layers are called as we call them; adapters and hooks may expect transformers' arguments."""
+    ours = all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), attention_forward) for x in backbone.layers)
+    return ours and not watched(each for whole in (backbone.layers, backbone.norm) for each in whole.modules())
+
+
+def _no_cache(module: Any, use_cache: bool | None) -> NoCache | None:
+    """What stands for the cache that transformers would have returned."""
+    return NO_CACHE if use_cache is None and getattr(module.config, "use_cache", False) else None
+
+
+def _has_experts(module: Any) -> bool:
+    return any(isinstance(block.mlp, MoEConfig) for block in module.native.config.blocks)
+
+
+def _padding_counts(attention_mask: Any, labels: Tensor) -> bool:
+    """Whether a label lies on padding or, as on the first token after padding on the left, is predicted from it.
+
+    transformers counts these, by states of padding that depend on how its attention is implemented.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != labels.shape:
+        return False
+    counts, padding = labels != IGNORE_INDEX, attention_mask == 0
+    return bool((counts & padding).any() | (counts[:, 1:] & padding[:, :-1]).any())
+
+
+def _loss_is_fused(
+    model: Any, inputs: Inputs, attention_mask: Any, logits_to_keep: int | Tensor, options: dict[str, Any]
+) -> bool:
+    """Whether the loss is computed without logits: in training, if loss and head are the usual ones, and nobody asks
+    for logits or has a hook where they pass."""
+    if isinstance(logits_to_keep, Tensor) or logits_to_keep or not is_ours(model.lm_head, head_forward):
+        return False
+    backbone = model.get_decoder()
+    if not model.training or watched((backbone, *model.lm_head.modules())):
+        return False
+    known = {name: value for name, value in options.items() if name != "cu_seq_lens_q"}
+    return model.loss_function is ForCausalLMLoss and runs_natively(model, inputs, attention_mask, known)
+
+
+def _loss(model: Any, inputs: Inputs, attention_mask: Tensor | None, labels: Tensor, options: dict[str, Any]) -> Tensor:
+    num_items = options.pop("num_items_in_batch", None)
+    backbone, bounds = model.get_decoder(), None
+    unpad = None if attention_mask is None else padding_of(attention_mask)
+    natively = _layers_are_ours(backbone) and not (unpad is not None and backbone.native.rope_by_length)
+    if natively and unpad is not None:
+        labels, bounds = unpad.take(labels), unpad.cu_seqlens
+    # Of documents that a caller packed, transformers lets the last token predict the next one's first label.
+    targets = Targets(labels, (1,), vocab_size=model.config.vocab_size, cu_seqlens=bounds, every_token=not natively)
+    options |= {"token_indices": targets, "unpad": unpad, "native": natively}
+    hidden = backbone(**inputs, attention_mask=attention_mask, **options).last_hidden_state
+    loss: Tensor = targets.loss(0, model.lm_head, hidden, num_items_in_batch=num_items)
+    return loss

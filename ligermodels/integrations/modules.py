@@ -1,0 +1,266 @@
+"""Forwards of native layers on the modules of a transformers model.
+
+A module keeps its class, parameters and submodules, and gets a `forward` of its own. It looks its submodules up by name
+whenever it runs, and calls them: what has taken a submodule's place (an adapter, a quantised projection) takes part.
+The native pass calls layers and attention with a `ForwardContext`; with transformers' arguments they run the forward of
+their class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels import ops
+from ligermodels.archs.decoder import Decoder
+from ligermodels.errors import InputError
+from ligermodels.layers import AttentionConfig, Block, ForwardContext, MLPConfig
+from ligermodels.layers.checkpointing import ActivationCheckpointing
+from ligermodels.layers.kv_cache import LayerKV
+from ligermodels.layers.mlp import ACTIVATIONS
+from ligermodels.layers.norm import AddRMSNorm, NormConfig, RMSNorm, RMSNormAdd
+from ligermodels.layers.qkv import Tables
+
+PLACES = {"alone": RMSNorm, "before": AddRMSNorm, "after": RMSNormAdd}
+"""Where a block has a norm -> the native norm for it."""
+
+
+@dataclass(frozen=True)
+class Native:
+    """What a transformers module computes.
+
+    config: of the native layer.
+    names: part of the native layer ("attention.q", "mlp.down"; all are in `NAMES` of layers' configs) -> path of the
+        submodule that it is.
+    ropes, rope_by_length: of a backbone, the rotary embeddings, and whether a row's length changes their frequencies.
+    """
+
+    config: Any
+    names: Mapping[str, str] = field(default_factory=dict)
+    ropes: nn.ModuleList | None = None
+    rope_by_length: bool = False
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native) -> None:
+    """Give `module` this forward, a function of the module and its arguments.
+
+    Of a module that an adapter has taken the place of, the module within gets it, and under accelerate's hooks (of a
+    `device_map`) what these call. Raises InputError where something else, such as Liger, has set a forward.
+    """
+    module = within_adapter(module)
+    place = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    if place == "forward" and place in module.__dict__:
+        raise InputError(f"nativize: something has replaced the forward of a {type(module).__name__}; nativize first")
+    module.__dict__["native"] = native
+    module.__dict__[place] = partial(forward, module)  # unlike a bound method, it can be pickled
+
+
+def within_adapter(module: nn.Module) -> nn.Module:
+    """The module whose place adapters of PEFT have taken, or itself."""
+    while type(module).__module__.startswith("peft."):
+        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+        if inner is None:
+            raise InputError(f"nativize: {type(module).__name__} of PEFT is in the way; nativize before get_peft_model")
+        module = inner
+    return module
+
+
+def unset_forward(module: nn.Module) -> None:
+    """Take back what `set_forward` did, if it did."""
+    if module.__dict__.pop("native", None) is None:
+        return
+    if "_old_forward" in module.__dict__:
+        module.__dict__["_old_forward"] = partial(type(module).forward, module)
+    else:
+        module.__dict__.pop("forward", None)
+
+
+def part(module: nn.Module, name: str) -> nn.Module:
+    """The submodule of `module` that a part of a native layer is."""
+    native: Native = module.native  # type: ignore[assignment]
+    found: nn.Module = attrgetter(native.names[name])(module)
+    return found
+
+
+def norm_forward(module: Any, x: Tensor, other: Tensor | None = None, *, place: str = "alone") -> Any:
+    """The norm of x (..., N), alone, or with the addition before or after it: see `layers.norm`."""
+    norm = PLACES[place]
+    view = _NormView(module.weight, module.native.config)
+    return norm.forward(view, x) if place == "alone" else norm.forward(view, x, other)  # type: ignore
+
+
+@dataclass
+class _NormView:
+    """The attributes that native norms read."""
+
+    weight: Tensor
+    config: NormConfig
+
+
+def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+    """down(activation(gate(x)) * up(x)), x (..., H)."""
+    native: Native = module.native  # type: ignore[assignment]
+    config: MLPConfig = native.config
+    activation: Callable[..., Tensor] = ACTIVATIONS[config.activation]
+    if "mlp.gate_up" in native.names:
+        gate, up = part(module, "mlp.gate_up")(x).chunk(2, dim=-1)
+    else:
+        gate, up = part(module, "mlp.gate")(x), part(module, "mlp.up")(x)
+    y: Tensor = part(module, "mlp.down")(activation(gate, up))
+    return y
+
+
+def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """(x, ForwardContext, state) -> (B, T, H), as a native mixer; other arguments are for the class's own forward."""
+    if len(args) > 1 and isinstance(args[1], ForwardContext):
+        return _attend(module, *args)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
+    native: Native = module.native  # type: ignore[assignment]
+    config: AttentionConfig = native.config
+    tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
+    if "attention.qkv" in native.names:
+        sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        q, k, v = part(module, "attention.qkv")(x).split(sizes, dim=-1)
+    else:
+        q, k, v = (part(module, f"attention.{each}")(x) for each in "qkv")
+    whole = config.qk_norm is not None and config.qk_norm.over == "projection"
+    if whole:
+        q, k = part(module, "attention.q_norm")(q), part(module, "attention.k_norm")(k)
+    q, k, v = (each.unflatten(2, (-1, config.head_dim)) for each in (q, k, v))  # a tensor-parallel shard has fewer
+    if config.qk_norm is not None and not whole:
+        q, k = part(module, "attention.q_norm")(q), part(module, "attention.k_norm")(k)
+    options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "window": config.window}
+    options["softcap"] = config.softcap
+    if state is not None and context.cache_seqlens is not None:
+        joined = torch.cat([each.unflatten(2, (k.shape[2], -1)) for each in (q, k, v)], dim=3)
+        group = q.shape[2] // k.shape[2]
+        q = ops.rope_qkv_cached(
+            joined.flatten(2).to(state.keys.dtype),
+            *tables, k.shape[2], group, config.head_dim, state.keys, state.values, context.cache_seqlens,
+        )  # fmt: skip
+        mask = None if context.tree is None else context.tree.mask
+        out = ops.decode_attention(q, state.keys, state.values, context.cache_seqlens, tree_mask=mask, **options)
+        out = out.to(x.dtype)
+    else:
+        cos, sin = tables
+        if cos is not None and sin is not None:
+            q, k = ops.rope(q, k, cos, sin)
+        if state is not None:
+            state.fill(k, v)
+        out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
+    y: Tensor = part(module, "attention.o")(out.flatten(2))
+    return y
+
+
+class _FusedNorm:
+    """A norm that also adds, as a native block calls it."""
+
+    fused_add = True
+
+    def __init__(self, norm: nn.Module, place: str) -> None:
+        self._norm, self._place = norm, place
+
+    def __call__(self, x: Tensor, other: Tensor | None = None) -> Any:
+        return self._norm(x, other, place=self._place)
+
+
+class _BlockView:
+    """A native block whose parts are those of a transformers layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        native: Native = layer.native  # type: ignore[assignment]
+        self._layer, self._names, self.residual_scale = layer, native.names, native.config.residual_scale
+
+    forward, _add = Block.forward, Block._add
+
+    mixer = property(lambda self: part(self._layer, "mixer"))
+    mixer_norm = property(lambda self: self._norm("mixer_norm", "before"))
+    mlp_norm = property(lambda self: self._norm("mlp_norm", "before"))
+    mixer_post_norm = property(lambda self: self._norm("mixer_post_norm", "after"))
+    mlp_post_norm = property(lambda self: self._norm("mlp_post_norm", "after"))
+
+    @property
+    def mlp(self) -> Callable[..., Any]:
+        """The feed-forward layer; what is not ours, such as a mixture of experts, takes no context."""
+        module = part(self._layer, "mlp")
+        return module if is_ours(module, mlp_forward) else lambda x, context: module(x)
+
+    def _norm(self, name: str, place: str) -> Callable[..., Any] | None:
+        """The norm, fused with an addition if it is ours."""
+        if f"norm.{name}" not in self._names:
+            return _identity if place == "before" else None
+        norm = part(self._layer, f"norm.{name}")
+        if not is_ours(norm, norm_forward):
+            return norm
+        return _FusedNorm(norm, place)
+
+
+def is_ours(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether the module has the forward that `set_forward` gave it; others may have replaced it since."""
+    return getattr(module.__dict__.get("forward"), "func", None) is forward
+
+
+PLACING = ("torch.distributed.", "transformers.", "accelerate.", "deepspeed.")
+"""Packages whose hooks move weights and inputs about, and have no interest in their values."""
+
+
+def watched(modules: Iterable[nn.Module]) -> bool:
+    """Whether a hook sees what goes through one of `modules`: it expects what transformers' code gives it."""
+    return any(
+        not str(getattr(hook, "__module__", None)).startswith(PLACING)
+        for module in modules
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+        for hook in hooks.values()
+    )
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def layer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """(x, ForwardContext, state, token_indices), as a native block; else the class's own forward."""
+    if len(args) > 1 and isinstance(args[1], ForwardContext):
+        return _BlockView(module).forward(*args)  # type: ignore[misc]
+    return type(module).forward(module, *args, **kwargs)
+
+
+class DecoderView:
+    """A native decoder whose parts are those of a transformers model's backbone."""
+
+    def __init__(self, backbone: Any, activation_checkpointing: ActivationCheckpointing = "none") -> None:
+        self._backbone, self.config = backbone, backbone.native.config
+        self.blocks = backbone.layers[: backbone.config.num_hidden_layers]  # as transformers reads it
+        self.ropes = backbone.native.ropes
+        self._activation_checkpointing = activation_checkpointing  # beside that of transformers' layers themselves
+
+    def __call__(self, input_ids: Tensor | None = None, **inputs: Any) -> Tensor:
+        """As `Decoder.forward`."""
+        device = next(each.device for each in (input_ids, inputs.get("inputs_embeds")) if each is not None)
+        if any(rope.frequencies.device != device for rope in self.ropes):
+            self.ropes.to(device)
+        return Decoder.forward(self, input_ids, **inputs)  # type: ignore[arg-type]
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids (B, T) -> (B, T, H)."""
+        x: Tensor = self._backbone.embed_tokens(input_ids)
+        scale = self.config.embed_scale
+        return x if scale is None else x * torch.tensor(scale, dtype=x.dtype)
+
+    def norm(self, x: Tensor) -> Any:
+        """The final norm."""
+        return self._backbone.norm(x)

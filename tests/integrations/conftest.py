@@ -1,0 +1,29 @@
+"""Tests with the real packages around transformers: `make test-integrations` installs them."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ("accelerate", "datasets", "lm_eval", "peft", "trl")
+
+collect_ignore_glob = [] if all(map(find_spec, PACKAGES)) else ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint."""
+    import tiny
+
+    return tiny.save(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each native pass."""
+    from ligermodels.integrations.modules import DecoderView
+
+    found: list[int] = []
+    through = DecoderView.__call__
+    monkeypatch.setattr(DecoderView, "__call__", lambda self, *a, **k: found.append(1) or through(self, *a, **k))
+    return found

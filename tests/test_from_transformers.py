@@ -1,0 +1,131 @@
+"""Models and state dicts of transformers in memory become native, and native ones become transformers'."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from test_nativize import batch, make
+from torch import nn
+from torch.testing import assert_close
+
+import ligermodels as lm
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.integrations import wrap
+
+
+@pytest.mark.parametrize("consume", [False, True])
+@pytest.mark.parametrize("name", sorted(zoo.CONFIGS))
+def test_a_model_in_memory_becomes_native_and_its_state_dict_goes_back(
+    name: str, consume: bool, tmp_path: Path
+) -> None:
+    hf, ids = make(name), batch()["input_ids"]
+    wanted, state = hf(ids).logits.detach(), {key: x.clone() for key, x in hf.state_dict().items()}
+    model = lm.from_transformers(hf, consume=consume)
+    assert not model.training and (sum(p.numel() for p in hf.parameters()) == 0) == consume
+    assert zoo.relative_error(model(ids).logits, wanted) < 1e-5
+
+    found = model.hf_state_dict()
+    assert found.keys() == state.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor, state[key]) and tensor.is_contiguous(), key
+    if not consume:  # nothing is shared
+        assert not {x.data_ptr() for x in hf.parameters()} & {x.data_ptr() for x in model.parameters()}
+
+    other = make(name)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    model.load_hf_state_dict(other.state_dict())
+    assert zoo.relative_error(model(ids).logits, other(ids).logits) < 1e-5
+    model.save_pretrained(tmp_path)
+    assert zoo.relative_error(lm.from_pretrained(tmp_path)(ids).logits, other(ids).logits) < 1e-5
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing_and_all_faults_are_listed() -> None:
+    hf = make("llama-3")
+    model = lm.from_transformers(hf, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    state = hf.state_dict()
+    before = copy.deepcopy(model.state_dict())
+    state["model.layers.0.self_attn.q_proj.lora_A.weight"] = state.pop("model.layers.0.self_attn.q_proj.weight")
+    state["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(CheckpointError, match=r"(?s)missing.*q_proj.weight.*not expected.*lora_A.*shape.*norm.weight"):
+        model.load_hf_state_dict(state)
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+    hf.model.layers[0].self_attn.q_proj.register_parameter("extra", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(CheckpointError, match=r"q_proj\.extra"):
+        lm.from_transformers(hf, consume=True)
+    assert all(p.numel() for p in hf.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(zoo.CONFIGS))
+def test_a_wrapped_model_and_its_native_one_are_one_model(name: str, tmp_path: Path) -> None:
+    """The same logits, tokens, parameters and gradients; what is trained in one is trained in the other."""
+    model, inputs = lm.from_transformers(make(name)).eval(), batch()
+    ids = inputs["input_ids"]
+    wanted, prompt = model(ids).logits.detach(), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    text = model.generate(ids[:, 6:], **prompt)
+    hf = zoo.plain(wrap(model))
+    assert type(hf).__name__.endswith("ForCausalLM") and {id(p) for p in hf.parameters()} == {
+        id(p) for p in model.parameters()
+    }
+    for logits in (hf(ids).logits, model(ids).logits):
+        assert zoo.relative_error(logits, wanted) < 1e-5
+    assert torch.equal(model.generate(ids[:, 6:], **prompt), text)
+    assert torch.equal(hf.generate(ids[:, 6:], **prompt), text)
+
+    native_loss = model.train()(ids, labels=ids).loss
+    loss = hf.train()(ids, labels=ids).loss
+    if not model.config.router_aux_loss_coef:  # transformers adds it on demand
+        assert_close(loss, native_loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    optimizer.step()
+    trained = hf.eval()(ids).logits
+    assert not torch.allclose(trained, wanted)
+    assert zoo.relative_error(model.eval()(ids).logits, trained) < 1e-5
+    with pytest.raises(ConfigError, match=r"decoder is .*would be loaded as another model"):
+        model.save_pretrained(tmp_path / "native")
+    hf.save_pretrained(tmp_path / "hf")
+    assert zoo.relative_error(lm.from_pretrained(tmp_path / "hf")(ids).logits, trained) < 1e-5
+
+
+def test_wrapping_keeps_generation_settings_and_refuses_what_transformers_does_not_know() -> None:
+    hf = make("llama-3")
+    hf.generation_config.update(temperature=0.3, do_sample=True)
+    model = lm.from_transformers(hf)
+    assert wrap(model).generation_config.temperature == 0.3
+    composed = lm.CausalLM(lm.from_transformers(make("llama-3")).config)
+    with pytest.raises(ConfigError, match="composed by hand"):
+        wrap(composed)
+
+
+def test_weights_that_are_not_tied_though_the_config_says_so_are_refused() -> None:
+    hf = make("qwen3")
+    hf.lm_head.weight = nn.Parameter(2 * hf.lm_head.weight.detach())
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: differs from model.embed_tokens.weight"):
+        lm.from_transformers(hf, consume=True)
+    assert all(p.numel() for p in hf.parameters())
+
+
+def test_a_model_is_wrapped_once_and_needs_its_transformers_model_native() -> None:
+    model, ids = lm.from_transformers(make("llama-3")), batch()["input_ids"]
+    hf, wanted = wrap(model), model(ids).logits
+    with pytest.raises(InputError, match="wrapped already"):
+        wrap(model)
+    lm.restore(hf)
+    with pytest.raises(InputError, match="restore has undone"):
+        model(ids)
+    lm.nativize(hf)
+    assert_close(model(ids).logits, wanted)
+
+
+def test_medusa_heads_on_a_wrapped_model_decode_as_it_does() -> None:
+    model, ids = lm.from_transformers(make("qwen3")), batch()["input_ids"][:, 6:12]
+    wrap(model)
+    medusa = lm.MedusaModel.from_base(model, num_heads=2, lm_head="shared")
+    medusa(ids, labels=ids).loss.backward()
+    options = {"max_new_tokens": 6, "eos_token_id": None}
+    assert torch.equal(medusa.eval().generate(ids, **options), model.generate(ids, do_sample=False, **options))
