@@ -17,11 +17,11 @@ DeviceMap: TypeAlias = DeviceLike | Mapping[str, DeviceLike]
 SHARD = "to spread a model over devices, load it on each rank and shard it by torch.distributed.fsdp.fully_shard"
 
 
-def resolve_dtype(dtype: DtypeLike | None, torch_dtype: DtypeLike | None, default: torch.dtype) -> torch.dtype:
-    """The dtype of the parameters.
+def resolve_dtype(dtype: DtypeLike | None, torch_dtype: DtypeLike | None) -> torch.dtype | None:
+    """The dtype that the arguments ask for, None where they leave it to the checkpoint.
 
     Args:
-        dtype: a floating dtype or its name in torch ("bfloat16"); None or "auto" for `default`.
+        dtype: a floating dtype or its name in torch ("bfloat16"); None or "auto" to leave it.
         torch_dtype: transformers' older name of `dtype`.
 
     Raises InputError for an unknown dtype, one that weights are not cast to, and for two different ones.
@@ -30,7 +30,7 @@ def resolve_dtype(dtype: DtypeLike | None, torch_dtype: DtypeLike | None, defaul
     found = {name: _dtype(name, value) for name, value in given.items() if value is not None}
     if len(set(found.values())) > 1:
         raise InputError(f"dtype is {dtype} and torch_dtype, its older name, is {torch_dtype}: give one of them")
-    return next(iter(found.values()), None) or default
+    return next(iter(found.values()), None)
 
 
 def _dtype(name: str, value: object) -> torch.dtype | None:

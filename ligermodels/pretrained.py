@@ -78,8 +78,7 @@ def from_pretrained(
         CheckpointError: files or tensors are missing, damaged or do not fit (all of them named).
         InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
     """
-    place = resolve_device(device, device_map)
-    resolve_dtype(dtype, torch_dtype, torch.float32)  # a bad one is an error before anything is fetched
+    place, kind = resolve_device(device, device_map), resolve_dtype(dtype, torch_dtype)
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
@@ -95,7 +94,7 @@ def from_pretrained(
         )
         model = _skeleton(config, replace(_export_spec(hf_config, config, folder, weight_map), source=source))
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
-        allocate(model, resolve_dtype(dtype, torch_dtype, dtype_of(hf_config)), place)
+        allocate(model, kind or dtype_of(hf_config), place)
         initialize_buffers(model, config.initializer_range)
         weight_map.load(checkpoint, persistent_tensors(model), progress=progress, mapped=mapped)
     return model.eval()
@@ -119,7 +118,7 @@ def from_config(
     Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached; InputError as
     `from_pretrained`.
     """
-    place = resolve_device(device, device_map)
+    place, kind = resolve_device(device, device_map), resolve_dtype(dtype, torch_dtype)
     folder = None
     if isinstance(config, Mapping):
         hf_config = dict(config)
@@ -133,7 +132,7 @@ def from_config(
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
     model = _skeleton(composed, _export_spec(hf_config, composed, folder, family.weight_maps(composed)[0]))
-    allocate(model, resolve_dtype(dtype, torch_dtype, dtype_of(hf_config)), place)
+    allocate(model, kind or dtype_of(hf_config), place)
     model.reset_parameters()
     return model
 
@@ -164,7 +163,7 @@ def from_transformers(
         InputError: as `from_pretrained`.
     """
     first = next(hf_model.parameters())
-    kind, place = resolve_dtype(dtype, torch_dtype, first.dtype), resolve_device(device, device_map, first.device)
+    kind, place = resolve_dtype(dtype, torch_dtype) or first.dtype, resolve_device(device, device_map, first.device)
     state = hf_model.state_dict(keep_vars=True)
     hf_config = dict(hf_model.config.to_dict())
     family = family_of(hf_config)
