@@ -36,6 +36,7 @@ class SourceCheckpoint:
         extra: names of the tensors that are not the language model's, such as a vision tower's.
         nested: whether the language model's config is the `text_config` of `hf_config`.
         files: name -> path of further files that belong to the extra tensors.
+        repo_id: its name on the hub, if it came from there.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class SourceCheckpoint:
     extra: Collection[str] = ()
     nested: bool = False
     files: Mapping[str, Path] = field(default_factory=dict)
+    repo_id: str | None = None
 
     def exported_config(self, export: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         """`hf_config` with `export` applied to the language model's config."""

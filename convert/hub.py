@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
     (OfflineModeIsEnabled, "is not in the cache, and the hub is not used (local_files_only or HF_HUB_OFFLINE)"),
     (LocalEntryNotFoundError, "is not in the cache, and {endpoint} cannot be reached: {cause}"),
     (EntryNotFoundError, "lacks a file: {error}"),
-    (Exception, "download failed, run again to retry: {kind}: {error}"),
+    (Exception, "{action} failed, run again to retry: {kind}: {error}"),
 )
 
 
@@ -71,39 +72,48 @@ def resolve(
     if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or path.exists():
         raise CheckpointError(f"{name}: {'is not a' if path.exists() else 'no such'} folder")
     options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-    try:
+    with explained(name, revision, local_files_only=local_files_only):
         return _fetch(name, revision, weights, options)
+
+
+@contextmanager
+def explained(
+    name: str, revision: str | None, *, local_files_only: bool = False, action: str = "download"
+) -> Iterator[None]:
+    """Turn what huggingface_hub raises about the repository `name` into a HubError that says what to do."""
+    try:
+        yield
     except (CheckpointError, HubError):
         raise
     # The library lets errors of its transports (httpx, Xet) through, which have no base class in common.
     except Exception as error:
-        raise HubError(f"{name}: {_reason(name, revision, error, local_files_only)}") from error
+        raise HubError(f"{name}: {_reason(name, revision, error, local_files_only, action)}") from error
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:
-    folder = _snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options)
+    folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options)
     commit = folder.name  # From here on, so that files of two commits never mix.
     _require(name, commit, "config.json", options)
     if weights:
-        _snapshot(name, commit, (SINGLE, INDEX), options)
+        snapshot(name, commit, (SINGLE, INDEX), options)
         # As in transformers: a single file wins over an index.
         sharded = not (folder / SINGLE).is_file() and (folder / INDEX).is_file()
         files = sorted(set(read_index(folder).values())) if sharded else [SINGLE]
         if sharded:
-            _snapshot(name, commit, files, options)
+            snapshot(name, commit, files, options)
         for file in files:
             _require(name, commit, file, options)
     return folder
 
 
-def _snapshot(name: str, revision: str | None, files: Iterable[str], options: dict[str, Any]) -> Path:
+def snapshot(name: str, revision: str | None, files: Iterable[str], options: dict[str, Any]) -> Path:
     """Fetch those of `files` that the repository has; without a hub, find the snapshot that the cache has."""
     try:
         patterns = [glob.escape(file) for file in files]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, **options))
     except LocalEntryNotFoundError:
         # A snapshot without optional files counts as incomplete; it may do all the same.
-        found = try_to_load_from_cache(name, "config.json", cache_dir=options["cache_dir"], revision=revision)
+        found = try_to_load_from_cache(name, "config.json", cache_dir=options.get("cache_dir"), revision=revision)
         if not isinstance(found, str):
             raise
         return Path(found).parent
@@ -120,10 +130,11 @@ def _require(name: str, commit: str, file: str, options: dict[str, Any]) -> None
         raise HubError(f"{name}: the repository has no {file}{other}") from error
 
 
-def _reason(name: str, revision: str | None, error: Exception, local_files_only: bool) -> str:
+def _reason(name: str, revision: str | None, error: Exception, local_files_only: bool, action: str) -> str:
     offline = local_files_only or constants.HF_HUB_OFFLINE
     kind = OfflineModeIsEnabled if offline and isinstance(error, LocalEntryNotFoundError) else type(error)
     return next(text for each, text in REASONS if issubclass(kind, each)).format(
+        action=action,
         url=f"{constants.ENDPOINT}/{name}",
         endpoint=constants.ENDPOINT,
         revision=revision or constants.DEFAULT_REVISION,

@@ -89,8 +89,9 @@ def from_pretrained(
         weight_map = choose_layout(found, config, checkpoint.headers)
         extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
         nested = family_of(hf_config).text is not None
+        repo_id = None if Path(name_or_path).expanduser().is_dir() else os.fspath(name_or_path)
         source = SourceCheckpoint(
-            folder.absolute(), found, weight_map, sorted(extra), nested, _present(folder, PROCESSORS)
+            folder.absolute(), found, weight_map, sorted(extra), nested, _present(folder, PROCESSORS), repo_id
         )
         model = _skeleton(config, replace(_export_spec(hf_config, config, folder, weight_map), source=source))
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
@@ -150,7 +151,8 @@ def from_transformers(
     """A native model with the weights of a transformers model in memory, `...ForCausalLM` of a supported family.
 
     Args:
-        hf_model: the model. It stays as it is, and shares nothing with the result.
+        hf_model: the model. It stays as it is, and shares nothing with the result. What is frozen in it is frozen in
+            the result.
         dtype, device, torch_dtype, device_map: as of `from_pretrained`; by default, and with a dtype "auto", those of
             `hf_model`.
         attention: name of an attention backend, or "auto".
@@ -160,6 +162,7 @@ def from_transformers(
     Raises:
         ConfigError: a field of its config is not supported (named).
         CheckpointError: its tensors are not those that its config says: adapters (merge them first), quantised weights.
+            Or some of the tensors that are one parameter here (of q, k and v, say) are frozen, and others are not.
         InputError: as `from_pretrained`.
     """
     first = next(hf_model.parameters())

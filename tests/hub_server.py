@@ -1,7 +1,8 @@
-"""A loopback stand-in for the Hugging Face hub: as much of its API as downloads by huggingface_hub 1 and 2 use."""
+"""A loopback stand-in for the Hugging Face hub: as much of its API as huggingface_hub 1 and 2 use for files."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -20,21 +21,24 @@ class Hub:
     """What the server has: `repos` maps repo id to its files, all of one commit, on branch main.
 
     Of repos in `gated`, files need TOKEN. GETs of files in `cut` end half-way, and then fail. `served` lists the files
-    whose content was asked for.
+    whose content was asked for. Repositories that clients make are added to `repos`; `commits` lists what they say of
+    their commits: repository, branch, message, and whether it is a pull request.
     """
 
     url: str
-    repos: Mapping[str, Mapping[str, bytes]]
+    repos: dict[str, dict[str, bytes]]
     gated: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
     served: list[str] = field(default_factory=list)
+    commits: list[tuple[str, str, str, bool]] = field(default_factory=list)
 
 
 @contextmanager
 def serving(repos: Mapping[str, Mapping[str, bytes]]) -> Iterator[Hub]:
     """Serve `repos` on a free port of 127.0.0.1 while the context lasts."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    hub = server.hub = Hub(f"http://127.0.0.1:{server.server_port}", repos)  # type: ignore[attr-defined]
+    url = f"http://127.0.0.1:{server.server_port}"
+    hub = server.hub = Hub(url, {name: dict(files) for name, files in repos.items()})  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -53,6 +57,38 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._route()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub, address = self._hub, urlsplit(self.path)
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._error(401, "")
+        match [unquote(part) for part in address.path.split("/")[1:]]:
+            case ["api", "validate-yaml"]:
+                self._json({"errors": [], "warnings": []})
+            case ["api", "repos", "create"]:
+                made = json.loads(body)
+                repo = f"{made.get('organization') or 'somebody'}/{made['name']}"
+                hub.repos.setdefault(repo, {})
+                self._json({"url": f"{hub.url}/{repo}", "name": repo, "id": repo})
+            case ["api", "models", owner, name, "branch", _]:
+                self._json({})
+            case ["api", "models", owner, name, "preupload", _]:
+                paths = [file["path"] for file in json.loads(body)["files"]]
+                self._json(
+                    {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+                )
+            case ["api", "models", owner, name, "commit", branch]:
+                header, *files = [json.loads(line) for line in body.splitlines()]
+                proposed = "create_pr=1" in address.query
+                repo = f"{owner}/{name}"
+                hub.commits.append((repo, branch, header["value"]["summary"], proposed))
+                for file in files:
+                    hub.repos[repo][file["value"]["path"]] = base64.b64decode(file["value"]["content"])
+                url = f"{hub.url}/{repo}/commit/{COMMIT}"
+                self._json({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": f"{hub.url}/{repo}/discussions/1"})
+            case _:
+                self._error(404, "")
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -120,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     @property

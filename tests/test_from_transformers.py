@@ -1,6 +1,9 @@
 """Models and state dicts of transformers in memory become native, and native ones become transformers'."""
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,8 +89,9 @@ def test_a_wrapped_model_and_its_native_one_are_one_model(name: str, tmp_path: P
     trained = hf.eval()(ids).logits
     assert not torch.allclose(trained, wanted)
     assert zoo.relative_error(model.eval()(ids).logits, trained) < 1e-5
-    with pytest.raises(ConfigError, match=r"decoder is .*would be loaded as another model"):
-        model.save_pretrained(tmp_path / "native")
+    for export in (lambda: model.save_pretrained(tmp_path / "native"), model.hf_state_dict):
+        with pytest.raises(ConfigError, match=r"export it by .* the transformers model that wrap returned"):
+            export()
     hf.save_pretrained(tmp_path / "hf")
     assert zoo.relative_error(lm.from_pretrained(tmp_path / "hf")(ids).logits, trained) < 1e-5
 
@@ -100,6 +104,53 @@ def test_wrapping_keeps_generation_settings_and_refuses_what_transformers_does_n
     composed = lm.CausalLM(lm.from_transformers(make("llama-3")).config)
     with pytest.raises(ConfigError, match="composed by hand"):
         wrap(composed)
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    hf = make("llama-3")
+    hf.model.embed_tokens.requires_grad_(False)
+    for name in "qkv":
+        hf.model.layers[1].self_attn.get_submodule(f"{name}_proj").requires_grad_(False)
+    model = lm.from_transformers(hf)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"decoder.embed.weight", "decoder.blocks.1.mixer.qkv.weight"}
+    hf.model.layers[1].self_attn.q_proj.requires_grad_(True)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight, .*only some require gradients"):
+        lm.from_transformers(hf, consume=True)
+    assert all(p.numel() for p in hf.parameters())
+
+
+PEAK = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM
+import ligermodels as lm
+
+def peak(name):
+    text = open("/proc/self/status").read()
+    return int(text.split(name)[1].split()[0]) * 1024
+
+sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 1000}
+hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+layer = sum(p.nbytes for p in hf.model.layers[0].parameters())
+model = sum(p.nbytes for p in hf.parameters())
+warm = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**sizes, "num_hidden_layers": 1}))
+lm.from_transformers(warm, consume=True)
+before = peak("VmRSS:")
+open("/proc/self/clear_refs", "w").write("5")
+native = lm.from_transformers(hf, consume=sys.argv[1] == "consume")
+print(peak("VmHWM:") - before, layer, model)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="measures memory as Linux counts it")
+@pytest.mark.parametrize("consume", [False, True])
+def test_memory_holds_one_layer_more_than_the_models(consume: bool) -> None:
+    command = [sys.executable, "-c", PEAK, "consume" if consume else "keep"]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    above, layer, model = map(int, run.stdout.split())
+    assert above < layer + (0 if consume else model)
+    assert above > (0 if consume else model - layer)
 
 
 def test_weights_that_are_not_tied_though_the_config_says_so_are_refused() -> None:

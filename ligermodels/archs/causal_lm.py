@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,25 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.decoder import Decoder, DecoderConfig
+from ligermodels.archs.export import ExportMixin
 from ligermodels.archs.generation import GenerationMixin
 from ligermodels.archs.output import CausalLMOutput
 from ligermodels.archs.registry import family_of, first_difference, module_difference
-from ligermodels.archs.state_dict import export_state_dict, layout_in_memory, load_state_dict
-from ligermodels.convert.export_spec import ExportSpec, Keep
+from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import DecodingState
 from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
 from ligermodels.layers.checkpointing import ActivationCheckpointing
-from ligermodels.layers.config import persistent_tensors
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
 from ligermodels.layers.lm_head import check_loss_options
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, check_token_ids, document_bounds
-from ligermodels.layers.sharding import reshard
 from ligermodels.layers.targets import count_targets
 
 
-class CausalLM(GenerationMixin, nn.Module):
+class CausalLM(GenerationMixin, ExportMixin, nn.Module):
     """A decoder-only language model.
 
     `config` is the composed config. `export_spec` says which Hugging Face checkpoint the model goes back out as
@@ -74,7 +71,7 @@ class CausalLM(GenerationMixin, nn.Module):
     @property
     def hf_config(self) -> dict[str, Any]:
         """The Hugging Face config this model came from, as found."""
-        return self._require_export_spec().hf_config
+        return self.require_export_spec().hf_config
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
@@ -297,54 +294,15 @@ class CausalLM(GenerationMixin, nn.Module):
         """Labels that `forward` counts, a long scalar: summed over batches, it is their `num_items_in_batch`."""
         return count_targets(labels, (1,), position_ids, cu_seqlens, attention_mask)[0]
 
-    # -- generation and export -----------------------------------------------------------------------------------------
-
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
         return self.decoder.new_state(batch_size, max_length)
 
-    def save_pretrained(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        max_shard_size: int | str = "5GB",
-        overwrite: bool = False,
-        keep: Keep = "model",
-    ) -> None:
-        """Write a Hugging Face checkpoint: safetensors, config.json, tokenizer and generation files.
-
-        With `keep` "all" it is the checkpoint that the model was loaded from, with the weights of the model in it and
-        the others (a vision tower's) as they were; that must be where it was. Of a sharded model all ranks call this,
-        and the first one writes.
-
-        Raises:
-            ConfigError: the model was composed by hand and has no `export_spec`; or its config is no longer what its
-                config.json composes to: the field is named.
-            CheckpointError: the folder is in use, or the disk is full; nothing is left half-written. Or the checkpoint
-                that `keep` refers to is not there.
-        """
-        spec = self.checked_export_spec()
-        reshard(self)
-        spec.save(folder, persistent_tensors(self), max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
-
-    def hf_state_dict(self) -> dict[str, Tensor]:
-        """The weights under the names, and in the shapes, of a loaded transformers model (5 or later), detached.
-
-        Those that are stored alike share their memory with the model's, the others are copies.
-        """
-        return export_state_dict(self, layout_in_memory(self._require_export_spec(), self.config))
-
-    def load_hf_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the weights of a transformers model's `state_dict()`, or of a checkpoint, on any device.
-
-        They are cast to the model's dtype. Raises CheckpointError that lists every missing, unexpected or misshapen
-        tensor; then nothing has changed.
-        """
-        load_state_dict(self, state_dict)
+    # -- export --------------------------------------------------------------------------------------------------------
 
     def checked_export_spec(self) -> ExportSpec:
         """The `export_spec`; ConfigError when the checkpoint that it writes would be of another model than this."""
-        spec = self._require_export_spec()
+        spec = self.require_export_spec()
         composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
         difference = first_difference(self.config, composed, "config")
         if difference is None:
@@ -358,7 +316,10 @@ class CausalLM(GenerationMixin, nn.Module):
             )
         return spec
 
-    def _require_export_spec(self) -> ExportSpec:
+    def require_export_spec(self) -> ExportSpec:
+        """The `export_spec`; ConfigError when there is none."""
+        if (other := getattr(self.decoder, "exported_by", None)) is not None:
+            raise ConfigError(f"this model computes by the modules of another one: export it by {other}")
         if self.export_spec is None:
             raise ConfigError(
                 "this model was composed by hand: set model.export_spec (hf_config and weight map) to export it"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ligermodels.archs.registry import family_of
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import CheckpointError
 from ligermodels.layers.config import persistent_tensors
 
 if TYPE_CHECKING:
@@ -79,11 +80,17 @@ def move_state_dict(
         empty: gives a tensor its memory.
         consume: free each of `tensors` once it has been copied.
 
-    Raises CheckpointError that lists every fault when they do not fit the model; then nothing has changed.
+    A parameter is frozen if its tensors are. Raises CheckpointError that lists every fault when they do not fit the
+    model, or where some of a parameter's tensors are frozen and others are not; then nothing has changed.
     """
     reader = StateDict(tensors)
     weight_map.plan(tensors, persistent_tensors(model))
     weight_map.check_aliases(reader)
+    trained = {one.target: [tensors[view.source].requires_grad for view in one.views] for one in weight_map.mappings}
+    for mapping in weight_map.mappings:
+        if any(trained[mapping.target]) != all(trained[mapping.target]):
+            names = ", ".join(view.source for view in mapping.views)
+            raise CheckpointError(f"{names}: are one parameter here, but only some require gradients; make them alike")
     uses = Counter(view.source for mapping in weight_map.mappings for view in mapping.views)
     places: defaultdict[int, list[Any]] = defaultdict(list)  # of each tensor, two where weights are tied
     for module in model.modules():
@@ -96,7 +103,7 @@ def move_state_dict(
         new = empty(old)
         one = replace(weight_map, mappings=[mapping], ignored=[""], aliases={})
         one.load(reader, {mapping.target: new})
-        held = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        held = nn.Parameter(new, all(trained[mapping.target])) if isinstance(old, nn.Parameter) else new
         for table, name in places[id(old)]:
             table[name] = held
         for view in mapping.views if consume else ():

@@ -60,6 +60,8 @@ def from_pretrained(name_or_path: str | os.PathLike[str], **options: Any) -> Any
 class _Decoder(nn.Module):
     """A native decoder by the modules of a transformers model."""
 
+    exported_by = "the save_pretrained, push_to_hub or state_dict of the transformers model that wrap returned"
+
     def __init__(self, hf: Any) -> None:
         super().__init__()
         self.hf, self.config, self.ropes = hf, hf.native.config, hf.get_decoder().native.ropes

@@ -1,9 +1,5 @@
 """Models that compute natively in PEFT, bitsandbytes, accelerate, lm-eval and pipelines: the same results."""
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,52 +132,6 @@ def test_nf4_and_lora(folder: Path, passes: list[int]) -> None:
     found = losses(adapted(native=True))
     assert len(passes) == 3
     assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-3, atol=1e-4)
-
-
-SCRIPT = """
-import sys, torch
-sys.path.insert(0, sys.argv[2])
-import tiny
-from accelerate import Accelerator
-from transformers import AutoModelForCausalLM
-import ligermodels as lm
-from test_others import batches
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-model = lm.nativize(model) if sys.argv[3] == "native" else model
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-model, optimizer = accelerator.prepare(model, optimizer)
-for i, batch in enumerate(batches(4)):
-    half = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)
-    with accelerator.accumulate(model):
-        loss = model.train()(**{name: x[half] for name, x in batch.items()}).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    print(f"LOSS {accelerator.process_index} {i} {float(accelerator.reduce(loss.detach(), 'mean')):.6f}", flush=True)
-"""
-
-
-def test_accelerate_on_two_processes(folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-
-    def run(kind: str) -> list[str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, str(script), str(folder), str(Path(__file__).parent), kind]
-        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        pipe = subprocess.PIPE
-        ranks = [subprocess.Popen(command, env=each, stdout=pipe, stderr=pipe, text=True) for each in environments]
-        done = [rank.communicate(timeout=240) for rank in ranks]
-        assert all(rank.returncode == 0 for rank in ranks), done
-        return sorted(line for out, _ in done for line in out.splitlines() if line.startswith("LOSS"))
-
-    found, wanted = ([float(line.split()[-1]) for line in run(kind)] for kind in ("native", "theirs"))
-    assert len(wanted) == 8
-    assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
 
 
 def test_lm_eval(folder: Path, passes: list[int]) -> None:

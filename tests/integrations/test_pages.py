@@ -10,7 +10,7 @@ import tiny
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = [
     pytest.param(code, id=f"{page}-{i}")
-    for page in ("transformers", "trainers")
+    for page in ("transformers", "trainers", "peft", "evaluation", "several-gpus")
     for i, code in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL))
 ]
 
@@ -18,9 +18,9 @@ BLOCKS = [
 @pytest.mark.parametrize("code", BLOCKS)
 def test_a_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.save(tmp_path / "checkpoint")
-    code, count = re.subn("meta-llama/Llama-3.2-1B", str(folder), code)
-    assert count == 1
-    code = re.sub(r"(TrainingArguments|SFTConfig)\(", r"\1(use_cpu=True, bf16=False, output_dir=", code)
+    code = code.replace("meta-llama/Llama-3.2-1B", str(folder))
+    code = re.sub(r"(TrainingArguments|SFTConfig)\(\s*", r"\1(use_cpu=True, bf16=False, output_dir=", code)
+    code = code.replace("HFLM(", "HFLM(device='cpu', ").replace("Accelerator()", "Accelerator(cpu=True)")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(compile(code, "page", "exec"), names)

@@ -1,0 +1,105 @@
+"""Checkpoints on the Hugging Face hub, with a model card."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+
+from ligermodels.convert import hub
+from ligermodels.convert.export_spec import SourceCheckpoint
+from ligermodels.convert.ranks import Ranks
+
+CARD = "README.md"
+LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md")
+INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
+"""Fields of a card that hold for what is made from the model, too."""
+
+BODY = """# {name}
+
+{origin}Saved by ligermodels in the Hugging Face format.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo_id}")
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+```
+"""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a checkpoint goes on the hub; the fields are huggingface_hub's, None for its defaults."""
+
+    repo_id: str
+    commit_message: str | None = None
+    private: bool | None = None
+    token: str | bool | None = None
+    revision: str | None = None
+    create_pr: bool = False
+
+
+def publish(to: Destination, write: Callable[[Path], None], source: SourceCheckpoint | None, ranks: Ranks) -> str:
+    """Upload the checkpoint that `write` writes into a folder, and return the URL of the commit or pull request.
+
+    A repository without a card gets one: how to use the model in transformers, and from the base model's card license,
+    language, tags and text. The base's license files go along.
+
+    Args:
+        source: the base model's checkpoint, if there is one.
+        ranks: those that call this together. One of them uploads; on the others the URL is "".
+
+    Raises HubError when the repository cannot be written, or the base's card cannot be fetched.
+    """
+    url = ""
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "checkpoint"
+        write(folder)
+        with ranks.step(to.repo_id):
+            if ranks.writes:
+                with hub.explained(to.repo_id, to.revision, action="upload"):
+                    url = _upload(to, folder, source)
+    return url
+
+
+def _upload(to: Destination, folder: Path, source: SourceCheckpoint | None) -> str:
+    api = HfApi(token=to.token)
+    repo_id = api.create_repo(to.repo_id, private=to.private, exist_ok=True).repo_id
+    base, papers = (None, None) if source is None else (source.repo_id, source.folder)
+    if base is not None and papers is not None:
+        commit = papers.name
+        with hub.explained(base, commit):
+            papers = hub.snapshot(base, commit, (CARD, *LICENSES), {"token": to.token})
+    for name in LICENSES:
+        if papers is not None and (papers / name).is_file():
+            shutil.copy(papers / name, folder)
+    if not api.file_exists(repo_id, CARD, revision=to.revision):
+        card = model_card(repo_id, base, None if papers is None else papers / CARD)
+        (folder / CARD).write_text(card, encoding="utf-8")
+    if to.revision is not None and not to.create_pr:
+        api.create_branch(repo_id, branch=to.revision, exist_ok=True)
+    message = to.commit_message or "Upload model"
+    done = api.upload_folder(
+        repo_id=repo_id, folder_path=folder, commit_message=message, revision=to.revision, create_pr=to.create_pr
+    )
+    return done.pr_url or done.commit_url
+
+
+def model_card(repo_id: str, base: str | None, base_card: Path | None) -> str:
+    """The text of a card, see `publish`; `base_card` is a file that need not exist."""
+    found = None
+    if base_card is not None and base_card.is_file():
+        found = ModelCard(base_card.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    fields = {} if found is None else {name: found.data.get(name) for name in INHERITED}
+    tags = list(dict.fromkeys([*(fields.pop("tags", None) or []), "ligermodels"]))
+    fields["pipeline_tag"] = fields.get("pipeline_tag") or "text-generation"
+    data = ModelCardData(base_model=base, library_name="transformers", tags=tags, **fields)
+    origin = "" if base is None else f"Made from [{base}](https://huggingface.co/{base}). "
+    made = BODY.format(name=repo_id.rpartition("/")[2], repo_id=repo_id, origin=origin)
+    text = f"---\n{data.to_yaml()}\n---\n\n{made}"
+    return text if found is None else f"{text}\n## Card of the base model\n\n{found.text.strip()}\n"
