@@ -50,7 +50,7 @@ def backbone_forward(
     use_cache: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     token_indices: Targets | None = None,
-    unpad: Unpadding | None = None,
+    padding: Padding | None = None,
     native: bool = True,
     **kwargs: Any,
 ) -> Any:
@@ -59,7 +59,7 @@ def backbone_forward(
     Args:
         cu_seq_lens_q: int32 (n + 1,), bounds of documents packed into one row; by default positions that restart.
         token_indices: the states of the tokens with a target alone, (1, n, H), of those without padding.
-        unpad: the padding of `attention_mask`, if it is known.
+        padding: of `attention_mask`, if it is known.
         native: False for the class's own forward, in any case.
 
     With a cache, a mask for each pair of tokens, padding between tokens, dropout, hooks on what is in the layers, or a
@@ -67,16 +67,14 @@ def backbone_forward(
     """
     options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-    unknown = attention_mask if unpad is None else None
-    native = native and runs_natively(backbone, inputs, unknown, options) and _layers_are_ours(backbone)
-    if native and attention_mask is not None:
-        unpad = unpad or padding_of(attention_mask)
-        native = unpad is None or not backbone.native.rope_by_length
+    padding = padding or Padding(attention_mask, inputs)
+    native = native and runs_natively(backbone, inputs, padding, options) and _layers_are_ours(backbone)
+    native = native and not (padding.exists and backbone.native.rope_by_length)
     if not native:
         if cu_seq_lens_q is not None:
             options["cu_seq_lens_q"] = cu_seq_lens_q
         return type(backbone).forward(backbone, **inputs, attention_mask=attention_mask, **options)
-    view, inputs = DecoderView(backbone), with_all_positions(inputs)
+    view, inputs, unpad = DecoderView(backbone), with_all_positions(inputs), padding.unpadding()
     if unpad is not None:
         if input_ids is not None:  # noise on embeddings (NEFTune) goes by the shape that transformers gives them
             inputs |= {"input_ids": None, "inputs_embeds": view.embed(input_ids)}
@@ -112,12 +110,14 @@ def causal_lm_forward(
     """
     options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-    if labels is not None and _padding_counts(attention_mask, labels):
-        options["native"] = False
-    elif labels is not None and _loss_is_fused(model, inputs, attention_mask, logits_to_keep, options):
-        kind = MoeCausalLMOutputWithPast if _has_experts(model) else CausalLMOutputWithPast
-        loss = _loss(model, inputs, attention_mask, labels, options)
-        return kind(loss=loss, past_key_values=_no_cache(model, use_cache))
+    if labels is not None:
+        padding = Padding(attention_mask, inputs, labels)
+        if padding.is_labelled:
+            options["native"] = False
+        elif _loss_is_fused(model, inputs, padding, logits_to_keep, options):
+            kind = MoeCausalLMOutputWithPast if _has_experts(model) else CausalLMOutputWithPast
+            loss = _loss(model, inputs, padding, labels, options)
+            return kind(loss=loss, past_key_values=_no_cache(model, use_cache))
     options |= {"labels": labels, "logits_to_keep": logits_to_keep}
     return type(model).forward(model, **inputs, attention_mask=attention_mask, **options)
 
@@ -132,7 +132,37 @@ def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **opt
     )
 
 
-def runs_natively(module: Any, inputs: Inputs, attention_mask: Any, options: dict[str, Any]) -> bool:
+class Padding:
+    """What an attention mask says of a batch, by one sync on a GPU; nothing is known of masks other than (B, T).
+
+    mask: the mask; None without any, and without padding.
+    at_ends: whether it is None or (B, T), and no row has padding between tokens, which transformers counts for
+        positions and windows.
+    exists: whether there is padding.
+    is_labelled: whether a label lies on padding or, as on the first token after padding on the left, is predicted from
+        it. transformers counts these, by states of padding that depend on how its attention is implemented.
+    """
+
+    def __init__(self, attention_mask: Any, inputs: Inputs, labels: Tensor | None = None) -> None:
+        self.mask: Tensor | None = attention_mask
+        self.at_ends, self.exists, self.is_labelled = attention_mask is None, False, False
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != _shape(inputs):
+            return
+        real = attention_mask != 0
+        starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
+        labelled = real.new_zeros(())
+        if labels is not None and labels.shape == real.shape:
+            counts = labels != IGNORE_INDEX
+            labelled = (counts & ~real).any() | (counts[:, 1:] & ~real[:, :-1]).any()
+        found = torch.stack([(starts <= 1).all(), ~real.all(), labelled])
+        self.at_ends, self.exists, self.is_labelled = found.tolist()
+
+    def unpadding(self) -> Unpadding | None:
+        """What takes it out of a batch; None without any."""
+        return Unpadding(self.mask) if self.exists and self.mask is not None else None
+
+
+def runs_natively(module: Any, inputs: Inputs, padding: Padding, options: dict[str, Any]) -> bool:
     """Whether the native pass gives all that these arguments, and the config of a backbone or model, ask for."""
     config, rest = module.config, dict(options)
     if isinstance(rest.get("past_key_values"), NoCache):
@@ -145,15 +175,9 @@ def runs_natively(module: Any, inputs: Inputs, attention_mask: Any, options: dic
         and not rest.pop("use_cache", None)
         and all(value is None or name in BESIDE for name, value in rest.items())
         and (inputs["input_ids"] is None) != (inputs["inputs_embeds"] is None)
-        and (attention_mask is None or _is_padding(attention_mask, inputs))
+        and padding.at_ends
         and not (module.training and getattr(config, "attention_dropout", 0.0))
     )
-
-
-def padding_of(attention_mask: Tensor) -> Unpadding | None:
-    """The padding of a mask (B, T); None without any."""
-    unpad = Unpadding(attention_mask)
-    return None if unpad.trivial else unpad
 
 
 def with_all_positions(inputs: Inputs) -> Inputs:
@@ -166,15 +190,6 @@ def _shape(inputs: Inputs) -> torch.Size:
     """(B, T)."""
     tokens: Tensor = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
     return tokens.shape[:2]
-
-
-def _is_padding(attention_mask: Any, inputs: Inputs) -> bool:
-    """Whether a mask only pads the rows of `inputs`: between tokens, padding would count for positions and windows."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != _shape(inputs):
-        return False
-    real = attention_mask != 0
-    starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
-    return bool((starts <= 1).all())
 
 
 def _layers_are_ours(backbone: Any) -> bool:
@@ -192,19 +207,8 @@ def _has_experts(module: Any) -> bool:
     return any(isinstance(block.mlp, MoEConfig) for block in module.native.config.blocks)
 
 
-def _padding_counts(attention_mask: Any, labels: Tensor) -> bool:
-    """Whether a label lies on padding or, as on the first token after padding on the left, is predicted from it.
-
-    transformers counts these, by states of padding that depend on how its attention is implemented.
-    """
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != labels.shape:
-        return False
-    counts, padding = labels != IGNORE_INDEX, attention_mask == 0
-    return bool((counts & padding).any() | (counts[:, 1:] & padding[:, :-1]).any())
-
-
 def _loss_is_fused(
-    model: Any, inputs: Inputs, attention_mask: Any, logits_to_keep: int | Tensor, options: dict[str, Any]
+    model: Any, inputs: Inputs, padding: Padding, logits_to_keep: int | Tensor, options: dict[str, Any]
 ) -> bool:
     """Whether the loss is computed without logits: in training, if loss and head are the usual ones, and nobody asks
     for logits or has a hook where they pass."""
@@ -214,19 +218,18 @@ def _loss_is_fused(
     if not model.training or watched((backbone, *model.lm_head.modules())):
         return False
     known = {name: value for name, value in options.items() if name != "cu_seq_lens_q"}
-    return model.loss_function is ForCausalLMLoss and runs_natively(model, inputs, attention_mask, known)
+    return model.loss_function is ForCausalLMLoss and runs_natively(model, inputs, padding, known)
 
 
-def _loss(model: Any, inputs: Inputs, attention_mask: Tensor | None, labels: Tensor, options: dict[str, Any]) -> Tensor:
+def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options: dict[str, Any]) -> Tensor:
     num_items = options.pop("num_items_in_batch", None)
-    backbone, bounds = model.get_decoder(), None
-    unpad = None if attention_mask is None else padding_of(attention_mask)
-    natively = _layers_are_ours(backbone) and not (unpad is not None and backbone.native.rope_by_length)
+    backbone, unpad = model.get_decoder(), padding.unpadding()
+    natively, bounds = _layers_are_ours(backbone) and not (padding.exists and backbone.native.rope_by_length), None
     if natively and unpad is not None:
         labels, bounds = unpad.take(labels), unpad.cu_seqlens
     # Of documents that a caller packed, transformers lets the last token predict the next one's first label.
     targets = Targets(labels, (1,), vocab_size=model.config.vocab_size, cu_seqlens=bounds, every_token=not natively)
-    options |= {"token_indices": targets, "unpad": unpad, "native": natively}
-    hidden = backbone(**inputs, attention_mask=attention_mask, **options).last_hidden_state
+    options |= {"token_indices": targets, "padding": padding, "native": natively}
+    hidden = backbone(**inputs, attention_mask=padding.mask, **options).last_hidden_state
     loss: Tensor = targets.loss(0, model.lm_head, hidden, num_items_in_batch=num_items)
     return loss

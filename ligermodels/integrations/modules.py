@@ -81,10 +81,15 @@ def unset_forward(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
+def native_of(module: nn.Module) -> Native:
+    """What `set_forward` was told of the module."""
+    native: Native = module.__dict__["native"]
+    return native
+
+
 def part(module: nn.Module, name: str) -> nn.Module:
     """The submodule of `module` that a part of a native layer is."""
-    native: Native = module.native  # type: ignore[assignment]
-    found: nn.Module = attrgetter(native.names[name])(module)
+    found: nn.Module = attrgetter(native_of(module).names[name])(module)
     return found
 
 
@@ -105,7 +110,7 @@ class _NormView:
 
 def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = None) -> Tensor:
     """down(activation(gate(x)) * up(x)), x (..., H)."""
-    native: Native = module.native  # type: ignore[assignment]
+    native = native_of(module)
     config: MLPConfig = native.config
     activation: Callable[..., Tensor] = ACTIVATIONS[config.activation]
     if "mlp.gate_up" in native.names:
@@ -124,7 +129,7 @@ def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
-    native: Native = module.native  # type: ignore[assignment]
+    native = native_of(module)
     config: AttentionConfig = native.config
     tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
     if "attention.qkv" in native.names:
@@ -177,7 +182,7 @@ class _BlockView:
     """A native block whose parts are those of a transformers layer."""
 
     def __init__(self, layer: nn.Module) -> None:
-        native: Native = layer.native  # type: ignore[assignment]
+        native = native_of(layer)
         self._layer, self._names, self.residual_scale = layer, native.names, native.config.residual_scale
 
     forward, _add = Block.forward, Block._add
