@@ -81,10 +81,13 @@ class Stopping:
     def __call__(self, ids: Tensor, done: Tensor) -> Tensor:
         """ids (B, T), and bool (B,), which of the sequences have ended -> bool (B,), which end here or have."""
         for number, criterion in enumerate(self._criteria):
-            ends = torch.as_tensor(criterion(ids, None), dtype=torch.bool, device=done.device)
-            if ends.ndim and ends.shape != done.shape:
+            found = criterion(ids, None)
+            try:
+                ends = torch.as_tensor(found, dtype=torch.bool, device=done.device)
+                ends = ends.view(done.shape) if ends.ndim else ends
+            except (RuntimeError, TypeError, ValueError):
                 expected = f"bool or bool {tuple(done.shape)}"
-                raise InputError(f"stopping_criteria[{number}]: must return {expected}, got {tuple(ends.shape)}")
+                raise InputError(f"stopping_criteria[{number}]: must return {expected}, got {found!r}") from None
             done = done | ends
         if not self._strings:
             return done

@@ -203,7 +203,9 @@ def _opened(folder: Path, file: str) -> Iterator[FileReader]:
         reader = TorchFile(folder / file) if pickled else opened.enter_context(Checkpoint(folder, single=file))
         stored = {name.replace(SUPERFLUOUS, ""): name for name in reader.headers}
         if twice := set(reader.headers) - set(stored.values()):
-            raise CheckpointError(f"tensors that are there with {SUPERFLUOUS!r} and without: {', '.join(sorted(twice))}")
+            raise CheckpointError(
+                f"tensors that are there with {SUPERFLUOUS!r} and without: {', '.join(sorted(twice))}"
+            )
         reader.headers = {name: reader.headers[old] for name, old in stored.items()}  # type: ignore[assignment]
         yield reader
 

@@ -295,6 +295,8 @@ class MedusaModel(nn.Module):
             options: as `medusa_generate`.
         """
         tree = default_tree(self.shape.num_heads, vocab_size=self.shape.vocab_size) if tree is None else tree
+        if not isinstance(tree, Tree):
+            raise InputError(f"tree: must be a Tree, got {type(tree).__name__}")
         # What the checkpoint says of sampling is for `base.generate`.
         found = self.base.generation_defaults(do_sample=False)
         defaults: dict[str, Any] = {
