@@ -187,6 +187,12 @@ def test_heads_survive_saving(base: lm.CausalLM, lm_head: str, tmp_path: Path) -
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("decay", [-0.1, float("nan"), float("inf"), "0.8"])
+def test_a_bad_decay_is_refused(base: lm.CausalLM, decay: Any) -> None:
+    with pytest.raises(InputError, match="decay must be a number, at least 0"):
+        lm.MedusaModel.from_base(base, decay=decay)
+
+
 def test_bad_heads_are_refused(base: lm.CausalLM, tmp_path: Path) -> None:
     model = stir(lm.MedusaModel.from_base(base, 2, 1, "shared"))
     model.save_pretrained(tmp_path / "heads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -61,6 +62,8 @@ class MedusaModel(nn.Module):
             raise InputError(f"num_heads and num_layers must be at least 1, got {num_heads} and {num_layers}")
         if lm_head not in ("own", "shared"):
             raise InputError(f"lm_head must be 'own' or 'shared', got {lm_head!r}")
+        if not isinstance(decay, int | float) or not 0 <= decay < math.inf:
+            raise InputError(f"decay must be a number, at least 0, got {decay!r}")
         self.base, self.lm_head, self.decay = base, lm_head, decay
         self.shape = HeadsShape(num_heads, num_layers, base.config.hidden_size, base.config.vocab_size)
         state = {name: gathered(tensor) for name, tensor in base.head.state_dict().items()} if lm_head == "own" else {}
