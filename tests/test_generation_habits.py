@@ -263,6 +263,19 @@ def test_tree_decoding_names_what_it_does_not_have(pair: tuple[Any, lm.CausalLM]
     with pytest.raises(InputError, match=name):
         medusa.generate([[5, 6]], 3, **{name: 7})
     assert medusa.generate([[5, 6]], 3, num_beams=1).shape == (1, 5)
+    with pytest.raises(InputError, match="generate: inputs_embeds = "):
+        pair[1].generate([[5, 6]], 3, inputs_embeds=numpy.zeros((1, 2, 3)))
+
+
+def test_a_length_goes_before_the_checkpoints_number_of_tokens(
+    pair: tuple[Any, lm.CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pair[1]
+    monkeypatch.setattr(model, "export_spec", replace(model.export_spec, generation_config={"max_new_tokens": 3}))
+    medusa = lm.MedusaModel.from_base(model, num_heads=1)
+    for each in (model, medusa):
+        assert each.generate([[5, 6]], max_length=9, eos_token_id=None, pad_token_id=0).shape == (1, 9)
+        assert each.generate([[5, 6]], eos_token_id=None, pad_token_id=0).shape == (1, 5)
 
 
 def test_the_call_goes_before_the_checkpoint(pair: tuple[Any, lm.CausalLM], monkeypatch: pytest.MonkeyPatch) -> None:

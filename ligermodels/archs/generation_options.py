@@ -148,8 +148,9 @@ def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any
 def _changes(name: str, value: Any) -> bool:
     """Whether an option that is not implemented has a value that changes something."""
     unchanged = 1 if name == "num_return_sequences" else INSTEAD.get(name, (None,))[0]
-    neutral = isinstance(value, type(unchanged) | int | float) and value == unchanged
-    return not neutral and value not in (None, [], {}, "")
+    if value is None or (isinstance(value, list | tuple | dict | str) and not value):
+        return False
+    return not (isinstance(value, type(unchanged) | int | float) and value == unchanged)
 
 
 def generation_defaults(

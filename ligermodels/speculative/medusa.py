@@ -305,7 +305,7 @@ class MedusaModel(nn.Module):
         defaults: dict[str, Any] = {
             name: found[name] for name in ("eos_token_id", "pad_token_id", "max_length") if name in found
         }
-        if max_new_tokens is None:
+        if max_new_tokens is None and options.get("max_length") is None:
             max_new_tokens = found.get("max_new_tokens")
         options = check_tree_options(renamed_options(options), medusa_generate)
         if options.pop("do_sample", False):
