@@ -203,7 +203,8 @@ class Decoding:
     def result(self) -> Tensor:
         """Long (B, T + n): the prompts and the new tokens so far."""
         sequences = self._sequences
-        return torch.cat([self.prompts.ids, new_tokens(sequences, sequences.count.tolist(), self.pad_id)], dim=1)
+        new = new_tokens(sequences.text, sequences.start, sequences.count, self.pad_id)
+        return torch.cat([self.prompts.ids, new], dim=1)
 
 
 def as_eos_ids(eos_token_id: int | Sequence[int] | Tensor | None) -> list[int]:

@@ -81,10 +81,10 @@ def bounds_of(position_ids: Tensor) -> Tensor | None:
 
     Costs one sync on a GPU: pass `cu_seqlens` instead where that matters.
     """
-    follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
-    if bool(follows.all()):
+    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    starts = F.pad(restarts, (1, 0), value=True).flatten().nonzero().flatten()
+    if len(starts) == len(position_ids):
         return None
-    starts = F.pad(~follows, (1, 0), value=True).flatten().nonzero().flatten()
     return F.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
 
 

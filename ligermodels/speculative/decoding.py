@@ -116,9 +116,8 @@ def medusa_generate(
                 take()
             passes += 1
         passes -= ago
-    counts = sequences.count.tolist()
-    tokens = torch.cat([ids, new_tokens(sequences, counts, pad_id)], dim=1)
-    return SpeculativeOutput(tokens, int(sequences.steps.sum()), sum(counts), passes)
+    tokens = torch.cat([ids, new_tokens(sequences.text, sequences.start, sequences.count, pad_id)], dim=1)
+    return SpeculativeOutput(tokens, int(sequences.steps.sum()), int(sequences.count.sum()), passes)
 
 
 class TreeStep(Step):
