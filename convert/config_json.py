@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,97 +184,3 @@ def for_export(
             exported["original_max_position_embeddings"] = original
     exported["rope_scaling"] = None if main["rope_type"] == "default" else scaling
     return exported
-
-
-GENERATION: dict[str, Any] = {
-    "do_sample": False,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "max_new_tokens": None,
-    "max_length": None,
-}
-"""Options of `generate`, and what transformers takes where a checkpoint says nothing."""
-
-UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), lambda value: value != 0),
-    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale"), lambda value: value != 1),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), bool),
-    **dict.fromkeys(("stop_strings", "token_healing", "constraints", "force_words_ids"), bool),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "dola_layers", "max_time"), lambda value: True),
-    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), lambda value: True),
-}
-"""Options of `generate` that are not implemented -> whether a value, not null, changes the output."""
-
-UNSUPPORTED_SAMPLING: dict[str, Callable[[Any], bool]] = {
-    "typical_p": lambda value: value != 1,
-    "epsilon_cutoff": lambda value: value != 0,
-    "eta_cutoff": lambda value: value != 0,
-    "top_h": lambda value: True,
-}
-"""The same, for options that count only when tokens are sampled."""
-
-
-def generation_defaults(
-    generation_config: Mapping[str, Any] | None,
-    hf_config: Mapping[str, Any],
-    *,
-    do_sample: bool | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The options that transformers' `generate` takes of a checkpoint, for a call that gives none.
-
-    Args:
-        generation_config: generation_config.json; without one, `hf_config` has the options, if any.
-        hf_config: config.json, which also has the token ids that generation_config.json does not name.
-        do_sample: the caller's choice, if any; some options matter only when tokens are sampled.
-        overrides: the `generation_config` of a call, whose options go before those of the checkpoint.
-
-    Returns the options of GENERATION, `eos_token_id` and `pad_token_id`. A `max_length` includes the prompt;
-    `max_new_tokens` wins over it. Raises ConfigError for an option with a bad value, and for options that change the
-    output and are not implemented.
-    """
-    check_generation(generation_config or {})
-    where = "config.json" if generation_config is None else "generation_config.json"
-    overrides = overrides or {}
-    check_generation(overrides, "generation_config")
-    found = {**(hf_config if generation_config is None else generation_config), **overrides}
-    options = {name: _first(found.get(name), default) for name, default in GENERATION.items()}
-    for name, value in options.items():
-        if not _is_option(name, value):
-            at = "generation_config" if name in overrides else where
-            raise ConfigError(f"{at}: field {name!r} is not usable for generation: {short(value)}")
-    samples = options["do_sample"] if do_sample is None else do_sample
-    if unsupported := _unsupported({k: v for k, v in found.items() if k not in overrides}, samples):
-        raise ConfigError(
-            f"{where}: options of generation that are not implemented: {', '.join(unsupported)}; remove them to "
-            "generate without"
-        )
-    ids = {**hf_config, **(generation_config or {}), **overrides}
-    return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
-
-
-def _is_option(name: str, value: Any) -> bool:
-    """Whether an option of GENERATION may have this value."""
-    if value is None or name == "do_sample":
-        return value is None or isinstance(value, bool)
-    whole = name in ("top_k", "max_new_tokens", "max_length")
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        return False
-    if name in ("top_p", "min_p"):
-        return 0 <= value <= 1
-    return value >= 0 if name in ("top_k", "temperature") else 0 < value < 1e9
-
-
-def _unsupported(options: Mapping[str, Any], samples: bool) -> list[str]:
-    """Options that change the output, and are not implemented, as "name = value"."""
-    tests = {**UNSUPPORTED, **UNSUPPORTED_SAMPLING} if samples else dict(UNSUPPORTED)
-    if not samples and options.get("top_k") not in (0, 1):
-        tests["penalty_alpha"] = lambda value: value != 0  # Contrastive search.
-    return [
-        f"{name} = {short(options[name])}"
-        for name, changes in tests.items()
-        if options.get(name) is not None and changes(options[name])
-    ]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging
 from zoo import CONFIGS
 
-from ligermodels.convert.config_json import GENERATION, generation_defaults
+from ligermodels.archs.generation_options import GENERATION, generation_defaults
 from ligermodels.errors import ConfigError
 
 LLAMA = CONFIGS["llama-3"]

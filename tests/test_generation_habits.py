@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -171,21 +172,52 @@ def test_stop_strings_in_a_batch(pair: tuple[Any, lm.CausalLM]) -> None:
     assert out[1].tolist()[:ended] == plain[1].tolist()[:ended] and not out[1, ended:].any()
 
 
-BAD: dict[str, Any] = {
-    "stop_strings": (["x"], "tokenizer"),
-    "logits_processor": (lambda ids, scores: scores, "list of functions"),
-    "stopping_criteria": ([3], "list of functions"),
-    "streamer": (print, "put"),
-    "num_return_sequences": (2, "do_sample"),
-    "generation_config": (3, "to_dict"),
-}
+BAD: list[tuple[str, Any, str]] = [
+    ("stop_strings", ["x"], "tokenizer"),
+    ("logits_processor", lambda ids, scores: scores, "list of functions"),
+    ("stopping_criteria", [3], "list of functions"),
+    ("stopping_criteria", [lambda ids, scores: "x"], r"\[0\]: must return bool"),
+    ("stopping_criteria", [lambda ids, scores: [True]], r"\[0\]: must return bool"),
+    ("streamer", print, "put"),
+    ("num_return_sequences", 2, "do_sample"),
+    ("num_return_sequences", 1.0, "whole number"),
+    ("generation_config", 3, "to_dict"),
+    ("max_new_tokens", 2.0, "whole number"),
+    ("max_new_tokens", "3", "whole number"),
+    ("max_length", 99.0, "whole number"),
+    ("do_sample", "yes", "True or False"),
+    ("temperature", "hot", "a number"),
+    ("top_k", 2.5, "1 or more"),
+    ("top_p", "a", r"a number in \[0, 1\]"),
+    ("repetition_penalty", "a", "a number above 0"),
+    ("eos_token_id", "3", "a token's id"),
+    ("eos_token_id", 3.0, "a token's id"),
+    ("pad_token_id", 1.5, "a token's id"),
+    ("attention_mask", [[1]], "must be a tensor"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_options(pair: tuple[Any, lm.CausalLM], name: str) -> None:
-    value, message = BAD[name]
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_bad_options(pair: tuple[Any, lm.CausalLM], name: str, value: Any, message: str) -> None:
+    sampled = {"do_sample": True} if name in ("temperature", "top_k", "top_p") else {}
     with pytest.raises(InputError, match=rf"{name}.*{message}"):
-        pair[1].generate(IDS, **{name: value})
+        pair[1].generate(IDS, **{"pad_token_id": 0, **sampled, name: value})
+
+
+@pytest.mark.parametrize("prompt", ["text", numpy.array([[5, 6]]), {"input_ids": [5]}, [True, False], [5.0]])
+def test_bad_prompts(pair: tuple[Any, lm.CausalLM], prompt: Any) -> None:
+    with pytest.raises(InputError, match="input_ids must be a tensor"):
+        pair[1].generate(prompt, 2)
+
+
+def test_ids_of_any_kind(pair: tuple[Any, lm.CausalLM]) -> None:
+    wanted = pair[1].generate([5, 6], 4, eos_token_id=[7, 8])
+    ids: Any = [numpy.int64(5), numpy.int64(6)]
+    assert torch.equal(
+        pair[1].generate(ids, 4, eos_token_id=torch.tensor([7, 8]), pad_token_id=torch.tensor(7)), wanted
+    )
+    with pytest.raises(InputError, match="tree: must be a Tree, got int"):
+        lm.MedusaModel.from_base(pair[1], num_heads=1).generate([5, 6], 4, tree=3)
 
 
 def test_what_a_processor_returns_is_checked(pair: tuple[Any, lm.CausalLM]) -> None:
@@ -231,6 +263,19 @@ def test_tree_decoding_names_what_it_does_not_have(pair: tuple[Any, lm.CausalLM]
     with pytest.raises(InputError, match=name):
         medusa.generate([[5, 6]], 3, **{name: 7})
     assert medusa.generate([[5, 6]], 3, num_beams=1).shape == (1, 5)
+    with pytest.raises(InputError, match="generate: inputs_embeds = "):
+        pair[1].generate([[5, 6]], 3, inputs_embeds=numpy.zeros((1, 2, 3)))
+
+
+def test_a_length_goes_before_the_checkpoints_number_of_tokens(
+    pair: tuple[Any, lm.CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pair[1]
+    monkeypatch.setattr(model, "export_spec", replace(model.export_spec, generation_config={"max_new_tokens": 3}))
+    medusa = lm.MedusaModel.from_base(model, num_heads=1)
+    for each in (model, medusa):
+        assert each.generate([[5, 6]], max_length=9, eos_token_id=None, pad_token_id=0).shape == (1, 9)
+        assert each.generate([[5, 6]], eos_token_id=None, pad_token_id=0).shape == (1, 5)
 
 
 def test_the_call_goes_before_the_checkpoint(pair: tuple[Any, lm.CausalLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from zoo import BASE, CONFIGS, LLAMA, PHI_LONGROPE, make_checkpoint, relative_er
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers import packing
 from ligermodels.speculative.decoding import medusa_generate
-from ligermodels.speculative.joint import JointMedusa
+from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.tree import chain, default_tree
 
 
@@ -124,6 +125,31 @@ def test_targets_do_not_cross_documents(base: lm.CausalLM, how: str) -> None:
     assert relative_error(output.head_losses, torch.stack(wanted).detach()) < 1e-5
 
 
+def test_one_number_of_items_for_each_head_or_for_all(base: lm.CausalLM) -> None:
+    model, ids = lm.MedusaModel.from_base(base, num_heads=3), tokens(2, 9)
+    summed = model(ids, labels=ids, reduction="sum").head_losses
+    for given in (7, torch.tensor([7]), torch.tensor([5, 6, 7])):
+        found = model(ids, labels=ids, num_items_in_batch=given).head_losses
+        torch.testing.assert_close(found, summed / torch.as_tensor(given))
+    for wrong in (torch.tensor([5, 6]), torch.tensor([5, 6, 7, 8])):
+        with pytest.raises(InputError, match="num_items_in_batch: must be 1 or 3 numbers"):
+            model(ids, labels=ids, num_items_in_batch=wrong)
+    with pytest.raises(InputError, match="num_items_in_batch: must be 1 or 4 numbers"):
+        lm.JointMedusa(model)(ids, labels=ids, num_items_in_batch=torch.tensor([5, 6, 7]))
+
+
+def test_positions_that_restart_are_looked_at_once(base: lm.CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    bounds_of = packing.bounds_of
+    monkeypatch.setattr(packing, "bounds_of", lambda ids: calls.append(1) or bounds_of(ids))
+    model, ids = lm.MedusaModel.from_base(base, num_heads=2), tokens(2, 9)
+    restarting = torch.arange(9).remainder(5).expand(2, 9)
+    for trained in (model, lm.JointMedusa(model, frozen_copy(base))):
+        calls.clear()
+        trained(ids, labels=ids, position_ids=restarting)
+        assert len(calls) == 1
+
+
 def test_nothing_to_predict_gives_zero_and_no_nan(base: lm.CausalLM) -> None:
     model = lm.MedusaModel.from_base(base, num_heads=3)
     ids = tokens(1, 3)  # Heads 1 and 2 have no target at all.
@@ -159,6 +185,12 @@ def test_heads_survive_saving(base: lm.CausalLM, lm_head: str, tmp_path: Path) -
     assert again.shape == model.shape and again.lm_head == lm_head
     for ours, theirs in zip(model.head_parameters(), again.head_parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("decay", [-0.1, float("nan"), float("inf"), "0.8"])
+def test_a_bad_decay_is_refused(base: lm.CausalLM, decay: Any) -> None:
+    with pytest.raises(InputError, match="decay must be a number, at least 0"):
+        lm.MedusaModel.from_base(base, decay=decay)
 
 
 def test_bad_heads_are_refused(base: lm.CausalLM, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ligermodels.archs import FAMILIES, Family, register
 from ligermodels.archs.registry import family_of
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import DecodingState
-from ligermodels.layers import BlockConfig, LayerConfig
+from ligermodels.layers import BlockConfig, LayerConfig, TreeTokens
 from ligermodels.layers.norm import AddRMSNorm
 from ligermodels.speculative.benchmark import benchmark_decoding
 from ligermodels.speculative.tree import chain
@@ -377,17 +377,34 @@ def test_arguments_without_an_effect_are_errors() -> None:
             heads(ids, labels=ids, attention_mask=wrong)
     for options, message in (
         ({"label_smoothing": 0.1}, "label_smoothing: is an option of a loss"),
-        ({"num_items_in_batch": 3}, "num_items_in_batch: is for a loss"),
+        ({"num_items_in_batch": 3}, "num_items_in_batch: is an option of a loss"),
         ({"past_key_values": 3}, "past_key_values: no such argument"),
+    ):
+        for each in (model, heads):
+            with pytest.raises(InputError, match=message):
+                each(ids, **options)
+    tree = TreeTokens(torch.ones(17, 17, dtype=torch.bool), torch.zeros(17).long(), torch.arange(17))
+    for options, message in (
+        ({"labels": ids, "token_indices": torch.tensor([3])}, "token_indices: with labels"),
+        ({"tree": tree}, "tree: is for decoding"),
+        ({"labels": ids.int()}, "labels: must be int64"),
+        ({"labels": ids.tolist()}, "labels: must have the inputs' shape"),
+        ({"attention_mask": ids.tolist()}, "attention_mask: must have the inputs' shape"),
     ):
         with pytest.raises(InputError, match=message):
             model(ids, **options)
+    for embeds in (torch.zeros(2, 0, model.config.hidden_size), torch.zeros(2, 3, model.config.hidden_size).long()):
+        with pytest.raises(InputError, match="inputs_embeds: must be floating"):
+            model(inputs_embeds=embeds)
+    with pytest.raises(InputError, match="input_ids: must be a tensor"):
+        model(ids.tolist())
     with pytest.raises(InputError, match="no gradient; call it under"):
         model(ids, state=model.new_state(3, 20))
     with torch.no_grad():
         for options, message in (
             ({"cu_seqlens": torch.tensor([0, 17], dtype=torch.int32)}, "cu_seqlens: a decoding state takes one"),
-            ({"past_key_values": 3}, "past_key_values: has no meaning"),
+            ({"past_key_values": 3}, "past_key_values: no such argument"),
+            ({"z_loss": 0.1}, "z_loss: is an option of a loss"),
             ({"attention_mask": torch.zeros(3, 17)}, "a row has no token"),
         ):
             with pytest.raises(InputError, match=message):

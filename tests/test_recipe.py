@@ -104,6 +104,8 @@ WRONG = {
     "heads: 0": "num_heads: must be greater than or equal to 1, got 0",
     "- num_heads": "must hold 'key: value' lines",
     "num_heads: [": "not YAML",
+    "? [1, 2]\n: 3": "not YAML",
+    f"steps: {'9' * 5000}": "not YAML",
 }
 
 

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import pairwise
 from math import exp
 from pathlib import Path
@@ -322,9 +323,15 @@ def test_kl_by_hand() -> None:
     losses = [evaluate(each, parts) for each in (model, reference)]
     assert [kl.loss, kl.reference_loss] == pytest.approx(losses)
     assert kl.perplexity_change == pytest.approx(exp(losses[0]) / exp(losses[1]) - 1)
+    ids = torch.randint(3, model.config.vocab_size, (2, 9))
+    restarting = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    rows = Batch({"input_ids": ids, "labels": ids, "position_ids": restarting})
+    bounds = torch.tensor([0, 4, 9, 11, 18]).int()
+    packed = Batch({"input_ids": ids.view(1, -1), "labels": ids.view(1, -1), "cu_seqlens": bounds})
+    found, wanted = (asdict(evaluate_kl(model, reference, [each])) for each in (rows, packed))
+    assert found == pytest.approx(wanted)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :4] = 0
-    ids = torch.randint(3, model.config.vocab_size, (2, 9))
     row, bounds = ids[mask == 1][None], torch.tensor([0, 5, 14]).int()
     padded = Batch({"input_ids": ids, "labels": ids, "attention_mask": mask})
     packed = Batch({"input_ids": row, "labels": row, "cu_seqlens": bounds})

@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from itertools import islice, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -368,6 +369,23 @@ def test_a_step_without_targets_is_none_and_a_run_without_them_an_error(kind: st
             TrainingError, match=rf"step {end}: there has not been a single target .* in file:\d+; train"
         ):
             losses_with(*range(1, 99), steps=steps)
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, math.nan])
+def test_a_norm_to_clip_to_is_above_zero(norm: float) -> None:
+    model = small()
+    with pytest.raises(InputError, match="max_grad_norm: must be above 0"):
+        train(model, [], steps=1, optimizer=adamw(model.parameters(), 1e-3), max_grad_norm=norm)
+
+
+def test_batches_of_embeddings_and_without_labels() -> None:
+    model, ids = small(), torch.randint(3, 60, (2, 6))
+    embeds = Batch({"inputs_embeds": model.decoder.embed(ids).detach(), "labels": ids})
+    seen: list[Any] = []
+    train(model, [embeds], steps=1, optimizer=adamw(model.parameters(), 1e-3), on_step=seen.append)
+    assert seen[0].each[0].tokens == ids.numel()
+    with pytest.raises(InputError, match="labels: a batch has none, only input_ids"):
+        train(model, [Batch({"input_ids": ids})], steps=1, optimizer=adamw(model.parameters(), 1e-3))
 
 
 def test_batches_that_end_early_are_an_error() -> None:

@@ -172,27 +172,29 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             raise InputError("targets: go with last_hidden_state; give labels with inputs")
         if state is not None and cu_seqlens is not None:
             raise InputError("cu_seqlens: a decoding state takes one sequence a row; give no packed documents with it")
-        if labels is None and num_items_in_batch is not None:
-            raise InputError("num_items_in_batch: is for a loss, which needs labels")
-        if labels is None and state is None and loss_options:
-            check_loss_options(loss_options)
-            raise InputError(f"{next(iter(loss_options))}: is an option of a loss, which needs labels")
+        if tree is not None and state is None:
+            raise InputError("tree: is for decoding, and needs a state")
+        if labels is not None and token_indices is not None:
+            raise InputError("token_indices: with labels, the tokens are those that have one; give one of the two")
+        check_loss_options({"num_items_in_batch": num_items_in_batch, **loss_options}, labels)
         shape = self._check_inputs(input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
         unpad = None
         if state is None:
             others = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
             unpad = self.unpadding(attention_mask, **others)
         if unpad is not None:
-            options: dict[str, Any] = {
+            tokens = unpad.take_all({"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds})
+            options = {
                 "return_logits": return_logits,
                 "return_last_hidden_state": return_last_hidden_state,
+                "num_items_in_batch": num_items_in_batch,
+                **unpad.take_weights(loss_options),
             }
-            tensors = unpad.take_all(
-                input_ids=input_ids, labels=labels, inputs_embeds=inputs_embeds, loss_options=loss_options
-            )
-            out = CausalLM.forward(self, **tensors, **options, num_items_in_batch=num_items_in_batch)
-            return out.padded(unpad)
-        bounds = None if state is not None else document_bounds(shape, position_ids, cu_seqlens)
+            return CausalLM.forward(self, **tokens, cu_seqlens=unpad.cu_seqlens, **options).padded(unpad)
+        if isinstance(token_indices, Targets):
+            bounds = token_indices.cu_seqlens
+        else:
+            bounds = None if state is not None else document_bounds(shape, position_ids, cu_seqlens)
         made: Targets | None = None
         if labels is not None:
             every = bool(return_logits) or return_last_hidden_state
@@ -226,8 +228,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
 
     def _run_head(self, hidden: Tensor, targets: Tensor | None, loss_options: dict[str, Any]) -> CausalLMOutput:
         if targets is None:
-            if loss_options:
-                raise InputError(f"{next(iter(loss_options))}: is an option of a loss, which needs targets")
+            check_loss_options(loss_options, None, "targets")
             return CausalLMOutput(logits=self.head(hidden))
         found = self.head(hidden, targets, **loss_options)
         loss, ranks = found if isinstance(found, tuple) else (found, None)
@@ -265,13 +266,13 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None or (inputs_embeds is not None and input_ids is not None):
             raise InputError("give either input_ids or inputs_embeds, and not both")
+        if not isinstance(inputs, Tensor):
+            raise InputError(f"{'input_ids' if inputs_embeds is None else 'inputs_embeds'}: must be a tensor")
         if state is not None:
             if labels is not None:
                 raise InputError("labels: a decoding state is for generation; give no labels with it")
             if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
                 raise InputError("state: a pass with a decoding state has no gradient; call it under torch.no_grad()")
-            if loss_options:
-                raise InputError(f"{next(iter(loss_options))}: has no meaning with a decoding state")
             return inputs.shape[0], inputs.shape[1]
         token_weights = loss_options.get("token_weights")
         check_same_tokens(inputs, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
@@ -279,9 +280,11 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             # Padding may hold any id, even one that the embedding does not have.
             ids = inputs if attention_mask is None else inputs.masked_fill(attention_mask == 0, 0)
             check_token_ids(ids, self.config.vocab_size)
-        elif inputs.shape[2:] != (self.config.hidden_size,):
-            raise InputError(f"inputs_embeds: must be (batch, tokens, {self.config.hidden_size})")
-        check_loss_options(loss_options)
+        elif inputs.shape[2:] != (self.config.hidden_size,) or not inputs.is_floating_point() or not inputs.numel():
+            raise InputError(
+                f"inputs_embeds: must be floating, (batch, tokens, {self.config.hidden_size}) with at least one token; "
+                f"got {inputs.dtype} {tuple(inputs.shape)}"
+            )
         return inputs.shape[0], inputs.shape[1]
 
     def num_targets(

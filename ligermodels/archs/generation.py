@@ -7,8 +7,13 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ligermodels.archs.generation_options import as_options, check_options, renamed_options, without_none
-from ligermodels.convert.config_json import generation_defaults
+from ligermodels.archs.generation_options import (
+    as_options,
+    check_options,
+    generation_defaults,
+    renamed_options,
+    without_none,
+)
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.generation import DecodingModel, generate, stream
 from ligermodels.generation.prompts import TokenIds

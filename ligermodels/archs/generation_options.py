@@ -1,4 +1,5 @@
-"""The options of transformers' `generate`: which ones are options here, and what to use instead of the others."""
+"""The options of transformers' `generate`: which ones are options here, what to use instead of the others, and which a
+checkpoint sets."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ligermodels.convert.config_json import short
+from ligermodels.convert.config_json import check_generation, short
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation.generate import Decoding, generate
+from ligermodels.generation.sampling import check_values
 
 WRAP = "transformers' own generate has it: ligermodels.integrations.wrap(model).generate(...)"
 BEAMS = f"there is no beam search; sample, with do_sample=True and num_return_sequences, or {WRAP}"
@@ -80,6 +82,29 @@ INSTEAD: dict[str, tuple[Any, str]] = {
 """Options of transformers' `generate` that are not implemented -> the value that changes nothing, and what to use
 instead. None changes nothing of any."""
 
+CHANGES_TEXT = (
+    "no_repeat_ngram_size", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "guidance_scale",
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings", "token_healing",
+    "constraints", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "dola_layers", "max_time",
+    "exponential_decay_length_penalty", "watermarking_config",
+)  # fmt: skip
+"""Options that change the text and are not taken from a checkpoint: there they are an error."""
+
+CHANGES_SAMPLES = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+"""The same, for options that count only when tokens are sampled."""
+
+GENERATION: dict[str, Any] = {
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "max_new_tokens": None,
+    "max_length": None,
+}
+"""Options that are taken from a checkpoint, and what transformers takes where it says nothing."""
+
 UNUSED = frozenset({"bos_token_id", "transformers_version", "_from_model_config", "_commit_hash"})
 """What a `GenerationConfig` has that does not matter here: a prompt is never empty."""
 
@@ -110,15 +135,67 @@ def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any
         if name in UNUSED:
             neutral.add(name)
         elif name in INSTEAD:
-            unchanged, instead = INSTEAD[name]
-            if value is not None and not (isinstance(value, type(unchanged) | int | float) and value == unchanged):
-                message = f"{where}: {name} = {short(value)} is not implemented; {instead}"
+            if _changes(name, value):
+                message = f"{where}: {name} = {short(value)} is not implemented; {INSTEAD[name][1]}"
                 raise InputError(message) if called else ConfigError(message)
             neutral.add(name)
         elif name not in OPTIONS:
             message = f"{where}: unknown option {name!r}{_nearest(name)}"
             raise TypeError(message) if called else ConfigError(message)
     return {name: value for name, value in options.items() if name not in neutral}, neutral
+
+
+def _changes(name: str, value: Any) -> bool:
+    """Whether an option that is not implemented has a value that changes something."""
+    unchanged = 1 if name == "num_return_sequences" else INSTEAD.get(name, (None,))[0]
+    if value is None or (isinstance(value, list | tuple | dict | str) and not value):
+        return False
+    return not (isinstance(value, type(unchanged) | int | float) and value == unchanged)
+
+
+def generation_defaults(
+    generation_config: Mapping[str, Any] | None,
+    hf_config: Mapping[str, Any],
+    *,
+    do_sample: bool | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The options that transformers' `generate` takes of a checkpoint, for a call that gives none.
+
+    Args:
+        generation_config: generation_config.json; without one, `hf_config` has the options, if any.
+        hf_config: config.json, which also has the token ids that generation_config.json does not name.
+        do_sample: the caller's choice, if any; some options matter only when tokens are sampled.
+        overrides: the `generation_config` of a call, whose options go before those of the checkpoint.
+
+    Returns the options of GENERATION, `eos_token_id` and `pad_token_id`. A `max_length` includes the prompt;
+    `max_new_tokens` wins over it. Raises ConfigError for an option with a bad value, and for options that change the
+    output and are not implemented.
+    """
+    check_generation(generation_config or {})
+    where = "config.json" if generation_config is None else "generation_config.json"
+    overrides = overrides or {}
+    check_generation(overrides, "generation_config")
+    stored = hf_config if generation_config is None else generation_config
+    found = {name: value for name, value in {**stored, **overrides}.items() if value is not None}
+    options = {name: found.get(name, default) for name, default in GENERATION.items()}
+    for name, value in options.items():
+        try:
+            check_values(**{name: value})
+        except InputError:
+            at = "generation_config" if name in overrides else where
+            raise ConfigError(f"{at}: field {name!r} is not usable for generation: {short(value)}") from None
+    samples = options["do_sample"] if do_sample is None else do_sample
+    names = [*CHANGES_TEXT, *(CHANGES_SAMPLES if samples else ())]
+    if not samples and options["top_k"] > 1:
+        names.append("penalty_alpha")  # Contrastive search.
+    if wrong := [n for n in names if n not in overrides and n in found and _changes(n, found[n])]:
+        raise ConfigError(
+            f"{where}: options of generation that are not implemented: "
+            f"{', '.join(f'{name} = {short(found[name])}' for name in wrong)}; remove them to generate without"
+        )
+    ids = {**hf_config, **(generation_config or {}), **overrides}
+    return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
 
 
 def _nearest(name: str, known: Iterable[str] = (*OPTIONS, *INSTEAD)) -> str:

@@ -8,9 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
+
 
 class Batch(dict[str, Tensor]):
-    """Arguments of a model's forward, always with `input_ids` and `labels`. `where()` names the files and lines."""
+    """Arguments of a model's forward, always with `labels`. `where()` names the files and lines."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: Callable[[], str] | None = None) -> None:
         super().__init__(tensors)
@@ -31,8 +33,12 @@ class CountsTargets(Protocol):
 
 def count_targets(model: CountsTargets, parts: Iterable[Batch]) -> Tensor:
     """Number of targets in several batches together, of the shape of `num_targets`: divides their summed loss."""
-    bounds = ("position_ids", "cu_seqlens", "attention_mask")
-    counts = [model.num_targets(part["labels"], **{k: part[k] for k in bounds if k in part}) for part in parts]
+    counts = []
+    for part in parts:
+        if "labels" not in part:
+            raise InputError(f"labels: a batch has none, only {', '.join(part)}")
+        bounds = {name: part[name] for name in ("position_ids", "cu_seqlens", "attention_mask") if name in part}
+        counts.append(model.num_targets(part["labels"], **bounds))
     return torch.stack(counts).sum(0)
 
 

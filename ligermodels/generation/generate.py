@@ -1,9 +1,9 @@
 """Plain autoregressive generation, greedy or sampled, over any model that follows the `DecodingModel` protocol."""
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.host import LogitsProcessor, Processors, Stopping, StoppingCriterion, TokenStreamer
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
-from ligermodels.generation.sampling import check_sampling, greedy, penalise_repetition, sample
+from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
 from ligermodels.layers.sharding import ModuleLike, end_of_decoding, is_sharded, reshard
 
@@ -130,18 +130,17 @@ class Decoding:
         generator: torch.Generator | None = None,
         cuda_graph: bool = True,
     ) -> None:
+        check_values(
+            do_sample=do_sample, repetition_penalty=repetition_penalty, num_return_sequences=num_return_sequences
+        )
         self.model, self.eos_ids = model, as_eos_ids(eos_token_id)
-        self.pad_id = pad_token_id if pad_token_id is not None else (self.eos_ids[0] if self.eos_ids else None)
+        self.pad_id = as_pad_id(pad_token_id, self.eos_ids)
         self.prompts = prepare_prompts(input_ids, attention_mask, self.pad_id, model.config.vocab_size)
         self.max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, self.prompts.ids.shape[1])
         if do_sample:
             check_sampling(temperature, top_k, top_p, min_p)
-        if not (repetition_penalty > 0 and math.isfinite(repetition_penalty)):
-            raise InputError(f"repetition_penalty must be above 0, got {repetition_penalty}")
-        if num_return_sequences < 1 or (num_return_sequences > 1 and not do_sample):
-            raise InputError(
-                f"num_return_sequences must be at least 1, and above 1 needs do_sample=True: got {num_return_sequences}"
-            )
+        elif num_return_sequences > 1:
+            raise InputError(f"num_return_sequences above 1 needs do_sample=True: got {num_return_sequences}")
         self.prompts = self.prompts.repeated(num_return_sequences)
         self.penalty, self.cuda_graph, self.samples = repetition_penalty, cuda_graph, do_sample
         self.choose: Callable[[Tensor], Tensor] = greedy
@@ -204,25 +203,36 @@ class Decoding:
     def result(self) -> Tensor:
         """Long (B, T + n): the prompts and the new tokens so far."""
         sequences = self._sequences
-        return torch.cat([self.prompts.ids, new_tokens(sequences, sequences.count.tolist(), self.pad_id)], dim=1)
+        new = new_tokens(sequences.text, sequences.start, sequences.count, self.pad_id)
+        return torch.cat([self.prompts.ids, new], dim=1)
 
 
-def as_eos_ids(eos_token_id: int | Sequence[int] | None) -> list[int]:
-    """EOS tokens as a list; empty for None."""
-    if eos_token_id is None:
-        return []
-    return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+def as_eos_ids(eos_token_id: int | Sequence[int] | Tensor | None) -> list[int]:
+    """EOS tokens as a list, empty for None; InputError for what is no token's id."""
+    found = eos_token_id.tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
+    ids = [] if found is None else list(found) if isinstance(found, Sequence) else [found]
+    if not all(isinstance(each, Integral) for each in ids):
+        raise InputError(f"eos_token_id must be a token's id or a list of them, got {eos_token_id!r}")
+    return [int(each) for each in ids]
+
+
+def as_pad_id(pad_token_id: int | None, eos_ids: Sequence[int]) -> int | None:
+    """What fills rows: by default the first EOS token; InputError for what is no token's id."""
+    found = pad_token_id.item() if isinstance(pad_token_id, Tensor) else pad_token_id
+    if not isinstance(found, Integral | None):
+        raise InputError(f"pad_token_id must be a token's id, got {pad_token_id!r}")
+    return next(iter(eos_ids), None) if found is None else int(found)
 
 
 def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_length: int) -> int:
     """How many tokens to generate at most; InputError unless that is at least 1."""
-    if max_new_tokens is None:
-        max_new_tokens = DEFAULT_NEW_TOKENS if max_length is None else max_length - prompt_length
-        if max_new_tokens < 1:
-            raise InputError(f"max_length {max_length} leaves nothing to generate after {prompt_length} prompt tokens")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    return max_new_tokens
+    check_values(max_new_tokens=max_new_tokens, max_length=max_length)
+    if max_new_tokens is not None:
+        return max_new_tokens
+    left = DEFAULT_NEW_TOKENS if max_length is None else max_length - prompt_length
+    if left < 1:
+        raise InputError(f"max_length {max_length} leaves nothing to generate after {prompt_length} prompt tokens")
+    return left
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.generation.prompts import Prompts
+from ligermodels.generation.step import new_tokens
 
 LogitsProcessor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(ids (B, T), fp32 scores (B, V)) -> scores (B, V)."""
@@ -34,7 +35,7 @@ class Processors:
 
     def __init__(self, given: Iterable[LogitsProcessor] | None, prompts: Prompts, pad_id: int | None) -> None:
         self._processors = _functions("logits_processor", given)
-        self._prompts, self._pad_id = prompts, pad_id or 0
+        self._prompts, self._pad_id = prompts, pad_id
 
     def __len__(self) -> int:
         return len(self._processors)
@@ -42,9 +43,7 @@ class Processors:
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         self._prompts = self._prompts.to(logits.device)
         start = self._prompts.mask.sum(dim=1)
-        place = torch.arange(int((lengths - start).max()), device=text.device)
-        new = text.gather(1, start[:, None] + place).masked_fill(place >= (lengths - start)[:, None], self._pad_id)
-        ids = torch.cat([self._prompts.ids, new], dim=1)
+        ids = torch.cat([self._prompts.ids, new_tokens(text, start, lengths - start, self._pad_id)], dim=1)
         scores = logits.to(torch.float32, copy=True)  # a processor may change them in place
         for number, processor in enumerate(self._processors):
             scores = processor(ids, scores)
@@ -81,10 +80,13 @@ class Stopping:
     def __call__(self, ids: Tensor, done: Tensor) -> Tensor:
         """ids (B, T), and bool (B,), which of the sequences have ended -> bool (B,), which end here or have."""
         for number, criterion in enumerate(self._criteria):
-            ends = torch.as_tensor(criterion(ids, None), dtype=torch.bool, device=done.device)
-            if ends.ndim and ends.shape != done.shape:
+            found = criterion(ids, None)
+            try:
+                ends = torch.as_tensor(found, dtype=torch.bool, device=done.device)
+                ends = ends.view(done.shape) if ends.ndim else ends
+            except (RuntimeError, TypeError, ValueError):
                 expected = f"bool or bool {tuple(done.shape)}"
-                raise InputError(f"stopping_criteria[{number}]: must return {expected}, got {tuple(ends.shape)}")
+                raise InputError(f"stopping_criteria[{number}]: must return {expected}, got {found!r}") from None
             done = done | ends
         if not self._strings:
             return done

@@ -1,6 +1,7 @@
 """The prompts of a batch: checked, and padded on the left."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -55,6 +56,8 @@ def _from_tensor(ids: Tensor, attention_mask: Tensor | None) -> Prompts:
         raise InputError(f"input_ids must have shape (B, T) or (T,), got {tuple(ids.shape)}")
     if ids.numel() == 0:
         raise InputError(f"input_ids are empty (shape {tuple(ids.shape)}): a prompt needs at least one token")
+    if not isinstance(attention_mask, Tensor | None):
+        raise InputError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
     if mask.shape != ids.shape:
         raise InputError(f"attention_mask has shape {tuple(mask.shape)}, input_ids have {tuple(ids.shape)}")
@@ -70,14 +73,18 @@ def _from_tensor(ids: Tensor, attention_mask: Tensor | None) -> Prompts:
 
 
 def _from_lists(input_ids: Sequence[int] | Sequence[Sequence[int]], pad_token_id: int | None) -> Prompts:
+    if not isinstance(input_ids, Sequence | None) or isinstance(input_ids, str):
+        raise InputError(
+            f"input_ids must be a tensor, a list of ids or a list of such lists, got {type(input_ids).__name__}"
+        )
     rows: Sequence[Any] = input_ids
-    if rows and all(isinstance(row, int) for row in rows):
+    if rows and all(_is_id(row) for row in rows):
         rows = [rows]
     if not rows:
         raise InputError("input_ids are empty: give at least one prompt")
     lengths = []
     for number, row in enumerate(rows):
-        if not isinstance(row, Sequence) or not all(isinstance(token, int) for token in row):
+        if not isinstance(row, Sequence) or not all(map(_is_id, row)):
             raise InputError(f"input_ids must be a tensor, a list of ids or a list of such lists: see prompt {number}")
         if not row:
             raise InputError(f"prompt {number} is empty: a prompt needs at least one token")
@@ -88,3 +95,7 @@ def _from_lists(input_ids: Sequence[int] | Sequence[Sequence[int]], pad_token_id
     ids = torch.tensor([[pad_token_id or 0] * (longest - len(row)) + list(row) for row in rows])
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     return Prompts(ids, mask)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,6 +1,9 @@
 """The next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p."""
 
 import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,12 +84,31 @@ def sample(
     return torch.multinomial(warped.softmax(dim=-1), 1, generator=generator).squeeze(-1)
 
 
+VALUES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "do_sample": (bool, lambda value: True, "True or False"),
+    "temperature": (Real, lambda value: 0 <= value < math.inf, "a number above 0"),
+    "top_k": (Integral, lambda value: value >= 0, "1 or more (None or 0 to keep every token)"),
+    **dict.fromkeys(("top_p", "min_p"), (Real, lambda value: 0 <= value <= 1, "a number in [0, 1]")),
+    "repetition_penalty": (Real, lambda value: 0 < value < math.inf, "a number above 0"),
+    **dict.fromkeys(
+        ("max_new_tokens", "max_length", "num_return_sequences"),
+        (Integral, lambda value: 1 <= value < 1e9, "a whole number, at least 1"),
+    ),
+}
+"""Options of `generate` -> their type, whether a value is in range, and what it must be."""
+
+
+def check_values(**options: Any) -> None:
+    """InputError for an option of VALUES that is not of its type or out of its range; None passes."""
+    for name, value in options.items():
+        kind, fits, wanted = VALUES[name]
+        right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool) and fits(value)
+        if value is not None and not right:
+            raise InputError(f"{name} must be {wanted}, got {value!r}")
+
+
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:
-    """Raise InputError when a sampling option is out of its range."""
-    if not (temperature > 0 and math.isfinite(temperature)):
+    """InputError when a sampling option is out of its range."""
+    check_values(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    if not temperature:
         raise InputError(f"temperature must be above 0, got {temperature}; for greedy decoding leave do_sample off")
-    if top_k is not None and top_k < 0:
-        raise InputError(f"top_k must be 1 or more (None or 0 to keep every token), got {top_k}")
-    for name, value in (("top_p", top_p), ("min_p", min_p)):
-        if value is not None and not 0 <= value <= 1:
-            raise InputError(f"{name} must lie in [0, 1], got {value}")

@@ -149,9 +149,9 @@ def rope_thresholds(model: DecodingModel) -> RopeThresholds:
     return RopeThresholds(switches, min((each.moving for each in found if each.moving is not None), default=None))
 
 
-def new_tokens(sequences: ops.Sequences, counts: Sequence[int], pad_id: int | None) -> Tensor:
-    """Long (B, max(counts)): what each sequence gained, padded with pad_id; counts is `sequences.count` as a list."""
-    place = torch.arange(max(counts), device=sequences.text.device)
-    new = sequences.text.gather(1, sequences.start[:, None] + place)
+def new_tokens(text: Tensor, start: Tensor, count: Tensor, pad_id: int | None) -> Tensor:
+    """Long (B, the highest count): the `count` (B,) tokens of each sequence in `text` (B, W) from `start` (B,) on, then
+    pad_id."""
+    place = torch.arange(int(count.max()), device=text.device)
     # Rows differ in length only when one met EOS, and then pad_id is known.
-    return new.masked_fill(place >= sequences.count[:, None], pad_id or 0)
+    return text.gather(1, start[:, None] + place).masked_fill(place >= count[:, None], pad_id or 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.layers.packing import check_same_tokens
 
 
 @dataclass(frozen=True)
@@ -29,18 +28,14 @@ LOSS_OPTIONS = ("token_weights", "label_smoothing", "z_loss", "reduction", "memo
 """What a caller of a model may choose of its loss: see `ops.linear_cross_entropy`."""
 
 
-def check_loss_options(options: Iterable[str]) -> None:
-    """InputError for a name that is not among LOSS_OPTIONS."""
-    for name in options:
-        if name not in LOSS_OPTIONS:
+def check_loss_options(options: Mapping[str, Any], needed: Tensor | None, needs: str = "labels") -> None:
+    """InputError for a name that is not among LOSS_OPTIONS (nor `num_items_in_batch`), and for any option without the
+    `needed` tensor, called `needs`."""
+    for name, value in options.items():
+        if name not in (*LOSS_OPTIONS, "num_items_in_batch"):
             raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
-
-
-def check_loss_inputs(inputs: Tensor | None, loss_options: Mapping[str, Any], **others: Tensor | None) -> None:
-    """InputError unless the inputs (B, T, ...), `token_weights` and `others` fit together, and options are known."""
-    check_loss_options(loss_options)
-    if inputs is not None:  # else the base model says what is missing
-        check_same_tokens(inputs, **others, token_weights=loss_options.get("token_weights"))
+        if needed is None and value is not None:
+            raise InputError(f"{name}: is an option of a loss, which needs {needs}")
 
 
 class LMHead(nn.Module):

@@ -42,21 +42,28 @@ class NormConfig:
         return RMSNormAdd(size, self) if self.kind == "rms" else LayerNorm(size, self)
 
 
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis."""
+class _Norm(nn.Module):
+    """The parameters of a norm."""
 
     def __init__(self, size: int, config: NormConfig) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if config.bias and config.kind == "layer" else None
         self.init_weights()
 
     def init_weights(self, std: float = 0.0) -> None:
-        """Scale one."""
+        """Scale one, bias zero."""
         nn.init.constant_(self.weight, 1.0 - self.config.offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.config.eps}"
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
@@ -93,24 +100,8 @@ class RMSNormAdd(RMSNorm):
         return ops.rms_norm(branch, self.weight, c.eps, offset=c.offset, casting_mode=c.casting_mode, residual=x)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * (offset + weight) + bias over the last axis."""
-
-    def __init__(self, size: int, config: NormConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if config.bias else None
-        self.init_weights()
-
-    def init_weights(self, std: float = 0.0) -> None:
-        """Scale one, bias zero."""
-        nn.init.constant_(self.weight, 1.0 - self.config.offset)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.config.eps}"
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""

@@ -42,9 +42,12 @@ def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
     """InputError unless each given tensor has one element per token of the inputs (B, T, ...), on their device."""
     shape = tuple(inputs.shape[:2])
     for name, other in others.items():
-        if other is not None and tuple(other.shape) != shape:
-            raise InputError(f"{name}: must have the inputs' shape {shape}, got {tuple(other.shape)}")
-        if other is not None and other.device != inputs.device:
+        if other is None:
+            continue
+        if not isinstance(other, Tensor) or tuple(other.shape) != shape:
+            found = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
+            raise InputError(f"{name}: must have the inputs' shape {shape}, got {found}")
+        if other.device != inputs.device:
             raise InputError(f"{name}: must be on {inputs.device}, as the inputs are, got {other.device}")
 
 
@@ -78,10 +81,10 @@ def bounds_of(position_ids: Tensor) -> Tensor | None:
 
     Costs one sync on a GPU: pass `cu_seqlens` instead where that matters.
     """
-    follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
-    if bool(follows.all()):
+    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    starts = F.pad(restarts, (1, 0), value=True).flatten().nonzero().flatten()
+    if len(starts) == len(position_ids):
         return None
-    starts = F.pad(~follows, (1, 0), value=True).flatten().nonzero().flatten()
     return F.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
 
 
@@ -128,13 +131,15 @@ class Unpadding:
         """x (B, T, ...) -> (1, tokens, ...), the real tokens of all rows in turn."""
         return x.flatten(0, 1).index_select(0, self._indices)[None]
 
-    def take_all(self, *, loss_options: Mapping[str, Any], **tensors: Tensor | None) -> dict[str, Any]:
-        """Arguments of a model for the real tokens: `tensors` and `token_weights` without padding, other
-        `loss_options` as they are, and the `cu_seqlens` of the rows."""
-        weights = loss_options.get("token_weights")
-        taken: dict[str, Any] = {name: None if x is None else self.take(x) for name, x in tensors.items()}
-        taken |= {**loss_options, "cu_seqlens": self.cu_seqlens}
-        return taken if weights is None else {**taken, "token_weights": self.take(weights)}
+    def take_all(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """`tensors` without padding; None stays."""
+        return {name: None if x is None else self.take(x) for name, x in tensors.items()}
+
+    def take_weights(self, loss_options: Mapping[str, Any]) -> dict[str, Any]:
+        """`loss_options` with the `token_weights` of the real tokens."""
+        return {
+            name: self.take(x) if name == "token_weights" and x is not None else x for name, x in loss_options.items()
+        }
 
     def put_back(self, x: Tensor, other: float = 0.0, *, dim: int = 0) -> Tensor:
         """What `take` gives, with `dim` further dimensions before it -> (..., B, T, ...), with `other` on padding."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, document_bounds, document_of
 from ligermodels.ops.loss.linear_cross_entropy import SKIP_BELOW
@@ -57,7 +58,7 @@ class Targets:
     those. The counts travel to the host while the decoder's first blocks run.
 
     Args:
-        labels: (B, T) long, -100 where ignored.
+        labels: (B, T) int64, -100 where ignored; InputError for another dtype.
         ahead: K distances, at least 1.
         cu_seqlens: int32 (n + 1,), bounds of packed documents.
         vocab_size: labels must lie below it: InputError on a CPU, on a GPU a device assertion.
@@ -73,11 +74,13 @@ class Targets:
         cu_seqlens: Tensor | None = None,
         every_token: bool = False,
     ) -> None:
+        if labels.dtype != torch.int64:
+            raise InputError(f"labels: must be int64, got {labels.dtype}")
         assert_async(
             (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < vocab_size)),
             f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored",
         )
-        self.ahead, self._every_token = tuple(ahead), every_token
+        self.ahead, self.cu_seqlens, self._every_token = tuple(ahead), cu_seqlens, every_token
         self.values = torch.stack([shift_labels(labels, each, cu_seqlens) for each in self.ahead])
         self._counts: AsyncHostCopy | None = None
         self._indices: Tensor | None = None

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.generation.generate import as_eos_ids, evaluating, resolve_max_new_tokens
+from ligermodels.generation.generate import as_eos_ids, as_pad_id, evaluating, resolve_max_new_tokens
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
+from ligermodels.generation.sampling import check_values
 from ligermodels.generation.state import DecodingState
 from ligermodels.generation.step import DecodingModel, Step, new_tokens
 from ligermodels.layers import TreeTokens
@@ -92,8 +93,9 @@ def medusa_generate(
             epsilon or delta is not above it.
     """
     eos_ids = as_eos_ids(eos_token_id)
-    pad_id = pad_token_id if pad_token_id is not None else (eos_ids[0] if eos_ids else None)
+    pad_id = as_pad_id(pad_token_id, eos_ids)
     prompts = prepare_prompts(input_ids, attention_mask, pad_id, model.config.vocab_size)
+    check_values(temperature=temperature)
     typical = Typical(temperature, epsilon, delta) if temperature else None
     batch, length = prompts.ids.shape
     max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, length)
@@ -114,9 +116,8 @@ def medusa_generate(
                 take()
             passes += 1
         passes -= ago
-    counts = sequences.count.tolist()
-    tokens = torch.cat([ids, new_tokens(sequences, counts, pad_id)], dim=1)
-    return SpeculativeOutput(tokens, int(sequences.steps.sum()), sum(counts), passes)
+    tokens = torch.cat([ids, new_tokens(sequences.text, sequences.start, sequences.count, pad_id)], dim=1)
+    return SpeculativeOutput(tokens, int(sequences.steps.sum()), int(sequences.count.sum()), passes)
 
 
 class TreeStep(Step):

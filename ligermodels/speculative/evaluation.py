@@ -14,7 +14,7 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch, count_targets, on_device
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import evaluating
-from ligermodels.layers import IGNORE_INDEX, shift_labels
+from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.packing import document_bounds
 from ligermodels.speculative.distillation import divergence_and_losses
 from ligermodels.speculative.medusa import MedusaModel
@@ -110,15 +110,21 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
         for batch in batches:
             part: dict[str, Any] = on_device(batch, model.device)
             unpad = model.unpadding(part.pop("attention_mask", None))
-            part = part if unpad is None else unpad.take_all(**part, loss_options={})
-            labels = part.pop("labels")
+            if unpad is not None:
+                part = {**unpad.take_all(part), "cu_seqlens": unpad.cu_seqlens}
+            labels, size = part.pop("labels"), model.config.vocab_size
             bounds = document_bounds(labels.shape, part.get("position_ids"), part.get("cu_seqlens"))
-            targets = shift_labels(labels, 1, bounds)
-            part |= {"cu_seqlens": bounds, "return_last_hidden_state": True}
+            targets = Targets(labels, (1,), vocab_size=size, cu_seqlens=bounds)
+            part |= {"token_indices": targets, "return_last_hidden_state": True}
             hidden, untouched = (each(**part)["last_hidden_state"] for each in (model, reference))
-            size = model.config.vocab_size
-            sums.append(divergence_and_losses(hidden, heads[0], untouched, heads[1], targets, vocab_size=size).double())
-            counts.append((targets != IGNORE_INDEX).sum())
+
+            def head(
+                hidden: Tensor, right: Tensor, untouched: Tensor = untouched, size: int = size, **_: Any
+            ) -> Tensor:
+                return divergence_and_losses(hidden, heads[0], untouched, heads[1], right, vocab_size=size)
+
+            sums.append(targets.loss(0, head, hidden).double())
+            counts.append((targets.values[0] != IGNORE_INDEX).sum())
     if not sums:
         raise InputError("there is no text to evaluate on: not a single batch was given")
     return KLToReference(*(torch.stack(sums).sum(0) / torch.stack(counts).sum().clamp(min=1)).tolist())

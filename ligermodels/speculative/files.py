@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.archs.state_dict import StateDict
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec, as_json
 from ligermodels.convert.files import INDEX, SINGLE, written_whole
@@ -31,15 +32,8 @@ ONE_FILE = 2**63 - 1
 """Loaders of heads look for one file."""
 
 
-class Header(NamedTuple):
-    """Dtype and shape of a tensor in a .pt file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class TorchFile:
-    """The tensors of a file that torch.save has written, as a `weight_map.Reader`.
+class TorchFile(StateDict):
+    """The tensors of a file that torch.save has written, as a reader of checkpoints.
 
     Nothing but tensors is read of it (weights_only), so that it cannot run code. Raises CheckpointError for a file that
     holds anything else, is damaged, or is no dict of tensors.
@@ -56,46 +50,12 @@ class TorchFile:
             raise CheckpointError(f"{path}: cannot be read: {_line(error)}; fetch it again") from error
         if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
             raise CheckpointError(f"{path}: is not a dict of tensors, as a module's state_dict is")
-        self._tensors: dict[str, Tensor] = found
-        self.headers = {name: Header(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
-
-    def read(self, name: str) -> Tensor:
-        """Tensor `name`, on the CPU, as stored."""
-        return self._tensors[name]
-
-    def read_together(self, names: Sequence[str]) -> Tensor | None:
-        """None: tensors do not lie one after another."""
-        return None
+        super().__init__(found)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of tensor `name` from its byte `start` on."""
-        stored = self._tensors[name].contiguous().view(-1).view(torch.uint8)[start : start + len(buffer)]
+        stored = self.headers[name].contiguous().view(-1).view(torch.uint8)[start : start + len(buffer)]
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(stored)
-
-
-class Stripped:
-    """The tensors of `reader` without SUPERFLUOUS in their names, as a `weight_map.Reader`."""
-
-    def __init__(self, reader: FileReader) -> None:
-        self._reader = reader
-        self._stored = {name.replace(SUPERFLUOUS, ""): name for name in reader.headers}
-        if twice := set(reader.headers) - set(self._stored.values()):
-            raise CheckpointError(
-                f"tensors that are there with {SUPERFLUOUS!r} and without: {', '.join(sorted(twice))}"
-            )
-        self.headers = {name: reader.headers[stored] for name, stored in self._stored.items()}
-
-    def read(self, name: str) -> Tensor:
-        """As the reader's."""
-        return self._reader.read(self._stored[name])
-
-    def read_together(self, names: Sequence[str]) -> Tensor | None:
-        """As the reader's."""
-        return self._reader.read_together([self._stored[name] for name in names])
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """As the reader's."""
-        self._reader.read_into(self._stored[name], start, buffer)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -213,8 +173,7 @@ def open_heads(folder: Path) -> Iterator[Heads]:
     for file in dict.fromkeys(profile.file for profile in PROFILES.values()):
         if not ((folder / file).is_file() or (file == SINGLE and (folder / INDEX).is_file())):
             continue
-        with _opened(folder, file) as stored:
-            reader = Stripped(stored) if any(SUPERFLUOUS in name for name in stored.headers) else stored
+        with _opened(folder, file) as reader:
             names = list(reader.headers)
             found = {
                 name: counts
@@ -238,10 +197,16 @@ def open_heads(folder: Path) -> Iterator[Heads]:
 
 @contextmanager
 def _opened(folder: Path, file: str) -> Iterator[FileReader]:
-    if file.endswith(".pt"):
-        yield TorchFile(folder / file)
-        return
-    with Checkpoint(folder, single=file) as reader:
+    """The tensors of the file, or shards, without SUPERFLUOUS in their names."""
+    with ExitStack() as opened:
+        pickled = file.endswith(".pt")
+        reader = TorchFile(folder / file) if pickled else opened.enter_context(Checkpoint(folder, single=file))
+        stored = {name.replace(SUPERFLUOUS, ""): name for name in reader.headers}
+        if twice := set(reader.headers) - set(stored.values()):
+            raise CheckpointError(
+                f"tensors that are there with {SUPERFLUOUS!r} and without: {', '.join(sorted(twice))}"
+            )
+        reader.headers = {name: reader.headers[old] for name, old in stored.items()}  # type: ignore[assignment]
         yield reader
 
 

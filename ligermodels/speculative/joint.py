@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.layers import Targets
 from ligermodels.layers.sharding import call_gathered
 from ligermodels.speculative.distillation import divergence
 from ligermodels.speculative.medusa import MedusaModel, MedusaOutput
@@ -104,38 +105,25 @@ def _joint_loss(
     input_ids: Tensor | None,
     labels: Tensor,
     heads_loss_weight: Tensor | float,
-    *,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    num_items_in_batch: Tensor | int | None = None,
-    **loss_options: Any,
+    **options: Any,
 ) -> MedusaOutput:
-    tokens = {"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds}
-    unpad = medusa.unpadding(tokens, attention_mask, position_ids, cu_seqlens, loss_options)
-    if unpad is not None:
-        loss = partial(_joint_loss, medusa, reference, heads_loss_weight=heads_loss_weight)
-        taken = unpad.take_all(**tokens, loss_options=loss_options)
-        return loss(**taken, num_items_in_batch=num_items_in_batch).padded(unpad)
-    base, targets = medusa.base, medusa.targets(labels, position_ids, cu_seqlens, first=1)
-    inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "token_indices": targets}
-    inputs |= {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "return_last_hidden_state": True}
-    out = base(**inputs)
+    base, batch = medusa.base, medusa.prepare(1, input_ids, labels, **options)
+    targets, loss_options = cast(Targets, batch.targets), batch.loss_options
+    out = base(**batch.inputs)
     hidden = out["last_hidden_state"]
-    output = medusa.heads_loss(hidden, targets, num_items_in_batch=num_items_in_batch, **loss_options)
+    output = medusa.heads_loss(hidden, targets, **loss_options)
+    items = loss_options.get("num_items_in_batch")
+    items = None if items is None else torch.as_tensor(items).flatten()[0].to(hidden.device)
     base_loss = _cross_entropy(base)
     if reference is not None:
         with torch.no_grad():
-            base_loss = _kl(base, reference, reference(**inputs)["last_hidden_state"])
+            base_loss = _kl(base, reference, reference(**batch.inputs)["last_hidden_state"])
         loss_options = {name: loss_options[name] for name in ("reduction",) if name in loss_options}
-    items = num_items_in_batch
-    items = None if items is None else torch.as_tensor(items).flatten()[0].to(hidden.device)
-    first = targets.loss(0, base_loss, hidden, num_items_in_batch=items, **loss_options)
+    first = targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items})
     total = first + heads_loss_weight * cast(Tensor, output.loss)
     if reference is None and out.aux_loss is not None:
         total = total + base.config.router_aux_loss_coef * out.aux_loss
-    return replace(output, loss=total, base_loss=first.detach())
+    return batch.padded(replace(output, loss=total, base_loss=first.detach()))
 
 
 def _cross_entropy(base: CausalLM) -> Callable[..., Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.generation_options import check_tree_options, renamed_options
 from ligermodels.errors import InputError
 from ligermodels.layers import LMHead, Targets
-from ligermodels.layers.lm_head import check_loss_inputs
-from ligermodels.layers.packing import Unpadding, document_bounds
+from ligermodels.layers.lm_head import check_loss_options
+from ligermodels.layers.packing import Unpadding, check_same_tokens, document_bounds
 from ligermodels.layers.sharding import call_gathered, gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
@@ -28,6 +29,20 @@ from ligermodels.speculative.hub import heads_folder
 from ligermodels.speculative.output import MedusaOutput
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import Tree, default_tree
+
+
+class PreparedBatch(NamedTuple):
+    """A batch without padding: the base model's `inputs`, the `targets` of its labels, if it has any, the
+    `loss_options`, and what took the padding out."""
+
+    inputs: dict[str, Any]
+    targets: Targets | None
+    loss_options: dict[str, Any]
+    unpad: Unpadding | None
+
+    def padded(self, output: MedusaOutput) -> MedusaOutput:
+        """`output` with the padding again."""
+        return output if self.unpad is None else output.padded(self.unpad)
 
 
 class MedusaModel(nn.Module):
@@ -47,6 +62,8 @@ class MedusaModel(nn.Module):
             raise InputError(f"num_heads and num_layers must be at least 1, got {num_heads} and {num_layers}")
         if lm_head not in ("own", "shared"):
             raise InputError(f"lm_head must be 'own' or 'shared', got {lm_head!r}")
+        if not isinstance(decay, int | float) or not 0 <= decay < math.inf:
+            raise InputError(f"decay must be a number, at least 0, got {decay!r}")
         self.base, self.lm_head, self.decay = base, lm_head, decay
         self.shape = HeadsShape(num_heads, num_layers, base.config.hidden_size, base.config.vocab_size)
         state = {name: gathered(tensor) for name, tensor in base.head.state_dict().items()} if lm_head == "own" else {}
@@ -112,41 +129,55 @@ class MedusaModel(nn.Module):
         materialised where there are labels. `num_items_in_batch` may be one for each head: see `num_targets`. The base
         model's own loss is no part of it: see `JointMedusa`.
         """
-        tokens = {"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds}
-        unpad = self.unpadding(tokens, attention_mask, position_ids, cu_seqlens, loss_options)
-        if unpad is not None:
-            taken = unpad.take_all(**tokens, loss_options=loss_options)
-            return MedusaModel.forward(self, **taken, num_items_in_batch=num_items_in_batch).padded(unpad)
-        inputs: dict[str, Any] = {
-            "position_ids": position_ids,
-            "cu_seqlens": cu_seqlens,
-            "inputs_embeds": inputs_embeds,
-        }
-        if labels is None:
-            hidden = self.base(input_ids, **inputs, return_last_hidden_state=True)["last_hidden_state"]
-            return MedusaOutput(logits=torch.stack([self._head(i, hidden) for i in range(len(self.heads))]))
-        targets = self.targets(labels, position_ids, cu_seqlens, first=2)
-        out = self.base(input_ids, **inputs, token_indices=targets, return_last_hidden_state=True)
-        return self.heads_loss(out["last_hidden_state"], targets, num_items_in_batch=num_items_in_batch, **loss_options)
+        batch = self.prepare(
+            2,
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            inputs_embeds=inputs_embeds,
+            num_items_in_batch=num_items_in_batch,
+            **loss_options,
+        )
+        hidden = self.base(**batch.inputs)["last_hidden_state"]
+        if batch.targets is None:
+            return batch.padded(
+                MedusaOutput(logits=torch.stack([self._head(i, hidden) for i in range(len(self.heads))]))
+            )
+        return batch.padded(self.heads_loss(hidden, batch.targets, **batch.loss_options))
 
-    def unpadding(
+    def prepare(
         self,
-        tokens: Mapping[str, Tensor | None],
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        loss_options: Mapping[str, Any],
-    ) -> Unpadding | None:
-        """`CausalLM.unpadding`, after a check that all inputs fit together."""
-        inputs = tokens["input_ids"] if tokens["inputs_embeds"] is None else tokens["inputs_embeds"]
-        check_loss_inputs(inputs, loss_options, labels=tokens["labels"], attention_mask=attention_mask)
-        return self.base.unpadding(attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
-
-    def targets(self, labels: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None, *, first: int) -> Targets:
-        """Those of the heads, and with `first` 1 of the base model before them."""
-        bounds = document_bounds(labels.shape, position_ids, cu_seqlens)
-        ahead = range(first, 2 + len(self.heads))
-        return Targets(labels, ahead, vocab_size=self.base.config.vocab_size, cu_seqlens=bounds)
+        first: int,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **loss_options: Any,
+    ) -> PreparedBatch:
+        """The arguments of `forward`, checked and without padding. The targets are those of the heads; with `first` 1
+        those of the base model before them."""
+        tokens = {"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds}
+        check_loss_options(loss_options, labels)
+        if (inputs := input_ids if inputs_embeds is None else inputs_embeds) is not None:  # else the base model says it
+            token_weights = loss_options.get("token_weights")
+            check_same_tokens(inputs, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
+        unpad = self.base.unpadding(attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+        if unpad is not None:
+            tokens, loss_options = unpad.take_all(tokens), unpad.take_weights(loss_options)
+            labels, cu_seqlens = tokens["labels"], unpad.cu_seqlens
+        del tokens["labels"]
+        targets = None
+        if labels is not None:
+            bounds = document_bounds(labels.shape, position_ids, cu_seqlens)
+            ahead = range(first, 2 + len(self.heads))
+            targets = Targets(labels, ahead, vocab_size=self.base.config.vocab_size, cu_seqlens=bounds)
+        given = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "token_indices": targets}
+        return PreparedBatch({**tokens, **given, "return_last_hidden_state": True}, targets, loss_options, unpad)
 
     def heads_loss(
         self,
@@ -159,16 +190,21 @@ class MedusaModel(nn.Module):
     ) -> MedusaOutput:
         """The heads' loss, of hidden states (B, T, H) of the base model or (1, n, H) of `targets.token_indices`.
 
-        targets: with one loss for each head at the end.
-        Raises InputError for a reduction other than "mean" and "sum".
+        Args:
+            targets: with one loss for each head at the end.
+            num_items_in_batch: one for each loss of `targets`, or one for all.
+
+        Raises InputError for another number of these, and for a reduction other than "mean" and "sum".
         """
         if reduction not in ("mean", "sum"):
             raise InputError(f"reduction: must be 'mean' or 'sum' for Medusa heads, got {reduction!r}")
         count = len(self.heads)
         items: Tensor | list[None] = [None] * count
         if num_items_in_batch is not None:
-            given = torch.as_tensor(num_items_in_batch, device=hidden.device).flatten()[-count:]
-            items = given.expand(count).float()
+            given = torch.as_tensor(num_items_in_batch, device=hidden.device).flatten()
+            if len(given) not in (1, len(targets.ahead)):
+                raise InputError(f"num_items_in_batch: must be 1 or {len(targets.ahead)} numbers, got {len(given)}")
+            items = given[-count:].expand(count).float()
         losses, all_ranks = [], []
         for i in range(count):
             loss, ranks = targets.loss(
@@ -262,12 +298,14 @@ class MedusaModel(nn.Module):
             options: as `medusa_generate`.
         """
         tree = default_tree(self.shape.num_heads, vocab_size=self.shape.vocab_size) if tree is None else tree
+        if not isinstance(tree, Tree):
+            raise InputError(f"tree: must be a Tree, got {type(tree).__name__}")
         # What the checkpoint says of sampling is for `base.generate`.
         found = self.base.generation_defaults(do_sample=False)
         defaults: dict[str, Any] = {
             name: found[name] for name in ("eos_token_id", "pad_token_id", "max_length") if name in found
         }
-        if max_new_tokens is None:
+        if max_new_tokens is None and options.get("max_length") is None:
             max_new_tokens = found.get("max_new_tokens")
         options = check_tree_options(renamed_options(options), medusa_generate)
         if options.pop("do_sample", False):

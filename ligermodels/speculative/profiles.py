@@ -89,16 +89,6 @@ class Profile:
             ignored += [f"^{re.escape(name)}$" for name in projections]
         return WeightMap(mappings, ignored=ignored)
 
-    def contract(self, shape: HeadsShape) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each tensor that a file of such heads holds; `prefix` tells them from the base model's."""
-        hidden, vocab = shape.hidden_size, shape.vocab_size
-        sizes = {"linear.weight": (hidden, hidden), "linear.bias": (hidden,), "lm_head.weight": (vocab, hidden)}
-        return {
-            view.source: next(size for ending, size in sizes.items() if mapping.target.endswith(ending))
-            for mapping in self.weight_map(shape).mappings
-            for view in mapping.views
-        }
-
     def filled(self, shape: HeadsShape, base_model: str | None) -> dict[str, Any]:
         """`config` of such heads; InputError when it needs the base model's name and there is none."""
         if base_model is None and Fill.base_model in self.config.values():
@@ -134,20 +124,19 @@ class Profile:
     def faults(
         self,
         shape: HeadsShape,
-        sizes: Mapping[str, Sequence[int]],
+        found: Mapping[str, Sequence[int]],
         config: Mapping[str, Any],
         base_model: str | None,
-        planned: Mapping[str, tuple[int, ...]],
+        planned: Mapping[str, Sequence[int]],
     ) -> list[str]:
-        """What in a file of tensors of these `sizes`, and in its `config`, is not as the format's loader needs it.
+        """What in a file, which was `found` to hold tensors of these sizes, and in its `config`, is not as the format's
+        loader needs it.
 
         planned: name -> shape of what was to be written: of a whole checkpoint, the base model's tensors too.
         """
-        contract = {**planned, **self.contract(shape)}
-        found = {name: tuple(size) for name, size in sizes.items()}
-        odd = [name for name in {**contract, **found} if contract.get(name) != found.get(name)]
+        odd = [name for name in {**planned, **found} if planned.get(name) != found.get(name)]
         wanted = self.filled(shape, base_model)
-        faults = [f"{name} {found.get(name)} instead of {contract.get(name)}" for name in odd]
+        faults = [f"{name} {found.get(name)} instead of {planned.get(name)}" for name in odd]
         faults += [f"config.json: {key} = {config.get(key)!r}" for key in wanted if config.get(key) != wanted[key]]
         if not self.prefix:
             faults += [f"config.json: {key} is not of the format" for key in config if key not in wanted]

@@ -128,10 +128,12 @@ def train(
     Raises:
         TrainingError: loss or gradient is not finite, with the step and the batch; or there is no target in the first
             steps or in all. Checked with each report.
-        InputError: the batches end too early.
+        InputError: the batches end too early, one has no labels, or a number is out of its range.
     """
     if min(steps, accumulation_steps, report_every, *(every for every, _ in hooks)) < 1:
         raise InputError(f"must be at least 1: {steps=}, {accumulation_steps=}, {report_every=} and periods of hooks")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise InputError(f"max_grad_norm: must be above 0, or None not to clip, got {max_grad_norm}")
     device = next(iter(model.parameters())).device
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     source = iter(batches)
@@ -158,7 +160,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:
             schedule.step()
-        tokens = sum(part["input_ids"].numel() for part in parts)
+        tokens = sum(part["labels"].numel() for part in parts)
         wheres = [getattr(part, "where", None) for part in parts]
         pending.append(_Pending(step, learning_rate, tokens, wheres, losses, norm, _summed(logged)))
         is_last = step == steps or (stop is not None and stop())

@@ -218,7 +218,7 @@ def read_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
     text = recipe_text(name_or_path)
     try:
         content = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{name_or_path}: not YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{name_or_path}: must hold 'key: value' lines")
