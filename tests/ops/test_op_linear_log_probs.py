@@ -154,11 +154,9 @@ def gemms(call: Callable[[], Any], of_one: int) -> tuple[Any, float]:
     """What a call returns, and its products of numbers in GEMMs, in those of one whole GEMM."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         result = call()
-    products = 0
-    for event in profile.events():
-        if event.name in ("aten::mm", "aten::addmm"):
-            (rows, inner), (_, columns) = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
-            products += rows * inner * columns
+    first = {"aten::mm": 0, "aten::addmm": 1}  # of the two factors among the inputs
+    shapes = [e.input_shapes[first[e.name] :] for e in profile.events() if e.name in first]
+    products = sum(a[0] * a[1] * b[1] for a, b, *_ in shapes)
     return result, products / of_one
 
 
@@ -177,7 +175,8 @@ def gemms(call: Callable[[], Any], of_one: int) -> tuple[Any, float]:
 def test_number_of_gemms(needs: str, used: str, wanted: tuple[int, int]) -> None:
     """Forward and backward, over several chunks."""
     T, H, V = 24, 16, 160
-    inputs = dict(zip(("hidden", "weight", "bias"), head(Where(torch.device("cpu"), torch.float32), (T,), H, V)))
+    tensors = head(Where(torch.device("cpu"), torch.float32), (T,), H, V)
+    inputs = dict(zip(("hidden", "weight", "bias"), tensors, strict=True))
     for name in needs.split():
         inputs[name].requires_grad_()
     y, budget = targets((T,), V, torch.device("cpu"), ignored=0.0), 5 * V * 4
@@ -375,11 +374,7 @@ def test_memory_and_no_wait_on_the_gpu(trained: bool) -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        (
-            {"weight": torch.ones(5, 3)},
-            InputError,
-            "linear_log_probs: weight must be torch.float32 of shape \\(V, 4\\)",
-        ),
+        ({"weight": torch.ones(5, 3)}, InputError, "linear_log_probs: weight must be torch.float32 of shape"),
         ({"weight": torch.ones(0, 4)}, InputError, "weight must be of one class"),
         ({"bias": torch.ones(4)}, InputError, "bias must be torch.float32 of shape \\(5\\)"),
         ({"target": torch.zeros(3, dtype=torch.int64)}, InputError, "target must be torch.int64 of shape \\(2\\)"),

@@ -85,7 +85,7 @@ def linear_rows(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     V, H = weight.shape
     rows, targets = as_rows(hidden), target.reshape(-1)
-    weights_of_rows = [None if w is None else w.reshape(-1) for w in (loss_weights, entropy_weights, lse_weights)]
+    others = entropy_weights, lse_weights
     asked = {"losses": losses, "ranks": ranks}
     asked |= {"predicted": predicted} if return_predicted else {}
     asked |= {"entropies": entropies} if return_entropy else {}
@@ -127,7 +127,8 @@ def linear_rows(
         found = {name: whole.new_empty(logits.shape[0] if whole.numel() else 0) for name, whole in asked.items()}
         weights = None
         if need_hidden or need_weight or need_bias:
-            weights = RowWeights(*(None if w is None else take(w, chunk) for w in weights_of_rows))
+            of_entropies, of_lses = (None if w is None else take(w.reshape(-1), chunk) for w in others)
+            weights = RowWeights(take(loss_weights.reshape(-1), chunk), of_entropies, of_lses)
         rows_in_place(logits, take(targets, chunk), RowNumbers(**found), weights, options)
         for name, values in found.items():
             if values.numel():

@@ -65,8 +65,8 @@ def linear_log_probs(
     log_probs, entropy and lse are differentiable by hidden, weight and bias, with any gradient of each token; a
     gradient is computed exactly if its own operand requires it. If only hidden does, and it is not float16 (where the
     gradients of logits underflow without the loss scale), its gradients of the log-probabilities are kept from the
-    forward pass, (..., H), and rounded before each is multiplied; a loss that uses the entropy or lse too
-    recomputes the logits instead. So detach what is only logged.
+    forward pass, (..., H), and rounded before each is multiplied; a loss that uses the entropy or lse too recomputes
+    the logits instead. So detach what is only logged; in a compiled graph whatever is asked for counts as used.
     Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range; on
     CUDA such a target fails a device-side assertion.
     """
@@ -132,6 +132,7 @@ class _LinearLogProbs(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, target, dx if kept else None)
         ctx.options = (*options._replace(return_rank=False), False, False, False, memory_budget, num_targets)
+        ctx.asked = (return_entropy, return_lse)
         ctx.set_materialize_grads(False)  # None tells what the loss does not use
         ctx.mark_non_differentiable(
             predicted, rank, *(x for x, used in ((entropy, return_entropy), (lse, return_lse)) if not used)
@@ -142,6 +143,8 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, of_log_probs, of_entropy, of_lse, *_):
         *inputs, target, dx = ctx.saved_tensors
+        # A compiled graph has zeros for None, also for what was not asked for.
+        of_entropy, of_lse = (g if used else None for g, used in zip((of_entropy, of_lse), ctx.asked, strict=True))
         if of_log_probs is None:
             of_log_probs = torch.zeros_like(target, dtype=torch.promote_types(inputs[0].dtype, torch.float32))
         if dx is not None and of_entropy is None and of_lse is None:
