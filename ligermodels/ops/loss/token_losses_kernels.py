@@ -75,11 +75,10 @@ def _observe(
     if CAPPED and MASKED:
         x = tl.where(inside, x, float("-inf"))
     higher = tl.maximum(top, tl.max(x, axis=0))
-    e = _exp(x - higher[None, :])
     if ENTROPY:
         spread = _exp(top - higher) * (spread + total * _below(top, higher))
-        spread += tl.sum(e * _below(x, higher[None, :]), axis=0)
-    total = total * _exp(top - higher) + tl.sum(e, axis=0)
+        spread += tl.sum(_exp(x - higher[None, :]) * _below(x, higher[None, :]), axis=0)
+    total = total * _exp(top - higher) + tl.sum(_exp(x - higher[None, :]), axis=0)
     if SMOOTHED:
         plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
     if RANK:
