@@ -67,7 +67,7 @@ def _observe(
 ):  # fmt: skip
     """Adds a tile (TILES, BLOCK) of a row's logits, from `first` on, to the state of BLOCK lanes: their maxima, sums of
     exp(x - maximum), plain sums, counts of logits that rank before the target's, sums of exp(x - maximum) *
-    (x - maximum), and the greatest given logits and the first places of these."""
+    (x - maximum), and the greatest given logits and their first tiles."""
     col += first
     inside = col < V
     given = tl.load(start + col, mask=inside, other=float("-inf")) if MASKED else tl.load(start + col)
@@ -85,8 +85,7 @@ def _observe(
         before += tl.sum((inside & ((given > at_y) | ((given == at_y) & (col < y)))).to(tl.int32), axis=0)
     if PREDICTED:
         greatest = tl.max(given.to(tl.float32), axis=0)
-        at = tl.min(tl.where(given.to(tl.float32) == greatest[None, :], col, V), axis=0)
-        best_at = tl.where(greatest > best, at, best_at)
+        best_at = tl.where(greatest > best, first, best_at)
         best = tl.maximum(best, greatest)
     return higher, total, plain, before, spread, best, best_at
 
@@ -185,7 +184,10 @@ def _cross_entropy_row_kernel(
         if RANK:
             rank = tl.sum(before, axis=0).to(tl.int64)
         if PREDICTED:
-            prediction = tl.min(tl.where(best == tl.max(best, axis=0), best_at, V), axis=0).to(tl.int64)
+            greatest = tl.max(best, axis=0)
+            places = tl.min(tl.where(best == greatest, best_at, V), axis=0) + col  # of the first tile that has it
+            found = (places < V) & (tl.load(start + places, mask=places < V, other=0.0) == greatest)
+            prediction = tl.minimum(tl.min(tl.min(tl.where(found, places, V), axis=0), axis=0), V - 1).to(tl.int64)
         if loss_weights is not None:
             c = tl.load(loss_weights + row) * logit_scale
             factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) / total_of_row
