@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import measure
+from benchmarks import chunked_log_probs, measure
 from benchmarks.case import Case, integers, optional, providers, random
 from ligermodels import ops
 
@@ -56,4 +58,56 @@ def linear_cross_entropy(tokens: int, hidden: int, vocab: int, ignored: float = 
         ),
         (lambda x, w, y: x[:count] @ w.t(), gemms),
         frozen=() if frozen is None else (("hidden", "head").index(frozen),),
+    )
+
+
+def linear_log_probs(
+    tokens: int, hidden: int, vocab: int, frozen: bool = False, entropy: bool = True, logged: bool = False
+) -> Case:
+    """Log-probabilities of given tokens, and the entropy, which the loss uses or only a log. The limit is the GEMMs
+    alone: two if the head is frozen and no gradient of the entropy is needed, else one for the logits, one to compute
+    them again, and one for each gradient."""
+    liger, fused = None, None
+    if not entropy:  # which they do not give
+        liger = optional("liger_kernel.chunked_loss.fused_linear_ppo", "_ChunkedSelectiveLogProbFunction")
+        fused = optional("torch.nn.functional", "linear_cross_entropy")  # of torch 2.13
+    name = f"linear_log_probs {tokens}x{hidden}x{vocab}" + (" frozen head" if frozen else "")
+    name += " and entropy" * entropy + " for a log" * (entropy and logged)
+
+    def outputs(log_probs: Tensor, found: Tensor) -> tuple[Tensor, ...]:
+        return (log_probs,) if logged else (log_probs, found)
+
+    def ours(x: Tensor, w: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:
+        found = ops.linear_log_probs(x, w, y, return_entropy=entropy)
+        return found if isinstance(found, Tensor) else outputs(found.log_probs, cast(Tensor, found.entropy))
+
+    def eager(x: Tensor, w: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:
+        log_p = F.log_softmax((x @ w.T).float(), -1)
+        log_probs = log_p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        return outputs(log_probs, -(log_p.exp() * log_p).sum(-1)) if entropy else log_probs
+
+    def chunked(x: Tensor, w: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:
+        found = chunked_log_probs.ChunkedLogProbs.apply(x, w, y, entropy)
+        return outputs(*found) if entropy else found[0]
+
+    def gemms(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        logits = x @ w.t()
+        if frozen and (logged or not entropy):
+            return (logits @ w,)
+        logits = x @ w.t()
+        return (logits @ w,) if frozen else (logits @ w, logits.t() @ x)
+
+    return Case(
+        name,
+        lambda: (random(tokens, hidden), random(vocab, hidden) * hidden**-0.5, integers(vocab, tokens)),
+        None,
+        providers(
+            ours,
+            eager,
+            liger=liger and (lambda x, w, y: liger.apply(x, w, y, None, 1.0, 4096)),
+            linear_cross_entropy=fused and (lambda x, w, y: -fused(x, w, y, reduction="none")),
+            torch_chunked=chunked,
+        ),
+        (lambda x, w, y: x @ w.t(), gemms),
+        frozen=(1,) if frozen else (),
     )

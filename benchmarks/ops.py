@@ -167,4 +167,11 @@ CASES: dict[str, Callable[[], list[Case]]] = {
         losses.linear_cross_entropy(8192, 2304, 256000),
         losses.linear_cross_entropy(8192, 4096, 32000),
     ],
+    "linear_log_probs": lambda: [
+        losses.linear_log_probs(8192, 4096, 151936),
+        losses.linear_log_probs(8192, 4096, 151936, frozen=True),
+        losses.linear_log_probs(8192, 4096, 151936, frozen=True, logged=True),
+        losses.linear_log_probs(8192, 4096, 151936, entropy=False),
+        losses.linear_log_probs(8192, 4096, 151936, frozen=True, entropy=False),
+    ],
 }

@@ -25,7 +25,19 @@ sys.path.insert(0, str(ROOT))
 import ligermodels as lm  # noqa: E402
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
-from benchmarks import attention, floor, losses, measure, ops, peers, profile, report, targets, training  # noqa: E402
+from benchmarks import (  # noqa: E402  # noqa: E402
+    attention,
+    chunked_log_probs,
+    floor,
+    losses,
+    measure,
+    ops,
+    peers,
+    profile,
+    report,
+    targets,
+    training,
+)
 from benchmarks.case import Case, Passes  # noqa: E402
 from benchmarks.measure import one_after_another, sustained  # noqa: E402
 from benchmarks.models import CONFIGS  # noqa: E402
@@ -45,6 +57,11 @@ TINY: dict[str, Callable[[], list[Case]]] = {
         losses.linear_cross_entropy(16, 32, 40, ignored=0.5),
         losses.linear_cross_entropy(16, 32, 40, frozen="head"),
         losses.linear_cross_entropy(16, 32, 40, frozen="hidden"),
+    ],
+    "linear_log_probs": lambda: [
+        losses.linear_log_probs(16, 32, 40),
+        losses.linear_log_probs(16, 32, 40, frozen=True, logged=True),
+        losses.linear_log_probs(16, 32, 40, frozen=True, entropy=False),
     ],
 }
 
@@ -94,6 +111,16 @@ def test_ops_agree_with_torch(op: str) -> None:
                 wanted |= {"both_row_of_copy_at_size"} if case.bytes and not case.overwritten else set()
             assert wanted <= record.keys()
         json.dumps(records)
+
+
+def test_chunked_log_probs_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of TRL, over several tiles, the last of them smaller."""
+    monkeypatch.setattr(chunked_log_probs, "TOKENS", 7)
+    monkeypatch.setattr(chunked_log_probs, "CLASSES", 16)
+    for case in TINY["linear_log_probs"]():
+        (record,) = ops_benchmark.measured(case, ["torch_chunked"], 1e10)
+        assert "failed" not in record, record["failed"]
+        assert record["error"] < 0.01
 
 
 def test_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

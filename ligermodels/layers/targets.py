@@ -12,7 +12,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, document_bounds, document_of
-from ligermodels.ops.loss.linear_cross_entropy import SKIP_BELOW
+from ligermodels.ops.loss.chunks import SKIP_BELOW
 
 IGNORE_INDEX = -100
 

@@ -9,6 +9,7 @@ from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_refere
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
 from ligermodels.ops.moe.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -21,6 +22,7 @@ __all__ = [
     "Paths",
     "Routes",
     "Sequences",
+    "TokenLogProbs",
     "accept_path",
     "accept_path_reference",
     "adamw_step",
@@ -42,6 +44,8 @@ __all__ = [
     "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_log_probs",
+    "linear_log_probs_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

@@ -120,6 +120,7 @@ def check_refusals(mesh: Any) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "cross_entropy": lambda: ops.cross_entropy(whole(4, 9), ids),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(torch.ones(4, 8), whole(9, 8), torch.ones(4).long()),
+        "linear_log_probs": lambda: ops.linear_log_probs(torch.ones(4, 8), whole(9, 8), torch.ones(4).long()),
         "topk_indices": lambda: ops.topk_indices(whole(4, 9), 2),
         "grouped_mm": lambda: ops.grouped_mm(whole(4, 8), whole(1, 9, 8), torch.tensor([4], dtype=torch.int32)),
         "compact_kv_cache": lambda: ops.compact_kv_cache(whole(4, 2, 2), torch.zeros(4, 1).long()),

@@ -79,12 +79,24 @@ CASES = {
     "linear_cross_entropy": Case(
         lambda h, w, b: ops.linear_cross_entropy(h, w, target(h), b, softcap=5.0, memory_budget=1),
         ((4, 8), (50, 8), (50,)),
-        ("loss_weights", "linear_cross_entropy"),
+        ("loss_weights", "linear_rows"),
     ),
     "linear_cross_entropy, each row": Case(
         lambda h, w: ops.linear_cross_entropy(h, w, target(h), reduction="none"),
         ((4, 8), (50, 8)),
-        ("loss_weights", "linear_cross_entropy", "linear_cross_entropy"),
+        ("loss_weights", "linear_rows", "linear_rows"),
+    ),
+    "linear_log_probs": Case(
+        lambda h, w, b: ops.linear_log_probs(h, w, target(h), b, softcap=5.0, memory_budget=1),
+        ((4, 8), (50, 8), (50,)),
+        ("loss_weights", "linear_rows", "linear_rows"),
+    ),
+    "linear_log_probs and more": Case(
+        lambda h, w: ops.linear_log_probs(
+            h, w, target(h), return_entropy=True, return_lse=True, return_predicted=True, return_rank=True
+        ),
+        ((4, 8), (50, 8)),
+        ("loss_weights", "linear_rows", "linear_rows"),
     ),
 }
 
@@ -138,7 +150,7 @@ def test_compiled_with_a_frozen_operand(name: str, kernels_device: torch.device)
             assert_same(one, two)
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "rms_norm"])
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "linear_log_probs", "rms_norm"])
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.kernels)])
 def test_compiled_with_varying_sizes(name: str, backend: str) -> None:
     """One graph for all sizes: no recompilation after the first change."""

@@ -33,11 +33,8 @@ class LossOptions(NamedTuple):
 
 def row_losses_reference(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     """The loss of each row, 0 for ignored rows, and its rank (empty without return_rank), in plain torch."""
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
-    if options.softcap is not None:
-        x = options.softcap * torch.tanh(x / options.softcap)
     valid = target != options.ignore_index
-    x = x.masked_fill(~valid.unsqueeze(-1), 0.0)  # NaN in an ignored row has no effect
+    x = effective_logits(logits, valid, options)
     y = torch.where(valid, target, 0).unsqueeze(-1)
     log_p = torch.log_softmax(x, dim=-1)
     losses = -(1 - options.label_smoothing) * log_p.gather(-1, y).squeeze(-1)
@@ -47,6 +44,14 @@ def row_losses_reference(logits: Tensor, target: Tensor, options: LossOptions) -
         losses = losses + options.z_loss * torch.logsumexp(x, dim=-1).square()
     rank = ranks_reference(logits, y, valid) if options.return_rank else target.new_empty(0)
     return torch.where(valid, losses, 0.0), rank
+
+
+def effective_logits(logits: Tensor, valid: Tensor, options: LossOptions) -> Tensor:
+    """Logits (..., V) scaled and softcapped, in at least float32; 0 where not valid (...): NaN there has no effect."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
+    if options.softcap is not None:
+        x = options.softcap * torch.tanh(x / options.softcap)
+    return x.masked_fill(~valid.unsqueeze(-1), 0.0)
 
 
 def ranks_reference(logits: Tensor, y: Tensor, valid: Tensor) -> Tensor:

@@ -1,0 +1,170 @@
+"""The language model head by chunks of rows, so that the logits never exist whole: what the losses share.
+
+Per chunk one GEMM for the logits, the numbers of each row, which `rows_in_place` replaces by gradients if any are
+needed, and one GEMM for each of those. Rows without targets are left out of all of them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.rows_in_place import RowNumbers, RowWeights, bytes_in_torch, rows_in_place
+from ligermodels.ops.loss.token_losses import LossOptions, Reduction, check_loss, checked_loss_weights
+from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import as_rows, check_tensor, empty_gradient
+
+ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
+COLUMN_MULTIPLE = 16  # on CUDA logits are held in rows of a multiple of this, which keeps them aligned for odd V
+SKIP_BELOW = 0.97  # rows without targets are left out if the share of rows with targets is below this
+
+
+class Head(NamedTuple):
+    """Checked arguments of a loss that begins at hidden states, and what follows from them."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    loss_weights: Tensor
+    num_targets: int
+    needs: tuple[bool, bool, bool]  # which gradients are needed: of hidden, weight and bias
+
+
+def checked_head(
+    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, token_weights: Tensor | None,
+    reduction: Reduction, options: LossOptions, memory_budget: int, num_targets: int | None,
+) -> Head:  # fmt: skip
+    """Raises InputError unless all fit one another. Under autocast hidden, weight and bias are cast to its dtype."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    check_loss(op, hidden, "hidden", target, token_weights, reduction, options)
+    reject_dtensors(op, weight, bias)
+    check_tensor(op, "weight", weight, ("V", hidden.shape[-1]), hidden.device, hidden.dtype)
+    V, dtype, ignore_index = weight.shape[0], hidden.dtype, options.ignore_index
+    if V == 0:
+        raise InputError(f"{op}: weight must be of one class or more")
+    if bias is not None:
+        check_tensor(op, "bias", bias, (V,), hidden.device, dtype)
+    if memory_budget <= 0:
+        raise InputError(f"{op}: memory_budget must be a positive number of bytes, got {memory_budget}")
+    target, loss_weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype)
+    if num_targets is None:
+        counted = not (target.is_cuda or torch.compiler.is_compiling())
+        num_targets = int((target != ignore_index).sum()) if counted else target.numel()
+    # Determined here: inside autograd.Function.forward gradient mode is off.
+    graded = torch.is_grad_enabled()
+    needs = (
+        graded and hidden.requires_grad,
+        graded and weight.requires_grad,
+        graded and bias is not None and bias.requires_grad,
+    )
+    return Head(hidden, weight, bias, target, loss_weights, num_targets, needs)
+
+
+@custom_op()
+def linear_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor,
+    entropy_weights: Tensor | None, lse_weights: Tensor | None, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool, return_predicted: bool,
+    return_entropy: bool, return_lse: bool, memory_budget: int, num_targets: int,
+    need_hidden: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The `RowNumbers` of all rows, and the gradients of hidden, weight and bias, as `RowWeights` weigh them; those not
+    asked for are empty. Targets have been checked."""
+    losses, dx = loss_weights.new_empty(loss_weights.shape), empty_gradient(hidden, need_hidden, hidden)
+    ranks, predicted = (target.new_empty(target.shape if r else (0,)) for r in (return_rank, return_predicted))
+    entropies, lses = (losses.new_empty(losses.shape if r else (0,)) for r in (return_entropy, return_lse))
+    if is_fake(losses):
+        of_weight, of_bias = (empty_gradient(t, need, hidden) for t, need in ((weight, need_weight), (bias, need_bias)))
+        return losses, ranks, predicted, entropies, lses, dx, of_weight, of_bias
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
+    V, H = weight.shape
+    rows, targets = as_rows(hidden), target.reshape(-1)
+    others = entropy_weights, lse_weights
+    asked = {"losses": losses, "ranks": ranks}
+    asked |= {"predicted": predicted} if return_predicted else {}
+    asked |= {"entropies": entropies} if return_entropy else {}
+    asked |= {"lses": lses} if return_lse else {}
+
+    T, chosen = targets.shape[0], None
+    if num_targets < SKIP_BELOW * T:
+        valid = targets != ignore_index
+        torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
+        chosen = valid.argsort(descending=True, stable=True)[:num_targets]
+        T = num_targets
+        for x in (losses, entropies, lses, dx):
+            x.zero_()
+        for x in (ranks, predicted):
+            x.fill_(-1)
+
+    def take(x: Tensor, chunk: slice) -> Tensor:
+        return x[chunk].contiguous() if chosen is None else x.index_select(0, chosen[chunk])
+
+    def put(values: Tensor, x: Tensor, chunk: slice) -> None:
+        if chosen is None:
+            x[chunk] = values
+        else:
+            x.index_copy_(0, chosen[chunk], values)
+
+    with_entropy = return_entropy or entropy_weights is not None
+    size = chunk_rows(T, V, H, hidden, options, memory_budget, need_weight, with_entropy)
+    dw = GradientSum(weight, several=size < T) if need_weight else None
+    db = GradientSum(bias, several=True) if bias is not None and need_bias else None
+    columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # CPU GEMMs may read such gaps
+    workspace = hidden.new_empty(size, columns)[:, :V]
+    for start in range(0, T, size):
+        chunk = slice(start, min(start + size, T))
+        x, logits = take(rows, chunk), workspace[: chunk.stop - start]
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+        found = {name: whole.new_empty(logits.shape[0] if whole.numel() else 0) for name, whole in asked.items()}
+        weights = None
+        if need_hidden or need_weight or need_bias:
+            of_entropies, of_lses = (None if w is None else take(w.reshape(-1), chunk) for w in others)
+            weights = RowWeights(take(loss_weights.reshape(-1), chunk), of_entropies, of_lses)
+        rows_in_place(logits, take(targets, chunk), RowNumbers(**found), weights, options)
+        for name, values in found.items():
+            if values.numel():
+                put(values, asked[name].view(-1), chunk)
+        if need_hidden and chosen is None:
+            torch.mm(logits, weight, out=dx.view(-1, H)[chunk])
+        elif need_hidden:
+            put(logits @ weight, dx.view(-1, H), chunk)
+        if dw is not None:
+            dw.add(logits, x)
+        if db is not None:
+            db.add(logits)
+    gradients = [weight.new_empty(0) if g is None else g.close() for g in (dw, db)]
+    return losses, ranks, predicted, entropies, lses, dx, gradients[0], gradients[1]
+
+
+def chunk_rows(
+    T: int, V: int, H: int, hidden: Tensor, options: LossOptions, budget: int, need_weight: bool, with_entropy: bool
+) -> int:
+    """Rows per chunk: as many as the budget allows, spread evenly, in multiples of ROW_MULTIPLE if there are as many.
+
+    need_weight: whether the weight's gradient is summed over chunks, in float32 (`GradientSum`). A single chunk needs
+    no such sum, and may have its memory."""
+    item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
+    in_torch = 0 if use_kernels(hidden) else bytes_in_torch(V, hidden.dtype, options, with_entropy)
+    accumulation = 0
+    if need_weight and not hidden.is_cuda and wide > item:  # see GradientSum
+        accumulation = (V + H) * wide
+    per_row = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE * item + max(in_torch, accumulation)
+    of_sum = V * H * item if need_weight and wide > item else 0
+    if T * per_row <= budget + of_sum:
+        return max(T, 1)
+    if 2 * of_sum <= budget:
+        budget -= of_sum
+    rows = max(budget // per_row, 1)
+    if rows >= ROW_MULTIPLE:
+        rows -= rows % ROW_MULTIPLE
+    chunks = -(-T // rows)
+    return min(rows, -(-T // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)

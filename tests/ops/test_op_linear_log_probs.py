@@ -1,0 +1,393 @@
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Where
+from loss_cases import targets
+from op_harness import check, contiguous, strided_rows, transposed, wide
+
+from ligermodels.errors import InputError
+from ligermodels.ops import linear_cross_entropy, linear_log_probs, linear_log_probs_reference
+from ligermodels.ops.loss.gradient_sum import GradientSum
+
+TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
+ALL = dict.fromkeys(("return_entropy", "return_lse", "return_predicted", "return_rank"), True)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "all": ALL,
+    "entropy": {"return_entropy": True},
+    "lse": {"return_lse": True, "logit_scale": 0.37},
+    "predicted": {"return_predicted": True},
+    "rank": {"return_rank": True, "softcap": 3.0},
+    "ignore 0": ALL | {"ignore_index": 0},
+    "scale": ALL | {"logit_scale": 1.7},
+    "softcap": ALL | {"softcap": 2.0, "logit_scale": 1.3, "ignore_index": 2},
+}
+
+
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None,
+    *, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, **returns: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Written by torch's own distributions, over logits upcast as transformers upcasts them."""
+    x = wide(torch.nn.functional.linear(hidden, weight, bias)) * logit_scale
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    valid = y != ignore_index
+    normal = torch.distributions.Categorical(logits=x, validate_args=False)
+    found = [normal.log_prob(y.where(valid, 0)).where(valid, 0.0)]
+    if returns.get("return_entropy"):
+        found.append(normal.entropy().where(valid, 0.0))
+    if returns.get("return_lse"):
+        found.append(x.logsumexp(-1).where(valid, 0.0))
+    return found
+
+
+def compare(
+    hidden: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None,
+    *, memory_budget: int = AMPLE, num_targets: int | None = None, frozen: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    """Every output and gradient against `plain`, and the integers by the logits as they are rounded."""
+
+    def ours(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> list[torch.Tensor]:
+        found = linear_log_probs(h, w, y, b, memory_budget=memory_budget, num_targets=num_targets, **options)
+        if isinstance(found, torch.Tensor):
+            return [found]
+        assert [x is not None for x in found[1:]] == [bool(options.get(name)) for name in ALL]
+        logits = torch.nn.functional.linear(h.detach(), w.detach(), None if b is None else b.detach())
+        order, ignored = logits.argsort(dim=-1, descending=True, stable=True), y == options.get("ignore_index", -100)
+        if found.predicted is not None:
+            assert torch.equal(found.predicted, order[..., 0].masked_fill(ignored, -1))
+        if found.rank is not None:
+            assert torch.equal(found.rank, (order == y.unsqueeze(-1)).int().argmax(-1).masked_fill(ignored, -1))
+        return [x for x in found[:3] if x is not None]
+
+    def theirs(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> list[torch.Tensor]:
+        return plain(h, w, y, b, **options)
+
+    check(ours, theirs, [hidden, weight] if bias is None else [hidden, weight, bias], frozen=frozen)
+
+
+def head(where: Where, T: tuple[int, ...], H: int, V: int) -> list[torch.Tensor]:
+    return [torch.randn(s, dtype=where.dtype, device=where.device) for s in ((*T, H), (V, H), (V,))]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_options(where: Where, name: str, memory_budget: int) -> None:
+    hidden, weight, bias = head(where, (2, 5), 12, 300)
+    y, options = targets((2, 5), 300, where.device), OPTIONS[name]
+    y = y.masked_fill(y == -100, options.get("ignore_index", -100))
+    compare(hidden, weight, y, bias, memory_budget=memory_budget, **options)
+
+
+@pytest.mark.parametrize("options", [{}, ALL], ids=["alone", "all"])
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_frozen_operands(where: Where, options: dict[str, Any], memory_budget: int) -> None:
+    """Each gradient is there, and right, exactly when its own operand needs it."""
+    hidden, weight, bias = head(where, (7,), 12, 133)
+    compare(hidden, weight, targets((7,), 133, where.device), bias, memory_budget=memory_budget, frozen=True, **options)
+
+
+@pytest.mark.parametrize("layouts", [(strided_rows, contiguous), (transposed, strided_rows), (contiguous, transposed)])
+@pytest.mark.parametrize(("T", "H", "V"), [((3,), 1, 1), ((1,), 9, 2), ((2, 3), 7, 1129), ((0,), 3, 5)], ids=str)
+def test_layouts_and_sizes(where: Where, layouts: tuple, T: tuple[int, ...], H: int, V: int) -> None:
+    """Among them rows of several tiles, no rows, and a single class, whose entropy is 0."""
+    hidden, weight, _ = head(where, T, H, V)
+    compare(layouts[0](hidden), layouts[1](weight), targets(T, V, where.device), memory_budget=5000, **ALL)
+
+
+def test_great_logits(where: Where) -> None:
+    """Beside which the entropies, some of them of equal logits, some 0, are small."""
+    hidden, weight, _ = head(where, (4,), 6, 1340)
+    compare(hidden.sign() * 32, weight.sign() * 64, targets((4,), 1340, where.device, ignored=0.0), **ALL)
+
+
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
+def test_rows_without_targets_are_left_out(where: Where, ignored: float, memory_budget: int) -> None:
+    hidden, weight, bias = head(where, (2, 10), 12, 30)
+    y = targets((2, 10), 30, where.device, ignored)
+    y = torch.full_like(y, -100) if ignored == 1 else y
+    options = {"num_targets": int((y != -100).sum()), "memory_budget": memory_budget, **ALL}
+    compare(hidden, weight, y, bias, **options)
+    if ignored:  # they are not so much as read
+        hidden.view(-1, 12)[y.view(-1) == -100] = float("nan")
+        for frozen in (False, True):
+            inputs = [t.detach().requires_grad_(not frozen or i == 0) for i, t in enumerate((hidden, weight, bias))]
+            found = linear_log_probs(inputs[0], inputs[1], y, inputs[2], **options)
+            (found.log_probs if frozen else sum(found[:3])).sum().backward()
+            assert all(t.isfinite().all() for t in found) and not inputs[0].grad[y == -100].any()
+            assert all(t.grad is None or t.grad.isfinite().all() for t in inputs)
+
+
+@pytest.mark.parametrize("used", ["log_probs", "entropy", "lse", "log_probs entropy"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
+def test_what_a_loss_does_not_use(where: Where, used: str, trained: bool) -> None:
+    """Its gradient is None, not zeros: what is left is right, and what is only logged costs nothing."""
+    hidden, weight, bias = head(where, (6,), 12, 90)
+    y = targets((6,), 90, where.device)
+
+    def of(found: Any) -> list[torch.Tensor]:
+        return [getattr(found, name) for name in used.split()]
+
+    def theirs(h: torch.Tensor, w: torch.Tensor = weight, b: torch.Tensor = bias) -> list[torch.Tensor]:
+        if not trained:
+            w, b = (t.to(h.dtype) for t in (w, b))
+        names = dict(zip(("log_probs", "entropy", "lse"), plain(h, w, y, b, **ALL), strict=True))
+        return [names[name] for name in used.split()]
+
+    check(
+        lambda h, w=weight, b=bias: of(linear_log_probs(h, w, y, b, memory_budget=2000, **ALL)),
+        theirs,
+        [hidden, weight, bias] if trained else [hidden],
+    )
+
+
+def gemms(call: Callable[[], Any], of_one: int) -> tuple[Any, float]:
+    """What a call returns, and its products of numbers in GEMMs, in those of one whole GEMM."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        result = call()
+    first = {"aten::mm": 0, "aten::addmm": 1}  # of the two factors among the inputs
+    shapes = [e.input_shapes[first[e.name] :] for e in profile.events() if e.name in first]
+    products = sum(a[0] * a[1] * b[1] for a, b, *_ in shapes)
+    return result, products / of_one
+
+
+@pytest.mark.parametrize(
+    ("needs", "used", "wanted"),
+    [
+        ("", "", (1, 0)),
+        ("hidden", "log_probs", (2, 0)),
+        ("hidden", "log_probs entropy", (2, 2)),
+        ("hidden weight bias", "log_probs entropy lse", (1, 3)),
+        ("hidden weight", "log_probs", (1, 3)),
+        ("weight", "entropy", (1, 2)),
+        ("bias", "lse", (1, 1)),
+    ],
+)
+def test_number_of_gemms(needs: str, used: str, wanted: tuple[int, int]) -> None:
+    """Forward and backward, over several chunks."""
+    T, H, V = 24, 16, 160
+    tensors = head(Where(torch.device("cpu"), torch.float32), (T,), H, V)
+    inputs = dict(zip(("hidden", "weight", "bias"), tensors, strict=True))
+    for name in needs.split():
+        inputs[name].requires_grad_()
+    y, budget = targets((T,), V, torch.device("cpu"), ignored=0.0), 5 * V * 4
+    found, forward = gemms(lambda: linear_log_probs(target=y, memory_budget=budget, **inputs, **ALL), T * H * V)
+    loss = sum(getattr(found, name).sum() for name in used.split())
+    backward = gemms(loss.backward, T * H * V)[1] if used else 0
+    assert (forward, backward) == wanted
+    y[:12] = -100
+    _, half = gemms(lambda: linear_log_probs(target=y, memory_budget=budget, **inputs), T * H * V)
+    assert half == forward / 2
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
+def test_repeated_backward(where: Where, trained: bool) -> None:
+    """Over a retained graph, each backward pass with its own gradient: powers of two, so that they compare by bits."""
+    if where.dtype == torch.float16:
+        pytest.skip("its small values are subnormal, so that scaling by a power of two rounds")
+    inputs = [t.requires_grad_(trained or i == 0) for i, t in enumerate(head(where, (6,), 8, 30))]
+    found = linear_log_probs(inputs[0], inputs[1], targets((6,), 30, where.device), inputs[2], memory_budget=500, **ALL)
+    needed = [t for t in inputs if t.requires_grad]
+    for outputs in ([found.log_probs], found[:3]):
+        passes = [
+            torch.autograd.grad(outputs, needed, [torch.full_like(x, factor) for x in outputs], retain_graph=True)
+            for factor in (1, 4, 1)
+        ]
+        for one, four, again in zip(*passes, strict=True):
+            assert torch.equal(one, again) and torch.equal(4 * one, four)
+        assert len({t.data_ptr() for gradients in passes for t in gradients}) == 3 * len(needed)
+
+
+def test_no_second_derivative(where: Where) -> None:
+    hidden, weight, _ = head(where, (3,), 4, 9)
+    log_probs = linear_log_probs(hidden.requires_grad_(), weight, targets((3,), 9, where.device))
+    (gradient,) = torch.autograd.grad(log_probs.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_no_grad_computes_no_gradient(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GradientSum, "add", lambda *_: pytest.fail("computed a gradient of the weight"))
+    hidden, weight, _ = head(where, (6,), 8, 30)
+    y = targets((6,), 30, where.device)
+    linear_log_probs(hidden.requires_grad_(), weight, y).sum().backward()
+    with torch.no_grad():
+        assert not linear_log_probs(hidden, weight.requires_grad_(), y).requires_grad
+
+
+def test_agrees_with_the_reference_and_with_cross_entropy(where: Where) -> None:
+    hidden, weight, bias = head(where, (6,), 8, 30)
+    y, options = targets((6,), 30, where.device), dict(softcap=2.0, logit_scale=0.5, return_rank=True)
+    found = linear_log_probs(hidden, weight, y, bias, **ALL | options)
+    for one, two in zip(found, linear_log_probs_reference(hidden, weight, y, bias, **ALL | options), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    loss, rank = linear_cross_entropy(hidden, weight, y, bias, reduction="none", **options)
+    assert torch.equal(-found.log_probs, loss) and torch.equal(found.rank, rank)
+    assert torch.equal(found.rank == 0, (found.predicted == y) & (y >= 0))
+
+
+def test_awkward_logits(where: Where) -> None:
+    """Ties, whose first is predicted, -inf, of which an entropy has nothing, and NaN, which shows in its own row."""
+    V, lowest = 1100, float("-inf")
+    logits = torch.zeros(5, V, dtype=where.dtype, device=where.device)
+    logits[0, 300:] = lowest
+    logits[1, [7, 1050]] = 3.0
+    logits[2], logits[2, 1024] = lowest, 5.0
+    logits[3, 5] = float("nan")
+    weight, y = logits.t().contiguous(), torch.tensor([299, 1050, 1024, 7, -100], device=where.device)
+    hidden = torch.eye(5, dtype=where.dtype, device=where.device)
+    bias = torch.zeros(V, dtype=where.dtype, device=where.device)
+    for row in range(5):  # 0 times -inf would be NaN: one row at a time, as a bias
+        h, b = torch.zeros_like(hidden[:1]).requires_grad_(), (bias + logits[row]).requires_grad_()
+        found = linear_log_probs(h, torch.zeros_like(weight), y[row : row + 1], b, **ALL)
+        sum(found[:3]).sum().backward()
+        wanted = linear_log_probs_reference(h, torch.zeros_like(weight), y[row : row + 1], b, **ALL)
+        if row == 3:
+            assert found.log_probs.isnan() and found.entropy.isnan() and b.grad.isnan().any()
+            continue
+        for one, two in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, two, rtol=2e-6, atol=2e-6)
+        assert b.grad.isfinite().all() and found.predicted == (0, 7, 1024, None, -1)[row]
+
+
+def test_autocast() -> None:
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    y = targets((5,), 30, hidden.device)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = linear_log_probs(hidden, weight, y, memory_budget=TINY)
+    found.sum().backward()
+    h, w = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
+    expected = linear_log_probs(h, w, y, memory_budget=TINY)
+    expected.sum().backward()
+    assert torch.equal(found, expected)
+    assert torch.equal(hidden.grad, h.grad.float()) and torch.equal(weight.grad, w.grad.float())
+
+
+@pytest.mark.parametrize("options", [{}, dict(softcap=2.0, logit_scale=1.4)], ids=str)
+def test_gradients_in_float64(options: dict[str, Any]) -> None:
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (7, 3), (7,))]
+    y = targets((4,), 7, inputs[0].device)
+    for op in (linear_log_probs, linear_log_probs_reference):
+
+        def outputs(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor, op: Any = op) -> Any:
+            return op(h, w, y, b, memory_budget=TINY, **ALL, **options)[:3]
+
+        assert torch.autograd.gradcheck(outputs, inputs)
+
+
+MEMORY = """
+import sys, torch
+from loss_cases import targets
+from ligermodels.ops import linear_log_probs
+
+torch.backends.mkldnn.enabled = False  # it widens 16-bit operands to memory of its own
+
+
+def peak(reset=False):
+    if reset:
+        open("/proc/self/clear_refs", "w").write("5")
+    text = open("/proc/self/status").read()
+    return int(text.split("VmHWM:")[1].split()[0]) * 1024
+
+dtype, T, H, V, budget = getattr(torch, sys.argv[1]), *map(int, sys.argv[2:6])
+trained = sys.argv[6] == "trained"
+for rows, limit in ((8, 10**6), (T, budget)):  # a small one first, for what torch keeps
+    hidden = torch.randn(rows, H, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V if rows == T else 512, H, dtype=dtype, requires_grad=trained)
+    y = targets((rows,), weight.shape[0], hidden.device)
+    before = peak(reset=True)
+    found = linear_log_probs(hidden, weight, y, memory_budget=limit, softcap=5.0, return_entropy=True)
+    (found.log_probs + 0.1 * found.entropy).sum().backward()
+    used = peak() - before
+gradients = hidden.nbytes + trained * (weight.nbytes + (4 * weight.numel() if dtype != torch.float32 else 0))
+print("used", used - gradients)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head", ["trained", "frozen"])
+def test_memory_stays_within_the_budget(dtype: str, head: str) -> None:
+    """The peak of a process of its own, forward and backward, where the logits would be ten times the budget."""
+    T, H, V = 512, 32, 51200
+    budget = T * V * getattr(torch, dtype).itemsize // 10
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, dtype, *map(str, (T, H, V, budget)), head],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # each thread of the matrix library packs its own
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    used = int(re.search(r"used (-?\d+)", done.stdout)[1])
+    assert budget / 4 < used < budget + 5 * 2**20, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("T", "H", "V"), [(2048, 1024, 128256), (1000, 512, 32001), (300, 256, 262144)])
+@pytest.mark.parametrize("memory_budget", [2**27, 2**31])
+def test_large(dtype: torch.dtype, T: int, H: int, V: int, memory_budget: int) -> None:
+    hidden, weight, _ = head(Where(torch.device("cuda"), dtype), (T,), H, V)
+    y = targets((T,), V, hidden.device)
+    compare(hidden, weight / H**0.5, y, memory_budget=memory_budget, return_entropy=True, return_lse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
+def test_memory_and_no_wait_on_the_gpu(trained: bool) -> None:
+    T, H, V, budget = 8192, 512, 128256, 2**28
+    hidden, weight, _ = head(Where(torch.device("cuda"), torch.bfloat16), (T,), H, V)
+    hidden.requires_grad_(), weight.requires_grad_(trained)
+    y = targets((T,), V, hidden.device)
+
+    def call(rows: int) -> None:
+        found = linear_log_probs(hidden[:rows], weight, y[:rows], memory_budget=budget, return_entropy=True)
+        (found.log_probs * 0.3 + found.entropy.detach()).sum().backward()
+
+    call(T)
+    hidden.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(T)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    used = torch.cuda.max_memory_allocated() - before
+    gradients = 3 * hidden.nbytes + trained * 2 * weight.nbytes  # of log_probs, kept and multiplied
+    assert used < gradients + budget + 40 * 2**20, "beyond cuBLAS's own 32 MiB and change"
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"weight": torch.ones(5, 3)}, InputError, "linear_log_probs: weight must be torch.float32 of shape"),
+        ({"weight": torch.ones(0, 4)}, InputError, "weight must be of one class"),
+        ({"bias": torch.ones(4)}, InputError, "bias must be torch.float32 of shape \\(5\\)"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, InputError, "target must be torch.int64 of shape \\(2\\)"),
+        ({"target": torch.tensor([0, 5])}, InputError, r"target\[1\] is 5"),
+        ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, InputError, "hidden must be floating"),
+        ({"softcap": 0.0}, InputError, "softcap must be positive"),
+        ({"logit_scale": -1.0}, InputError, "logit_scale must be positive"),
+        ({"memory_budget": 0}, InputError, "memory_budget must be a positive"),
+        ({"num_targets": 1}, RuntimeError, "num_targets is not the number"),
+    ],
+    ids=str,
+)
+def test_bad_input(changed: dict, error: type[Exception], message: str) -> None:
+    good = {"hidden": torch.ones(2, 4), "weight": torch.ones(5, 4), "target": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(error, match=message):
+        linear_log_probs(**good | changed)
