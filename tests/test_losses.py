@@ -125,7 +125,7 @@ def test_aot(smoothing: float, paired: bool) -> None:
         better, worse = (x[:PAIRS] - x[PAIRS:] for x in (policy, reference))
     else:
         better, worse = (policy - reference)[:PAIRS], (policy - reference)[PAIRS:]
-    in_order = (sorted(x, key=float) for x in (better, worse))
+    in_order = (sorted(x, key=Tensor.item) for x in (better, worse))
     wanted = torch.stack([dpo(c, r, smoothing) for c, r in zip(*in_order, strict=True)])
     found = losses.dpo_loss(
         log_probs, ref, mask, beta=BETA, loss_type="aot" if paired else "aot_unpaired", label_smoothing=smoothing,
@@ -239,8 +239,9 @@ def test_kto(kl: float | None) -> None:
     value = [1 - sigmoid(BETA * (x - z if y else z - x)) for x, y in zip(r, label, strict=True)]
     wanted = torch.stack([(1.3 if y else 0.6) * v for v, y in zip(value, label, strict=True)])
     found = losses.kto_loss(
-        log_probs, ref, mask, label, None if kl is None else torch.tensor(kl, dtype=torch.float64), beta=BETA, reduction="none",
-        desirable_weight=1.3, undesirable_weight=0.6, loss_type="apo_zero_unpaired" if kl is None else "kto",
+        log_probs, ref, mask, label, None if kl is None else torch.tensor(kl, dtype=torch.float64), beta=BETA,
+        reduction="none", desirable_weight=1.3, undesirable_weight=0.6,
+        loss_type="apo_zero_unpaired" if kl is None else "kto",
     )  # fmt: skip
     assert_same(found.loss, wanted, log_probs)
     torch.testing.assert_close(found.rewards, BETA * torch.stack(r).detach())
