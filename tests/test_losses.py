@@ -374,6 +374,21 @@ def test_on_policy_the_old_log_probs_may_be_left_out() -> None:
     assert_same(found, wanted, log_probs)
 
 
+def test_only_the_policy_gets_a_gradient() -> None:
+    log_probs, other, mask = draw(6)
+    old, ref, advantages, kl = other.clone(), other.clone(), torch.randn(6), torch.tensor(0.2)
+    for x in (old, ref, advantages, kl):
+        x.requires_grad_()
+    label = torch.arange(6) < 2
+    (
+        losses.grpo_loss(log_probs, advantages, mask, old, ref, beta=0.1).loss
+        + losses.dpo_loss(log_probs, ref, mask).loss
+        + losses.dpo_loss(log_probs, advantages, mask).loss
+        + losses.kto_loss(log_probs, ref, mask, label, kl).loss
+    ).backward()
+    assert log_probs.grad is not None and all(x.grad is None for x in (old, ref, advantages, kl))
+
+
 def test_half_precision_is_computed_in_float32() -> None:
     log_probs, ref, mask = (x.detach() for x in draw(2 * PAIRS))
     low = [x.bfloat16() for x in (log_probs, ref)]
