@@ -22,7 +22,6 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "reverse": {"divergence": "reverse_kl"},
     "jsd": {"divergence": "jsd"},
     "jsd 0.1": {"divergence": "jsd", "beta": 0.1},
-    "jsd 0.9": {"divergence": "jsd", "beta": 0.9},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
