@@ -9,6 +9,7 @@ from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_refere
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
 from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
 from ligermodels.ops.moe.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
@@ -44,6 +45,8 @@ __all__ = [
     "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_distillation",
+    "linear_distillation_reference",
     "linear_log_probs",
     "linear_log_probs_reference",
     "rms_norm",

@@ -14,7 +14,6 @@ from ligermodels.errors import InputError
 from ligermodels.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference, set_backend
 from ligermodels.ops.loss.chunks import chunk_rows
 from ligermodels.ops.loss.gradient_sum import GradientSum
-from ligermodels.ops.loss.token_losses import LossOptions
 
 TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
 
@@ -261,7 +260,7 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
 def test_chunks_fill_the_budget_evenly() -> None:
     x = torch.empty(0, dtype=torch.float32)
     for T, budget in ((8192, 2**30), (1000, 2**24), (100, 2**20), (1, 1), (0, 1), (129, 128 * 4 * 1008)):
-        rows = chunk_rows(T, 1000, 64, x, LossOptions(), budget, True, False)
+        rows = chunk_rows(T, 1000, 64, x, 0, budget, True)
         assert rows == 1 or rows * 1008 * 4 <= budget
         chunks = -(-T // rows)
         assert T == 0 or rows * chunks - T < max(128, rows), "the last chunk is empty"
@@ -272,7 +271,7 @@ def test_the_sum_is_part_of_a_budget_that_has_room_for_it() -> None:
 
     def memory(H: int, T: int) -> int:
         """Bytes beyond the gradients, as multiples of H * V * 2."""
-        rows = chunk_rows(T, V, H, x, LossOptions(), 2**24, True, False)
+        rows = chunk_rows(T, V, H, x, 0, 2**24, True)
         return rows * (V * 2 + (V + H) * 4) + (V * H * 2 if rows < T else 0)
 
     with set_backend("reference"):

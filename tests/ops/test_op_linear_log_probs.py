@@ -231,7 +231,8 @@ def test_agrees_with_the_reference_and_with_cross_entropy(where: Where) -> None:
     for one, two in zip(found, linear_log_probs_reference(hidden, weight, y, bias, **ALL | options), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
     loss, rank = linear_cross_entropy(hidden, weight, y, bias, reduction="none", **options)
-    assert torch.equal(-found.log_probs, loss) and torch.equal(found.rank, rank)
+    alone = linear_log_probs(hidden, weight, y, bias, **options)
+    assert torch.equal(-alone.log_probs, loss) and torch.equal(alone.rank, rank) and torch.equal(found.rank, rank)
     assert torch.equal(found.rank == 0, (found.predicted == y) & (y >= 0))
 
 

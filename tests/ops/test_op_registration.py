@@ -71,6 +71,16 @@ CASES = {
     "swiglu": Case(ops.swiglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
     "swiglu packed": Case(ops.swiglu, ((4, 60),), ("glu_forward", "glu_backward")),
     "geglu": Case(ops.geglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
+    "linear_distillation": Case(
+        lambda h, w, b: ops.linear_distillation(h, w, h.flip(0), w.flip(0), h[:, 0] > 0, b, divergence="jsd"),
+        ((4, 8), (50, 8), (50,)),
+        ("linear_distillation",),
+    ),
+    "linear_distillation, each row": Case(
+        lambda h, w: ops.linear_distillation(h, w, h.flip(0), w.flip(0), softcap=5.0, reduction="none"),
+        ((4, 8), (50, 8)),
+        ("linear_distillation", "linear_distillation"),
+    ),
     "cross_entropy": Case(
         lambda x: ops.cross_entropy(x, target(x), return_rank=True, label_smoothing=0.1),
         ((4, 50),),

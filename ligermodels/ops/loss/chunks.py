@@ -4,16 +4,17 @@ Per chunk one GEMM for the logits, the numbers of each row, which `rows_in_place
 needed, and one GEMM for each of those. Rows without targets are left out of all of them.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.gradient_sum import GradientSum
-from ligermodels.ops.loss.rows_in_place import RowNumbers, RowWeights, bytes_in_torch, rows_in_place
+from ligermodels.ops.loss.rows_in_place import RowNumbers, RowWeights, bytes_in_torch, kernels_do, rows_in_place
 from ligermodels.ops.loss.token_losses import LossOptions, Reduction, check_loss, checked_loss_weights
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.loss.token_losses_kernels import scale_
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, check_tensor, empty_gradient
 
@@ -112,7 +113,10 @@ def linear_rows(
             x.index_copy_(0, chosen[chunk], values)
 
     with_entropy = return_entropy or entropy_weights is not None
-    size = chunk_rows(T, V, H, hidden, options, memory_budget, need_weight, with_entropy)
+    in_torch = 0
+    if not kernels_do(hidden, with_entropy, lse_weights):
+        in_torch = bytes_in_torch(V, hidden.dtype, options, with_entropy)
+    size = chunk_rows(T, V, H, hidden, in_torch, memory_budget, need_weight)
     dw = GradientSum(weight, several=size < T) if need_weight else None
     db = GradientSum(bias, several=True) if bias is not None and need_bias else None
     columns = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if hidden.is_cuda else V  # CPU GEMMs may read such gaps
@@ -145,26 +149,56 @@ def linear_rows(
     return losses, ranks, predicted, entropies, lses, dx, gradients[0], gradients[1]
 
 
-def chunk_rows(
-    T: int, V: int, H: int, hidden: Tensor, options: LossOptions, budget: int, need_weight: bool, with_entropy: bool
-) -> int:
-    """Rows per chunk: as many as the budget allows, spread evenly, in multiples of ROW_MULTIPLE if there are as many.
+def chunk_rows(T: int, V: int, H: int, hidden: Tensor, in_torch: int, memory_budget: int, need_weight: bool) -> int:
+    """Rows per chunk, see `rows_per_chunk`.
 
-    need_weight: whether the weight's gradient is summed over chunks, in float32 (`GradientSum`). A single chunk needs
-    no such sum, and may have its memory."""
+    in_torch: bytes for a row beside its logits. need_weight: whether the weight's gradient is summed over chunks."""
     item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
-    in_torch = 0 if use_kernels(hidden) else bytes_in_torch(V, hidden.dtype, options, with_entropy)
     accumulation = 0
     if need_weight and not hidden.is_cuda and wide > item:  # see GradientSum
         accumulation = (V + H) * wide
     per_row = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE * item + max(in_torch, accumulation)
-    of_sum = V * H * item if need_weight and wide > item else 0
-    if T * per_row <= budget + of_sum:
+    return rows_per_chunk(T, per_row, V * H * item if need_weight and wide > item else 0, memory_budget)
+
+
+def rows_per_chunk(T: int, bytes_per_row: int, bytes_of_sum: int, memory_budget: int) -> int:
+    """Rows per chunk of T rows: as many as the budget allows, spread evenly, in multiples of ROW_MULTIPLE if there are
+    as many, and at least one.
+
+    bytes_of_sum: what several chunks need for the sum of the weight's gradient (`GradientSum`). A single chunk needs no
+    such sum, and may have its memory. It is part of the budget if it is no more than half of it, else it comes on top.
+    """
+    if T * bytes_per_row <= memory_budget + bytes_of_sum:
         return max(T, 1)
-    if 2 * of_sum <= budget:
-        budget -= of_sum
-    rows = max(budget // per_row, 1)
+    if 2 * bytes_of_sum <= memory_budget:
+        memory_budget -= bytes_of_sum
+    rows = max(memory_budget // bytes_per_row, 1)
     if rows >= ROW_MULTIPLE:
         rows -= rows % ROW_MULTIPLE
     chunks = -(-T // rows)
     return min(rows, -(-T // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)
+
+
+def keep_gradients(ctx: Any, inputs: Sequence[Tensor | None], gradients: list[Tensor], needs: Sequence[bool]) -> None:
+    """Save what a forward pass has computed of the gradients, or else its inputs, for `kept_gradients`."""
+    # A compiled graph keeps the gradients as saved tensors and may not write into them. Eagerly they are handed out,
+    # once, without a second copy: autograd's own saved tensors would stay alive through the backward pass.
+    ctx.functional = any(needs) and torch.compiler.is_compiling()
+    if ctx.functional:
+        ctx.save_for_backward(*gradients)
+    else:
+        ctx.save_for_backward(*inputs)
+        ctx.gradients = gradients if any(needs) else None
+
+
+def kept_gradients(ctx: Any, grad: Tensor) -> list[Tensor] | None:
+    """The gradients times `grad`, a scalar; None if they are to be computed from the inputs."""
+    if ctx.functional:
+        return [g * grad for g in ctx.saved_tensors]
+    if ctx.gradients is None:
+        return None
+    gradients: list[Tensor] = ctx.gradients
+    ctx.gradients = None
+    for g in gradients:
+        scale_(g, grad)
+    return gradients

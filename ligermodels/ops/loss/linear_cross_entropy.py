@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import checked_head, linear_rows
+from ligermodels.ops.loss.chunks import checked_head, keep_gradients, kept_gradients, linear_rows
 from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
 from ligermodels.ops.loss.token_losses import LossOptions, Reduction
-from ligermodels.ops.loss.token_losses_kernels import scale_
 from ligermodels.ops.runtime.library import once_differentiable
 
 
@@ -92,25 +91,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = losses * loss_weights
         ctx.options = (*options._replace(return_rank=False), False, False, False, memory_budget, num_targets)
         ctx.mark_non_differentiable(rank)
-        # A compiled graph keeps the gradients as saved tensors and may not write into them. Eagerly they are handed
-        # out, once, without a second copy: autograd's own saved tensors would stay alive through the backward pass.
-        ctx.functional = any(now) and torch.compiler.is_compiling()
-        if ctx.functional:
-            ctx.save_for_backward(*gradients)
-        else:
-            ctx.save_for_backward(hidden, weight, bias, target, loss_weights)
-            ctx.gradients = gradients if any(now) else None
+        keep_gradients(ctx, (hidden, weight, bias, target, loss_weights), gradients, now)
         return losses.sum() if reduced else losses, rank
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        if ctx.functional:
-            return [g * grad for g in ctx.saved_tensors]
-        if ctx.gradients is not None:
-            gradients, ctx.gradients = ctx.gradients, None
-            for g in gradients:
-                scale_(g, grad)
-            return gradients
+        kept = kept_gradients(ctx, grad)
+        if kept is not None:
+            return kept
         *inputs, loss_weights = ctx.saved_tensors
         return linear_rows(*inputs, loss_weights * grad, None, None, *ctx.options, *ctx.needs_input_grad[:3])[5:]

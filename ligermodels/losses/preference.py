@@ -1,0 +1,342 @@
+"""Objectives over pairs of a chosen and a rejected sequence, from per-token log-probabilities.
+
+All take log_probs (2B, T), the B chosen sequences first and then, in the same order, the B rejected ones (as TRL lays
+them out), and mask (2B, T), bool: the tokens of the completions. r is a sequence's log-ratio, log pi(y|x) - log
+pi_ref(y|x), summed over its tokens. Computed in float32, float64 for float64.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.losses.sequences import (
+    check_choice,
+    check_positive,
+    check_tokens,
+    check_used,
+    lengths,
+    masked,
+    reduced,
+    reference_sums,
+    sequence_log_probs,
+)
+from ligermodels.ops.runtime.tensors import check_tensor
+
+MAX_EXPONENT = 80.0  # exp of it is finite in float32
+
+
+class PreferenceLoss(NamedTuple):
+    """The loss, () or with reduction "none" (B,), and the implicit rewards of both sequences, (B,), detached."""
+
+    loss: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+
+class _Pairs(NamedTuple):
+    """What a loss type may ask of B pairs, each (B,); `average_...` of log-ratios over their number of tokens."""
+
+    chosen: Tensor  # log-ratios
+    rejected: Tensor
+    score_margin: Tensor  # f'(exp(r)) of chosen less rejected, for reverse KL the difference of log-ratios
+    average_score_margin: Tensor
+    policy_margin: Tensor  # of log-probabilities
+    reference_margin: Tensor
+    nll: Tensor  # of the chosen
+    beta: float
+    label_smoothing: float
+    discopop_tau: float
+
+
+def _logistic(margin: Tensor, label_smoothing: float) -> Tensor:
+    """-log sigmoid(margin), expected over labels of which this share is wrong."""
+    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+
+
+def _sigmoid(p: _Pairs) -> Tensor:
+    return _logistic(p.beta * p.score_margin, p.label_smoothing)
+
+
+def _sigmoid_norm(p: _Pairs) -> Tensor:
+    return _logistic(p.beta * p.average_score_margin, p.label_smoothing)
+
+
+def _hinge(p: _Pairs) -> Tensor:
+    return torch.relu(1 - p.beta * p.score_margin)
+
+
+def _ipo(p: _Pairs) -> Tensor:
+    return (p.average_score_margin - 1 / (2 * p.beta)).square()
+
+
+def _robust(p: _Pairs) -> Tensor:
+    margin, flipped = p.beta * p.score_margin, p.label_smoothing
+    return (flipped * F.logsigmoid(-margin) - (1 - flipped) * F.logsigmoid(margin)) / (1 - 2 * flipped)
+
+
+def _exo_pair(p: _Pairs) -> Tensor:
+    log_q, log_q_flipped = F.logsigmoid(p.beta * p.score_margin), F.logsigmoid(-p.beta * p.score_margin)
+    of_chosen = log_q.exp() * (log_q - math.log1p(-p.label_smoothing))
+    return of_chosen + log_q_flipped.exp() * (log_q_flipped - math.log(p.label_smoothing))
+
+
+def _nca_pair(p: _Pairs) -> Tensor:
+    chosen, rejected = p.beta * p.chosen, p.beta * p.rejected
+    return -F.logsigmoid(chosen) - (F.logsigmoid(-chosen) + F.logsigmoid(-rejected)) / 2
+
+
+def _bco_pair(p: _Pairs) -> Tensor:
+    return -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected)
+
+
+def _sppo_hard(p: _Pairs) -> Tensor:
+    return (p.chosen - 0.5 / p.beta).square() + (p.rejected + 0.5 / p.beta).square()
+
+
+def _aot(p: _Pairs) -> Tensor:
+    return _logistic(p.beta * (p.policy_margin.sort().values - p.reference_margin.sort().values), p.label_smoothing)
+
+
+def _aot_unpaired(p: _Pairs) -> Tensor:
+    return _logistic(p.beta * (p.chosen.sort().values - p.rejected.sort().values), p.label_smoothing)
+
+
+def _apo_zero(p: _Pairs) -> Tensor:
+    return torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)
+
+
+def _apo_down(p: _Pairs) -> Tensor:
+    return torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.beta * (p.chosen - p.rejected))
+
+
+def _discopop(p: _Pairs) -> Tensor:
+    margin = p.beta * p.score_margin
+    share = torch.sigmoid(margin / p.discopop_tau)
+    return (1 - share) * -F.logsigmoid(margin) + share * torch.exp((-margin).clamp(max=MAX_EXPONENT))
+
+
+def _sft(p: _Pairs) -> Tensor:
+    return p.nll
+
+
+class _LossType(NamedTuple):
+    losses: Callable[[_Pairs], Tensor]
+    options: tuple[str, ...] = ()
+
+
+LABELS, DIVERGENCE = ("label_smoothing",), ("f_divergence_type",)
+LOSS_TYPES = {
+    "sigmoid": _LossType(_sigmoid, LABELS + DIVERGENCE),
+    "sigmoid_norm": _LossType(_sigmoid_norm, LABELS + DIVERGENCE),
+    "hinge": _LossType(_hinge, DIVERGENCE),
+    "ipo": _LossType(_ipo, DIVERGENCE),
+    "robust": _LossType(_robust, LABELS + DIVERGENCE),
+    "exo_pair": _LossType(_exo_pair, LABELS + DIVERGENCE),
+    "nca_pair": _LossType(_nca_pair),
+    "bco_pair": _LossType(_bco_pair),
+    "sppo_hard": _LossType(_sppo_hard),
+    "aot": _LossType(_aot, LABELS),
+    "aot_unpaired": _LossType(_aot_unpaired, LABELS),
+    "apo_zero": _LossType(_apo_zero),
+    "apo_down": _LossType(_apo_down),
+    "discopop": _LossType(_discopop, ("discopop_tau", *DIVERGENCE)),
+    "sft": _LossType(_sft),
+}
+CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
+
+
+def _alpha_score(r: Tensor, alpha: float) -> Tensor:
+    """(1 - exp(r)^-alpha) / alpha, whose exponent is clamped where it would overflow."""
+    return -torch.expm1((-alpha * r).clamp(max=MAX_EXPONENT)) / alpha
+
+
+SCORES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": lambda r, alpha: r,
+    "forward_kl": lambda r, alpha: _alpha_score(r, 1.0),
+    "js_divergence": lambda r, alpha: math.log(2) + F.logsigmoid(r),
+    "alpha_divergence": _alpha_score,
+}
+"""f'(exp(r)) of each f-divergence, up to a constant that cancels between chosen and rejected."""
+
+
+def dpo_loss(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float | None = None,
+    discopop_tau: float | None = None,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float | None = None,
+    reduction: str = "mean",
+) -> PreferenceLoss:
+    """Direct preference optimisation and its relatives, under TRL's names.
+
+    log_probs, mask: as the head of this module says. ref_log_probs: the reference's, (2B, T), or their sums over the
+        mask, (2B,), as they are when computed beforehand; they get no gradient.
+    beta: how strongly the policy is held to the reference; tau in IPO's paper, 1 / eta in SPPO's.
+    loss_type: with s the log-sigmoid and m = beta (r_chosen - r_rejected),
+        "sigmoid"      -s(m), DPO, https://arxiv.org/abs/2305.18290; with label_smoothing, the probability that a pair
+                       is labelled the wrong way round, conservative DPO, https://ericmitchell.ai/cdpo.pdf
+        "sigmoid_norm" the same, r divided by the number of tokens, https://arxiv.org/abs/2411.15124
+        "hinge"        relu(1 - m), https://arxiv.org/abs/2309.06657
+        "ipo"          (r_chosen - r_rejected - 1 / (2 beta))^2, https://arxiv.org/abs/2310.12036, r divided by the
+                       number of tokens, as its authors confirmed to TRL and the paper does not say
+        "robust"       DPO made unbiased under label_smoothing, https://arxiv.org/abs/2403.00409
+        "exo_pair"     KL(softmax(beta r) || (1 - e, e)), e = label_smoothing, https://arxiv.org/abs/2402.00856
+        "nca_pair"     noise-contrastive alignment of two, https://arxiv.org/abs/2402.05369
+        "bco_pair"     -s(beta r_chosen) - s(-beta r_rejected), https://arxiv.org/abs/2404.04656, without its shift by
+                       the running mean of rewards
+        "sppo_hard"    SPPO, https://arxiv.org/abs/2405.00675, the chosen winning with probability 1
+        "aot", "aot_unpaired"  DPO over sorted margins, or sorted log-ratios, https://arxiv.org/abs/2406.05882
+        "apo_zero", "apo_down" anchored preference optimisation, https://arxiv.org/abs/2408.06266, plus 1
+        "discopop"     DPO blended with exp(-m) by sigmoid(m / discopop_tau), 0.05 by default,
+                       https://arxiv.org/abs/2406.08414
+        "sft"          the chosen's negative log-likelihood, averaged over the tokens of all pairs
+    label_smoothing: in [0, 0.5), 0 by default; above 0 for "exo_pair".
+    f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence": the log-ratios that are
+        compared become f'(exp(r)), https://arxiv.org/abs/2309.16240; for the types that see their difference alone.
+    f_alpha_divergence_coef: alpha, in (0, 1), of f'(u) = (1 - u^-alpha) / alpha; 0.5 by default.
+    reduction: "mean", or "none": each pair's loss, (B,); for "aot..." those of the sorted values.
+    Returns the loss, and the rewards beta r, up to a constant beta f'(exp(r)).
+    Raises InputError if shapes do not fit, for values out of range, and for an option that the loss type does not use.
+    """
+    check_tokens("dpo_loss", log_probs, mask)
+    _check_even("dpo_loss", log_probs)
+    check_choice("dpo_loss", "loss_type", loss_type, LOSS_TYPES)
+    check_choice("dpo_loss", "f_divergence_type", f_divergence_type, SCORES)
+    check_positive("dpo_loss", beta=beta, discopop_tau=discopop_tau)
+    chosen_type = LOSS_TYPES[loss_type]
+    divergence = None if f_divergence_type == "reverse_kl" else f_divergence_type
+    check_used(
+        "dpo_loss", loss_type, chosen_type.options,
+        label_smoothing=label_smoothing or None, discopop_tau=discopop_tau, f_divergence_type=divergence,
+    )  # fmt: skip
+    smoothing = _checked_label_smoothing("dpo_loss", label_smoothing)
+    if loss_type == "exo_pair" and not smoothing:
+        raise InputError("dpo_loss: loss_type 'exo_pair' needs label_smoothing above 0; its paper takes 0.001")
+    if f_alpha_divergence_coef is not None and f_divergence_type != "alpha_divergence":
+        raise InputError("dpo_loss: f_alpha_divergence_coef is of f_divergence_type 'alpha_divergence' alone")
+    alpha = 0.5 if f_alpha_divergence_coef is None else f_alpha_divergence_coef
+    if not 0 < alpha < 1:
+        raise InputError(f"dpo_loss: f_alpha_divergence_coef must be in (0, 1), got {alpha}")
+
+    sums = sequence_log_probs(log_probs, mask)
+    ref_sums = reference_sums("dpo_loss", ref_log_probs, mask).to(sums.dtype)
+    (policy_chosen, policy_rejected), (ref_chosen, ref_rejected) = sums.chunk(2), ref_sums.chunk(2)
+    ratios = sums - ref_sums
+    scores = SCORES[f_divergence_type](ratios, alpha)
+    score, average = scores.chunk(2), (scores / lengths(mask)).chunk(2)
+    chosen, rejected = ratios.chunk(2)
+    pairs = _Pairs(
+        chosen, rejected, score[0] - score[1], average[0] - average[1], policy_chosen - policy_rejected,
+        ref_chosen - ref_rejected, _nll(log_probs, mask), beta, smoothing,
+        0.05 if discopop_tau is None else discopop_tau,
+    )  # fmt: skip
+    rewards = (beta * scores.detach()).chunk(2)
+    return PreferenceLoss(reduced("dpo_loss", chosen_type.losses(pairs), reduction), *rewards)
+
+
+def cpo_loss(
+    log_probs: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float | None = None,
+    cpo_alpha: float = 1.0,
+    reduction: str = "mean",
+) -> PreferenceLoss:
+    """Contrastive preference optimisation, https://arxiv.org/abs/2401.08417: `dpo_loss` without a reference, plus
+    cpo_alpha times the chosen's negative log-likelihood, averaged over the tokens of all pairs.
+
+    log_probs, mask: as the head of this module says. loss_type: "sigmoid", "hinge" or "ipo".
+    The rest, the result and the errors: as in `dpo_loss`.
+    """
+    check_tokens("cpo_loss", log_probs, mask)
+    check_choice("cpo_loss", "loss_type", loss_type, CPO_LOSS_TYPES)
+    found = dpo_loss(
+        log_probs, log_probs.new_zeros(len(log_probs)), mask, beta=beta, loss_type=loss_type,
+        label_smoothing=label_smoothing, reduction="none",
+    )  # fmt: skip
+    return found._replace(loss=reduced("cpo_loss", found.loss + cpo_alpha * _nll(log_probs, mask), reduction))
+
+
+def simpo_loss(
+    log_probs: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 2.0,
+    simpo_gamma: float = 0.5,
+    label_smoothing: float | None = None,
+    reduction: str = "mean",
+) -> PreferenceLoss:
+    """SimPO, https://arxiv.org/abs/2405.14734: -log sigmoid(beta (a_chosen - a_rejected) - simpo_gamma), where a is a
+    sequence's mean log-probability.
+
+    log_probs, mask: as the head of this module says. label_smoothing, reduction: as in `dpo_loss`.
+    Returns the loss, and the rewards beta a. Raises InputError as `dpo_loss` does.
+    """
+    chosen, rejected = _average_pairs("simpo_loss", log_probs, mask, beta)
+    margin = beta * (chosen - rejected) - simpo_gamma
+    losses = _logistic(margin, _checked_label_smoothing("simpo_loss", label_smoothing))
+    return PreferenceLoss(reduced("simpo_loss", losses, reduction), beta * chosen.detach(), beta * rejected.detach())
+
+
+def orpo_loss(
+    log_probs: Tensor, mask: Tensor, *, beta: float = 0.1, nll_mask: Tensor | None = None, reduction: str = "mean"
+) -> PreferenceLoss:
+    """ORPO, https://arxiv.org/abs/2403.07691: the chosen's negative log-likelihood, averaged over the tokens of all
+    pairs, less beta (lambda in the paper) times log sigmoid of the log odds ratio, where odds = p / (1 - p) and log p
+    is the mean log-probability of a sequence.
+
+    log_probs, mask: as the head of this module says. nll_mask: (2B, T), bool, the tokens of the likelihood, where they
+        are others: the paper's and TRL's code count the prompt's too. The rejected rows of it have no effect.
+    Returns the loss, and the rewards beta log p. Raises InputError as `dpo_loss` does.
+    """
+    chosen, rejected = _average_pairs("orpo_loss", log_probs, mask, beta)
+    if nll_mask is not None:
+        check_tensor("orpo_loss", "nll_mask", nll_mask, mask.shape, mask.device, torch.bool)
+    nll = _nll(log_probs, mask if nll_mask is None else nll_mask)
+    losses = nll - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    return PreferenceLoss(reduced("orpo_loss", losses, reduction), beta * chosen.detach(), beta * rejected.detach())
+
+
+def _log_odds(log_p: Tensor) -> Tensor:
+    """log(p / (1 - p)); p counts as no nearer to 1 than its dtype tells apart, which keeps it finite."""
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
+    return log_p - torch.log(-torch.expm1(log_p))
+
+
+def _average_pairs(loss: str, log_probs: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, ...]:
+    """Mean log-probabilities of the chosen and the rejected, (B,) each, after the checks."""
+    check_tokens(loss, log_probs, mask)
+    _check_even(loss, log_probs)
+    check_positive(loss, beta=beta)
+    return sequence_log_probs(log_probs, mask, average=True).chunk(2)
+
+
+def _nll(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """(B,), whose mean is the chosen's negative log-likelihood over the tokens of all of them together."""
+    (chosen, _), (mask, _) = log_probs.chunk(2), mask.chunk(2)
+    return -masked(chosen, mask).sum(1) * len(chosen) / mask.sum().clamp(min=1)
+
+
+def _check_even(loss: str, log_probs: Tensor) -> None:
+    if len(log_probs) % 2 or not len(log_probs):
+        raise InputError(
+            f"{loss}: log_probs must be of pairs, the chosen rows and then the rejected; got {len(log_probs)}"
+        )
+
+
+def _checked_label_smoothing(loss: str, label_smoothing: float | None) -> float:
+    if not 0 <= (label_smoothing or 0.0) < 0.5:
+        raise InputError(f"{loss}: label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    return label_smoothing or 0.0

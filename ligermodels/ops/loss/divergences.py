@@ -1,0 +1,112 @@
+"""Divergences between a teacher's and a student's distribution over the vocabulary, and their gradients.
+
+For a row of logits l, student's or teacher's, effective logits x = logit_scale * l, or softcap * tanh(logit_scale * l /
+softcap), and q = softmax(x_student / temperature), p = softmax(x_teacher / temperature), m = beta p + (1 - beta) q:
+
+    forward_kl = KL(p || q) = sum p log(p / q)
+    reverse_kl = KL(q || p) = sum q log(q / p)
+    jsd        = beta KL(p || m) + (1 - beta) KL(q || m)
+
+(https://arxiv.org/abs/1503.02531; https://arxiv.org/abs/2306.08543; https://arxiv.org/abs/2306.13649, section 2.)
+Nothing is multiplied by temperature^2. The gradients of the student's x / temperature are
+
+    forward_kl: q - p        reverse_kl: q (log(q / p) - KL(q || p))        jsd: (1 - beta) q (log(q / m) - KL(q || m))
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+class DistillationOptions(NamedTuple):
+    """The options of a row's divergence, in the order in which the registered op takes them."""
+
+    divergence: str
+    beta: float
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    teacher_softcap: float | None
+    teacher_logit_scale: float
+
+
+def _forward_kl(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    p = log_p.exp()
+    losses = log_p.sub_(log_q).mul_(p).sum(1)
+    return losses, log_q.exp_().sub_(p)
+
+
+def _reverse_kl(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    ratio = log_p.neg_().add_(log_q)
+    q = log_q.exp_()
+    losses = ratio.mul_(q).sum(1)
+    return losses, ratio.sub_(q.mul_(losses.unsqueeze(1)))
+
+
+def _jsd(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    log_m, other = log_q + math.log1p(-beta), log_p + math.log(beta)
+    torch.logaddexp(log_m, other, out=log_m)
+    torch.exp(log_p, out=other)
+    of_teacher = log_p.sub_(log_m).mul_(other).sum(1)
+    q = torch.exp(log_q, out=other)
+    of_student = log_q.sub_(log_m).mul_(q).sum(1)
+    gradient = log_q.sub_(q.mul_(of_student.unsqueeze(1))).mul_(1 - beta)
+    return beta * of_teacher + (1 - beta) * of_student, gradient
+
+
+class _Formula(NamedTuple):
+    """`compute`: student's and teacher's log-probabilities (M, V), both overwritten, and beta -> losses (M,) and the
+    gradient, in the memory of one of them. `buffers`: how many more of that size it holds."""
+
+    compute: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    buffers: int
+
+
+DIVERGENCES = {"forward_kl": _Formula(_forward_kl, 1), "reverse_kl": _Formula(_reverse_kl, 1), "jsd": _Formula(_jsd, 2)}
+
+
+def divergence_in_place(
+    student: Tensor, teacher: Tensor, losses: Tensor, valid: Tensor, loss_weights: Tensor | None,
+    options: DistillationOptions,
+) -> None:  # fmt: skip
+    """Fills losses (M,) from logits (M, V), which are overwritten; rows that are not valid (M,) have no loss. Given
+    loss_weights (M,), the gradient of loss_weights * losses takes the place of the student's logits."""
+    log_q, log_p = student.to(losses.dtype), teacher.to(losses.dtype)
+    slope = _log_softmax_(log_q, options.logit_scale, options.softcap, options.temperature, loss_weights is not None)
+    _log_softmax_(log_p, options.teacher_logit_scale, options.teacher_softcap, options.temperature, False)
+    found, gradient = DIVERGENCES[options.divergence].compute(log_q, log_p, options.beta)
+    losses.copy_(found.masked_fill_(~valid, 0.0))
+    if loss_weights is None:
+        return
+    gradient.mul_((loss_weights * (options.logit_scale / options.temperature)).unsqueeze(1))
+    if slope is not None:
+        gradient.mul_(slope)
+    student.copy_(gradient.masked_fill_(~valid.unsqueeze(1), 0.0))
+
+
+def bytes_in_place(V: int, student: torch.dtype, teacher: torch.dtype, options: DistillationOptions) -> int:
+    """What `divergence_in_place` holds per row, at most, beside the logits."""
+    wide = torch.promote_types(student, torch.float32)
+    copies = (student != wide) + (teacher != wide) + (options.softcap is not None)
+    return V * wide.itemsize * (copies + DIVERGENCES[options.divergence].buffers)
+
+
+def _log_softmax_(
+    x: Tensor, scale: float, softcap: float | None, temperature: float, need_slope: bool
+) -> Tensor | None:
+    """Logits -> log-probabilities, in place; returns the slope of the softcap, if there is one and it is needed."""
+    x.mul_(scale)
+    slope = None
+    if softcap is not None:
+        x.div_(softcap).tanh_()
+        slope = x.square().neg_().add_(1) if need_slope else None
+        x.mul_(softcap)
+    x.div_(temperature)
+    x.sub_(x.amax(1, keepdim=True))
+    x.sub_(x.exp().sum(1, keepdim=True).log_())
+    return slope

@@ -1,0 +1,314 @@
+"""`linear_distillation` against the divergences written with torch.distributions, and what it promises of memory."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Where
+from op_harness import check, contiguous, strided_rows, transposed, wide
+
+from ligermodels.errors import InputError
+from ligermodels.ops import linear_distillation, linear_distillation_reference
+from ligermodels.ops.loss.gradient_sum import GradientSum
+
+TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
+DIVERGENCES: dict[str, dict[str, Any]] = {
+    "forward": {"divergence": "forward_kl"},
+    "reverse": {"divergence": "reverse_kl"},
+    "jsd": {"divergence": "jsd"},
+    "jsd 0.1": {"divergence": "jsd", "beta": 0.1},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "warm": {"temperature": 2.5, "reduction": "none"},
+    "cold": {"temperature": 0.4},
+    "student's softcap": {"softcap": 3.0},
+    "teacher's": {"teacher_softcap": 2.0, "teacher_logit_scale": 0.3},
+    "all": dict(
+        reduction="sum", temperature=1.7, softcap=4.0, logit_scale=0.6, teacher_softcap=6.0, teacher_logit_scale=1.5
+    ),
+}
+
+
+def plain(
+    logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None, *, divergence: str = "forward_kl",
+    beta: float = 0.5, temperature: float = 1.0, reduction: str = "mean", softcap: float | None = None,
+    logit_scale: float = 1.0, teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """From the logits of both, in at least float32."""
+
+    def log_probs(x: torch.Tensor, cap: float | None, scale: float) -> torch.Tensor:
+        x = wide(x) * scale
+        x = x if cap is None else torch.tanh(x / cap) * cap
+        return x.div(temperature).log_softmax(-1)
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+    q, p = log_probs(logits, softcap, logit_scale), log_probs(teacher, teacher_softcap, teacher_logit_scale)
+    m = torch.logsumexp(torch.stack([p + torch.tensor(beta).log().to(p), q + torch.tensor(1 - beta).log().to(q)]), 0)
+    losses = {
+        "forward_kl": lambda: kl(p, q),
+        "reverse_kl": lambda: kl(q, p),
+        "jsd": lambda: beta * kl(p, m) + (1 - beta) * kl(q, m),
+    }[divergence]()
+    if mask is None:
+        mask = torch.ones_like(losses, dtype=torch.bool)
+    kept = torch.where(mask, losses, 0.0)
+    return {"none": kept, "sum": kept.sum(), "mean": kept.sum() / mask.sum().clamp(min=1)}[reduction]
+
+
+class Heads:
+    """A student's and a teacher's hidden states and heads, of other widths, and a mask."""
+
+    def __init__(
+        self, where: Where, T: tuple[int, ...], H: int, V: int, ignored: float = 0.3, teacher: torch.dtype | None = None
+    ) -> None:
+        def draw(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            return torch.randn(shape, dtype=dtype or where.dtype, device=where.device)
+
+        self.student = [draw(*T, H), draw(V, H), draw(V)]
+        self.teacher = [draw(*T, H + 3, dtype=teacher), draw(V, H + 3, dtype=teacher), draw(V, dtype=teacher)]
+        self.mask = torch.rand(T, device=where.device) >= ignored
+
+    def loss(self, *student: torch.Tensor, op: Any = linear_distillation, **options: Any) -> torch.Tensor:
+        hidden, weight, *bias = student or self.student
+        x, w, b = self.teacher
+        return op(hidden, weight, x, w, self.mask, *bias, teacher_bias=b, **options)
+
+    def compare(self, *, frozen: bool = False, memory_budget: int = AMPLE, **options: Any) -> None:
+        def truth(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            teacher = [t.to(h.dtype if h.dtype == torch.float64 else t.dtype) for t in self.teacher]
+            linear = torch.nn.functional.linear
+            return plain(linear(h, w, b), linear(*teacher), self.mask, **options)
+
+        def ours(*student: torch.Tensor) -> torch.Tensor:
+            return self.loss(*student, memory_budget=memory_budget, **options)
+
+        check(ours, truth, self.student, frozen=frozen)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_divergences_and_options(where: Where, divergence: str, name: str, memory_budget: int) -> None:
+    Heads(where, (2, 5), 12, 300).compare(memory_budget=memory_budget, **DIVERGENCES[divergence], **OPTIONS[name])
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "jsd"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_frozen_operands(where: Where, divergence: str, reduction: str, memory_budget: int) -> None:
+    """Each gradient is there, and right, exactly when its own operand needs it."""
+    heads = Heads(where, (9,), 5, 33)
+    heads.compare(frozen=True, reduction=reduction, memory_budget=memory_budget, **DIVERGENCES[divergence])
+
+
+@pytest.mark.parametrize("layouts", [(strided_rows, contiguous), (transposed, strided_rows), (contiguous, transposed)])
+@pytest.mark.parametrize(("T", "H", "V"), [((3,), 1, 1), ((1,), 9, 2), ((2, 3), 7, 129), ((0,), 3, 5)], ids=str)
+def test_layouts_and_sizes(where: Where, layouts: tuple, T: tuple[int, ...], H: int, V: int) -> None:
+    heads = Heads(where, T, H, V)
+    for side in (heads.student, heads.teacher):
+        side[:2] = [lay(x) for lay, x in zip(layouts, side, strict=False)]
+    heads.compare(memory_budget=2000, divergence="jsd")
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_great_logits(where: Where, divergence: str) -> None:
+    """Distributions of which one is 0 to the last bit where the other is 1. Their gradients are differences of numbers
+    as great as the loss, so that the harness would compare rounding errors."""
+    heads = Heads(where, (4,), 6, 40, ignored=0.0)
+    for side in (heads.student, heads.teacher):
+        side[:] = side[0].sign() * 32, side[1].sign() * 64, torch.zeros_like(side[2])  # logits that no dtype rounds
+    truth = [t.double().requires_grad_() for t in heads.student]
+    logits, teacher = (torch.nn.functional.linear(*side) for side in (truth, [t.double() for t in heads.teacher]))
+    wanted = plain(logits, teacher, None, **DIVERGENCES[divergence])
+    found = heads.loss(*(t.requires_grad_() for t in heads.student), **DIVERGENCES[divergence])
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-2 if where.dtype != torch.float32 else 1e-5, atol=0)
+    atol = 64 * max(wanted.item(), 1.0) * (4e-7 if where.dtype == torch.float32 else 4e-4)
+    for ours, true in zip(torch.autograd.grad(found, heads.student), torch.autograd.grad(wanted, truth), strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=2 * torch.finfo(where.dtype).eps, atol=atol)
+
+
+@pytest.mark.parametrize("teacher", [torch.float32, torch.bfloat16], ids=str)
+def test_a_teacher_of_another_dtype(where: Where, teacher: torch.dtype) -> None:
+    for divergence in DIVERGENCES.values():
+        Heads(where, (40,), 12, 300, teacher=teacher).compare(memory_budget=TINY, **divergence)
+
+
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.98, 1.0])
+def test_rows_outside_the_mask_are_left_out(where: Where, ignored: float, memory_budget: int) -> None:
+    heads = Heads(where, (2, 10), 12, 30, ignored)
+    options: dict[str, Any] = {"num_tokens": int(heads.mask.sum()), "memory_budget": memory_budget}
+    wanted = heads.loss(reduction="none", op=linear_distillation_reference)
+    for side in (heads.student, heads.teacher):
+        side[0][~heads.mask] = float("nan")  # they are not so much as read
+    inputs = [t.requires_grad_() for t in heads.student]
+    loss = heads.loss(reduction="none", **options)
+    torch.testing.assert_close(loss, wanted, rtol=1e-3, atol=1e-3)
+    for found in (loss.sum(), heads.loss(**options)):
+        gradients = torch.autograd.grad(found, inputs)
+        assert all(t.isfinite().all() for t in (found, *gradients)) and not gradients[0][~heads.mask].any()
+        assert bool(gradients[1].any()) == bool(heads.mask.any())
+
+
+def test_a_wrong_count_is_an_error() -> None:
+    heads = Heads(Where(torch.device("cpu"), torch.float32), (9,), 4, 5, ignored=0.0)
+    with pytest.raises(RuntimeError, match="num_tokens is not the number"):
+        heads.loss(num_tokens=3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_repeated_backward(where: Where, reduction: str, memory_budget: int) -> None:
+    """Over a retained graph, each backward pass with its own gradient: powers of two, so that they compare by bits."""
+    if where.dtype == torch.float16:
+        pytest.skip("its small values are subnormal, so that scaling by a power of two rounds")
+    heads = Heads(where, (6,), 8, 30)
+    inputs = [t.requires_grad_() for t in heads.student]
+    loss = heads.loss(reduction=reduction, memory_budget=memory_budget, divergence="jsd")
+    passes = [
+        torch.autograd.grad(loss, inputs, torch.full_like(loss, factor), retain_graph=True) for factor in (1, 4, 1)
+    ]
+    for one, four, again in zip(*passes, strict=True):
+        assert torch.equal(one, again) and torch.equal(4 * one, four)
+    assert len({t.data_ptr() for gradients in passes for t in gradients}) == 9, "gradients share memory"
+
+
+def test_what_needs_no_gradient_gets_none(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher never, though its weight may be the student's own."""
+    heads = Heads(where, (6,), 8, 30)
+    for t in heads.teacher:
+        t.requires_grad_()
+    heads.student[0].requires_grad_()
+    monkeypatch.setattr(GradientSum, "add", lambda *_: pytest.fail("computed a gradient of the weight"))
+    heads.loss().backward()
+    assert all(t.grad is None for t in heads.teacher)
+    with torch.no_grad():
+        heads.student[1].requires_grad_()
+        assert not heads.loss().requires_grad
+
+
+def test_float16_gradients_need_the_loss_scale_before_they_are_rounded(where: Where) -> None:
+    heads, truth = (Heads(Where(where.device, dtype), (64,), 8, 1000) for dtype in (where.dtype, torch.float64))
+    truth.student, truth.teacher = ([t.double() for t in side] for side in (heads.student, heads.teacher))
+    truth.mask = heads.mask
+    for each in (heads, truth):
+        (each.loss(*(t.requires_grad_() for t in each.student)) * 2.0**15).backward()
+    for ours, true in zip(heads.student, truth.student, strict=True):
+        allowed = 16 * torch.finfo(where.dtype).eps * true.grad.abs().max().item()
+        torch.testing.assert_close(ours.grad.double(), true.grad, rtol=0, atol=allowed)
+
+
+def test_autocast() -> None:
+    heads = Heads(Where(torch.device("cpu"), torch.float32), (5,), 8, 30)
+    inputs = [t.requires_grad_() for t in heads.student]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = heads.loss(memory_budget=TINY)
+    gradients = torch.autograd.grad(loss, inputs)
+    heads.student = [t.detach().bfloat16().requires_grad_() for t in inputs]
+    heads.teacher = [t.bfloat16() for t in heads.teacher]
+    expected = heads.loss(memory_budget=TINY)
+    assert torch.equal(loss, expected)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, heads.student), strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs.float())
+
+
+def test_gradients_in_float64() -> None:
+    heads = Heads(Where(torch.device("cpu"), torch.float64), (4,), 3, 7)
+    inputs = [t.requires_grad_() for t in heads.student]
+    for name in OPTIONS:
+        for divergence in DIVERGENCES.values():
+            options = OPTIONS[name] | divergence
+            for op in (linear_distillation, linear_distillation_reference):
+                loss = lambda *x, op=op, o=options: heads.loss(*x, op=op, memory_budget=TINY, **o)  # noqa: E731
+                assert torch.autograd.gradcheck(loss, inputs, fast_mode=True)
+
+
+MEMORY = """
+import sys, torch
+from ligermodels.ops import linear_distillation
+
+torch.backends.mkldnn.enabled = False  # it widens 16-bit operands to memory of its own
+
+
+def peak(reset=False):
+    if reset:
+        open("/proc/self/clear_refs", "w").write("5")
+    text = open("/proc/self/status").read()
+    return int(text.split("VmHWM:")[1].split()[0]) * 1024
+
+dtype, T, H, V, budget = getattr(torch, sys.argv[1]), *map(int, sys.argv[2:6])
+options = eval(sys.argv[6])
+for rows, limit in ((8, 10**6), (T, budget)):  # a small one first, for what torch keeps
+    sizes = (rows, V if rows == T else 512)
+    hidden, weight = (torch.randn(n, H, dtype=dtype, requires_grad=True) for n in sizes)
+    teacher = [torch.randn(n, H, dtype=dtype) for n in sizes]
+    before = peak(reset=True)
+    linear_distillation(hidden, weight, *teacher, memory_budget=limit, **options).sum().backward()
+    used = peak() - before
+gradients = hidden.nbytes + weight.nbytes + (4 * weight.numel() if dtype != torch.float32 else 0)
+print("used", used - gradients)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options", [{}, {"divergence": "reverse_kl", "reduction": "none"}, {"divergence": "jsd", "softcap": 5.0}], ids=str
+)
+def test_memory_stays_within_the_budget(dtype: str, options: dict[str, Any]) -> None:
+    """The peak of a process of its own, forward and backward; one side's logits would be five times the budget."""
+    T, H, V = 512, 32, 51200
+    budget = T * V * getattr(torch, dtype).itemsize // 5
+    arguments = [dtype, *map(str, (T, H, V, budget)), repr(options)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        # Each thread of the matrix library packs its own; and what is freed goes back to the system.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    used = int(re.search(r"used (-?\d+)", done.stdout)[1])
+    allowance = 5 * 2**20  # what the matrix library packs, and the allocator's own; twice the budget would still show
+    assert budget / 4 < used < budget + allowance, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"divergence": "kl"}, "divergence must be one of forward_kl, reverse_kl, jsd; got 'kl'"),
+        ({"beta": 0.3}, "beta belongs to the jsd"),
+        ({"divergence": "jsd", "beta": 1.0}, r"beta must be in \(0, 1\), got 1.0; its ends are"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"teacher_softcap": -1.0}, "teacher_softcap must be positive"),
+        ({"reduction": "batchmean"}, "reduction must be"),
+        ({"memory_budget": 0}, "memory_budget must be a positive"),
+        ({"mask": torch.ones(2)}, r"mask must be torch.bool of shape \(2\)"),
+        ({"teacher_hidden": torch.ones(3, 6)}, r"teacher_hidden must be floating of shape \(2, 6\)"),
+        ({"teacher_weight": torch.ones(4, 6)}, r"teacher_weight must be torch.float32 of shape \(5, 6\)"),
+        ({"teacher_weight": torch.ones(5, 6).double()}, "teacher_weight must be torch.float32 .* got torch.float64"),
+        ({"weight": torch.ones(5, 3)}, r"weight must be torch.float32 of shape \(V, 4\)"),
+        ({"teacher_bias": torch.ones(4)}, r"teacher_bias must be torch.float32 of shape \(5\)"),
+    ],
+    ids=str,
+)
+def test_bad_input(changed: dict[str, Any], message: str) -> None:
+    good = {
+        "hidden": torch.ones(2, 4),
+        "weight": torch.ones(5, 4),
+        "teacher_hidden": torch.ones(2, 6),
+        "teacher_weight": torch.ones(5, 6),
+    }
+    with pytest.raises(InputError, match=message):
+        linear_distillation(**good | changed)
