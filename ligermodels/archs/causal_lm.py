@@ -21,7 +21,7 @@ from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
-from ligermodels.layers.lm_head import check_loss_options
+from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, check_token_ids, document_bounds
 from ligermodels.layers.targets import count_targets
 
@@ -128,6 +128,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         inputs_embeds: Tensor | None = None,
         return_logits: bool | None = None,
         return_last_hidden_state: bool = False,
+        return_log_probs: bool = False,
+        return_entropy: bool = False,
         token_indices: Tensor | Targets | None = None,
         state: DecodingState | None = None,
         tree: TreeTokens | None = None,
@@ -150,6 +152,9 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             return_logits: by default exactly when there are no labels.
             return_last_hidden_state: also return the states after the final norm; without labels and `return_logits`,
                 these alone.
+            return_log_probs: with labels, the log-probability of each, in place of the loss, and with any gradient:
+                what objectives such as those of `ligermodels.losses` are computed from. See `ops.linear_log_probs`.
+            return_entropy: with `return_log_probs`, also the entropies.
             token_indices: long (n,), indices of the flattened B * T: logits and states are computed for these tokens
                 alone, (1, n, ...). `Targets` stand for the tokens that have one.
             state: a decoding state (`new_state`), to which the tokens are added. In a prefill, the pass with an empty
@@ -167,6 +172,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         if last_hidden_state is not None:
             if input_ids is not None or inputs_embeds is not None or labels is not None:
                 raise InputError("last_hidden_state: is in place of inputs; give no ids, embeddings or labels with it")
+            if return_log_probs or return_entropy:
+                raise InputError("return_log_probs: is of labels, not of last_hidden_state; give inputs and labels")
             return self._run_head(last_hidden_state, targets, loss_options)
         if targets is not None:
             raise InputError("targets: go with last_hidden_state; give labels with inputs")
@@ -177,6 +184,10 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         if labels is not None and token_indices is not None:
             raise InputError("token_indices: with labels, the tokens are those that have one; give one of the two")
         check_loss_options({"num_items_in_batch": num_items_in_batch, **loss_options}, labels)
+        if return_log_probs:
+            check_log_prob_options({"num_items_in_batch": num_items_in_batch, **loss_options}, labels)
+        elif return_entropy:
+            raise InputError("return_entropy: goes with return_log_probs")
         shape = self._check_inputs(input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
         unpad = None
         if state is None:
@@ -187,6 +198,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             options = {
                 "return_logits": return_logits,
                 "return_last_hidden_state": return_last_hidden_state,
+                "return_log_probs": return_log_probs,
+                "return_entropy": return_entropy,
                 "num_items_in_batch": num_items_in_batch,
                 **unpad.take_weights(loss_options),
             }
@@ -212,7 +225,11 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             router_outputs=router_outputs,
         )
         output = CausalLMOutput(last_hidden_state=hidden if return_last_hidden_state else None)
-        if made is not None:
+        if made is not None and return_log_probs:
+            output.log_probs, output.entropy = made.log_probs(
+                0, self.head, hidden, return_entropy=return_entropy, **loss_options
+            )
+        elif made is not None:
             output.loss = made.loss(0, self.head, hidden, num_items_in_batch=num_items_in_batch, **loss_options)
         if router_outputs and (made is not None or isinstance(token_indices, Targets)):
             output.aux_loss = load_balancing_loss(router_outputs)

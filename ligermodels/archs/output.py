@@ -78,6 +78,8 @@ class CausalLMOutput(ModelOutput):
     aux_loss: with labels, the load-balancing loss of mixtures of experts, unweighted.
     last_hidden_state: (B, T, H) after the final norm, or (1, n, H).
     ranks: with `return_rank`, long: how many tokens are likelier than the target, -1 without one.
+    log_probs, entropy: (B, T) fp32, at each token those of the label that follows it; 0 where that one is ignored or
+        missing.
     """
 
     loss: Tensor | None = None
@@ -85,6 +87,8 @@ class CausalLMOutput(ModelOutput):
     aux_loss: Tensor | None = None
     last_hidden_state: Tensor | None = None
     ranks: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
 
     def padded(self, unpad: Unpadding) -> CausalLMOutput:
         """Of a pass without padding: with it again, zeros in logits, states and losses."""

@@ -14,10 +14,10 @@ from transformers.modeling_outputs import (
     MoeModelOutputWithPast,
 )
 
-from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.integrations.modules import DecoderView, attention_forward, is_ours, layer_forward, part, watched
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
+from ligermodels.layers.lm_head import head_loss
 from ligermodels.layers.packing import Unpadding, bounds_of
 
 Inputs = dict[str, Any]
@@ -126,10 +126,7 @@ def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **opt
     """hidden (..., H) -> logits (..., V), without scale and softcap; with targets (...) their loss, with both."""
     if targets is None:
         return type(head).forward(head, hidden)
-    config = head.native.config
-    return ops.linear_cross_entropy(
-        hidden, head.weight, targets, head.bias, softcap=config.softcap, logit_scale=config.logit_scale, **options
-    )
+    return head_loss(head.native.config, hidden, head.weight, targets, head.bias, **options)
 
 
 class Padding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,30 @@ def check_loss_options(options: Mapping[str, Any], needed: Tensor | None, needs:
             raise InputError(f"{name}: is an option of a loss, which needs {needs}")
 
 
+def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) -> None:
+    """InputError unless log-probabilities may be asked for with these labels and options of the loss."""
+    if labels is None:
+        raise InputError("return_log_probs: are of labels; give them")
+    for name, value in options.items():
+        if value is not None and name != "memory_budget":
+            raise InputError(f"{name}: is an option of the loss, which return_log_probs takes the place of")
+
+
+def head_loss(
+    config: HeadConfig,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    *,
+    log_probs: bool = False,
+    **options: Any,
+) -> Any:
+    """`ops.linear_cross_entropy` of a head, or with `log_probs` its `ops.linear_log_probs`."""
+    op: Callable[..., Any] = ops.linear_log_probs if log_probs else ops.linear_cross_entropy
+    return op(hidden, weight, targets, bias, softcap=config.softcap, logit_scale=config.logit_scale, **options)
+
+
 class LMHead(nn.Module):
     """Projects hidden states to the vocabulary. The weight is used inside forward only, so that FSDP can gather it."""
 
@@ -63,13 +87,12 @@ class LMHead(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
         """hidden (..., H) -> logits (..., V); with targets (...) the loss of `ops.linear_cross_entropy` instead.
 
-        `loss_options` (reduction, token_weights, label_smoothing, z_loss, return_rank ...) go to that op.
+        `loss_options` (reduction, token_weights, label_smoothing, z_loss, return_rank ...) go to that op. With
+        `log_probs=True` the result and the options are those of `ops.linear_log_probs`.
         """
         scale, softcap = self.config.logit_scale, self.config.softcap
         if targets is not None:
-            return ops.linear_cross_entropy(
-                hidden, self.weight, targets, self.bias, softcap=softcap, logit_scale=scale, **loss_options
-            )
+            return head_loss(self.config, hidden, self.weight, targets, self.bias, **loss_options)
         logits = F.linear(hidden, self.weight, self.bias)
         logits = logits if scale == 1.0 else logits * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -146,6 +146,25 @@ class Targets:
             loss = self._put_back(loss, 0.0)
         return loss if rank is None else (loss, self._put_back(rank, -1))
 
+    def log_probs(
+        self, index: int, head: Callable[..., Any], hidden: Tensor, *, return_entropy: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities (B, T) of the targets of loss `index`, and entropies if asked for; 0 without a target.
+
+        Arguments as of `loss`; `options` are those of `ops.linear_log_probs`.
+        """
+        counts = self.counts
+        found = head(
+            hidden,
+            self._take(self.values[index]),
+            log_probs=True,
+            return_entropy=return_entropy,
+            num_targets=None if counts is None else counts[index],
+            **options,
+        )
+        log_probs, entropy = (found.log_probs, found.entropy) if return_entropy else (found, None)
+        return self._put_back(log_probs, 0.0), None if entropy is None else self._put_back(entropy, 0.0)
+
     def _take(self, x: Tensor) -> Tensor:
         """x (B, T) -> (1, n), of `token_indices`; x itself where all tokens are taken."""
         return x if self.token_indices is None else x.flatten().index_select(0, self.token_indices)[None]

@@ -1,0 +1,101 @@
+"""Per-token log-probabilities and entropies of a model, against the logits of transformers'."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_nativize import make
+from torch import Tensor
+from torch.testing import assert_close
+
+import ligermodels as lm
+from ligermodels import losses
+from ligermodels.errors import InputError
+
+
+def inputs() -> dict[str, Tensor]:
+    """A batch padded on both sides, half of whose labels are ignored."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 100, (3, 11), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, 8:] = 0, 0
+    labels = ids.masked_fill((mask == 0) | (torch.rand(ids.shape, generator=generator) < 0.4), -100)
+    labels[0, 3] = -100  # it would be predicted from padding
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def wanted(hf: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(B, T) each, from all the logits."""
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    logits = hf(batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions).logits
+    log_p = torch.log_softmax(logits[:, :-1].double(), -1)
+    labels = batch["labels"][:, 1:]
+    valid = torch.nn.functional.pad(labels != -100, (0, 1))
+    found = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    both = [torch.where(valid, torch.nn.functional.pad(x, (0, 1)), 0.0) for x in found]
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+@pytest.mark.parametrize("name", ["llama-3", "gemma2", "granite", "qwen3"])  # softcap, scaled logits, tied weights
+def test_log_probs_and_entropies_and_any_gradient_of_them(name: str, frozen: bool) -> None:
+    hf, batch = make(name), inputs()
+    model = lm.from_transformers(hf).train()
+    theirs, ours = hf.get_input_embeddings().weight, model.decoder.embed.weight
+    tied = ours is model.head.weight
+    if frozen and not tied:
+        hf.lm_head.requires_grad_(False)
+        model.head.requires_grad_(False)
+    out = model(**batch, return_log_probs=True, return_entropy=True)
+    assert out.loss is None and out.logits is None
+    log_probs, entropy = wanted(hf, batch)
+    assert_close(out.log_probs.double(), log_probs, rtol=1e-4, atol=1e-4)
+    assert_close(out.entropy.double(), entropy, rtol=1e-4, atol=1e-4)
+    factor = torch.randn(2, *log_probs.shape, generator=torch.Generator().manual_seed(1))
+    for use_entropy in (False, True):
+        (wanted_gradient,) = torch.autograd.grad(
+            (log_probs * factor[0] + (entropy * factor[1] if use_entropy else 0)).sum(), theirs, retain_graph=True
+        )
+        (gradient,) = torch.autograd.grad(
+            (out.log_probs * factor[0] + (out.entropy * factor[1] if use_entropy else 0)).sum(), ours, retain_graph=True
+        )
+        assert (gradient - wanted_gradient).norm() < 1e-4 * wanted_gradient.norm()
+
+
+def test_they_are_the_loss_and_an_objective_trains_the_model() -> None:
+    hf, batch = make("llama-3"), inputs()
+    model = lm.from_transformers(hf)
+    log_probs = model(**batch, return_log_probs=True).log_probs
+    assert_close(-log_probs, model(**batch, reduction="none").loss)
+    assert_close(-log_probs.sum() / model.num_targets(batch["labels"]), model(**batch).loss)
+
+    pair = {name: x[[0, 1, 2, 2]] for name, x in batch.items()}  # the third is rejected twice
+    mask = torch.nn.functional.pad(pair["labels"][:, 1:] != -100, (0, 1))
+    with torch.no_grad():
+        reference = model(**pair, return_log_probs=True).log_probs
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for _ in range(3):
+        result = losses.dpo_loss(model(**pair, return_log_probs=True).log_probs, reference, mask, beta=1.0)
+        result.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(result.loss))
+    assert found[0] == pytest.approx(0.6931, abs=1e-4) and found[2] < found[1] < found[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"labels": None}, "return_log_probs: are of labels"),
+        ({"label_smoothing": 0.1}, "label_smoothing: is an option of the loss"),
+        ({"num_items_in_batch": 3}, "num_items_in_batch: is an option of the loss"),
+        ({"return_log_probs": False, "return_entropy": True}, "return_entropy: goes with return_log_probs"),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(arguments: dict[str, Any], message: str) -> None:
+    model = lm.from_transformers(make("llama-3"))
+    with pytest.raises(InputError, match=message):
+        model(**{**inputs(), "return_log_probs": True, **arguments})
+    with pytest.raises(InputError, match="return_log_probs: is of labels, not of last_hidden_state"):
+        model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_log_probs=True)
