@@ -16,7 +16,7 @@ from ligermodels.convert.ranks import Ranks
 
 CARD = "README.md"
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md")
-INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
+INHERITED = ("license", "license_name", "license_link", "language", "tags")
 """Fields of a card that hold for what is made from the model, too."""
 
 BODY = """# {name}
@@ -97,7 +97,6 @@ def model_card(repo_id: str, base: str | None, base_card: Path | None) -> str:
         found = ModelCard(base_card.read_text(encoding="utf-8"), ignore_metadata_errors=True)
     fields = {} if found is None else {name: found.data.get(name) for name in INHERITED}
     tags = list(dict.fromkeys([*(fields.pop("tags", None) or []), "ligermodels"]))
-    fields["pipeline_tag"] = fields.get("pipeline_tag") or "text-generation"
     data = ModelCardData(base_model=base, library_name="transformers", tags=tags, **fields)
     origin = "" if base is None else f"Made from [{base}](https://huggingface.co/{base}). "
     made = BODY.format(name=repo_id.rpartition("/")[2], repo_id=repo_id, origin=origin)

@@ -67,7 +67,7 @@ def test_a_pushed_model_is_loaded_again_and_has_a_card_and_the_papers_of_its_bas
         card = ModelCard(files["README.md"].decode())
         assert card.data.base_model == "some/base" and card.data.license == "llama3.2"
         assert card.data.license_name == "a license" and card.data.language == ["en", "de"]
-        assert card.data.tags == ["tiny", "ligermodels"] and card.data.pipeline_tag == "text-generation"
+        assert card.data.tags == ["tiny", "ligermodels"]
         assert 'from_pretrained("me/mine")' in card.text and card.text.endswith("# The base\n\nIts text.\n")
 
         for name in ("config.json", "model.safetensors"):
