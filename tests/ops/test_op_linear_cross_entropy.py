@@ -1,9 +1,4 @@
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
+import peak_memory
 import pytest
 import torch
 from conftest import Where
@@ -207,54 +202,16 @@ def test_gradients_in_float64() -> None:
             )
 
 
-MEMORY = """
-import sys, torch
-from loss_cases import targets
-from ligermodels.ops import linear_cross_entropy
-
-torch.backends.mkldnn.enabled = False  # it widens 16-bit operands to memory of its own
-
-
-def peak(reset=False):
-    if reset:
-        open("/proc/self/clear_refs", "w").write("5")
-    text = open("/proc/self/status").read()
-    return int(text.split("VmHWM:")[1].split()[0]) * 1024
-
-dtype, T, H, V, budget = getattr(torch, sys.argv[1]), *map(int, sys.argv[2:6])
-options = eval(sys.argv[6])
-for rows, limit in ((8, 10**6), (T, budget)):  # a small one first, for what torch keeps
-    hidden, weight = (torch.randn(n, H, dtype=dtype, requires_grad=True) for n in (rows, V if rows == T else 512))
-    y = targets((rows,), weight.shape[0], hidden.device)
-    before = peak(reset=True)
-    result = linear_cross_entropy(hidden, weight, y, memory_budget=limit, **options)
-    (result[0] if isinstance(result, tuple) else result).sum().backward()
-    used = peak() - before
-gradients = hidden.nbytes + weight.nbytes + (4 * weight.numel() if dtype != torch.float32 else 0)
-print("used", used - gradients)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
+@peak_memory.needs_linux
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{}, dict(softcap=5.0, return_rank=True, label_smoothing=0.1, reduction="none")])
 def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
-    """The peak of a process of its own, forward and backward, where the logits would be ten times the budget."""
-    T, H, V = 512, 32, 51200
-    budget = T * V * getattr(torch, dtype).itemsize // 10
-    arguments = [dtype, *map(str, (T, H, V, budget)), repr(options)]
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # each thread of the matrix library packs its own
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    used = int(re.search(r"used (-?\d+)", done.stdout)[1])
-    allowance = 5 * 2**20  # what the matrix library packs, and the allocator's own; twice the budget would still show
-    assert budget / 4 < used < budget + allowance, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
+    """Forward and backward, where the logits would be ten times the budget; twice the budget would show."""
+    budget = peak_memory.T * peak_memory.V * getattr(torch, dtype).itemsize // 10
+    loss = f"ops.linear_cross_entropy(hidden, weight, target, memory_budget=budget, **{options})"
+    loss += "[0].sum()" if options.get("return_rank") else ".sum()"
+    used = peak_memory.beyond_gradients(loss, dtype, budget)
+    assert budget / 4 < used < budget + peak_memory.ALLOWANCE, f"{used / 2**20:.1f} MiB of {budget / 2**20:.1f} MiB"
 
 
 def test_chunks_fill_the_budget_evenly() -> None:

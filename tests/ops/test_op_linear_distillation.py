@@ -1,12 +1,8 @@
 """`linear_distillation` against the divergences written with torch.distributions, and what it promises of memory."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import peak_memory
 import pytest
 import torch
 from conftest import Where
@@ -232,56 +228,17 @@ def test_gradients_in_float64() -> None:
                 assert torch.autograd.gradcheck(loss, inputs, fast_mode=True)
 
 
-MEMORY = """
-import sys, torch
-from ligermodels.ops import linear_distillation
-
-torch.backends.mkldnn.enabled = False  # it widens 16-bit operands to memory of its own
-
-
-def peak(reset=False):
-    if reset:
-        open("/proc/self/clear_refs", "w").write("5")
-    text = open("/proc/self/status").read()
-    return int(text.split("VmHWM:")[1].split()[0]) * 1024
-
-dtype, T, H, V, budget = getattr(torch, sys.argv[1]), *map(int, sys.argv[2:6])
-options = eval(sys.argv[6])
-for rows, limit in ((8, 10**6), (T, budget)):  # a small one first, for what torch keeps
-    sizes = (rows, V if rows == T else 512)
-    hidden, weight = (torch.randn(n, H, dtype=dtype, requires_grad=True) for n in sizes)
-    teacher = [torch.randn(n, H, dtype=dtype) for n in sizes]
-    before = peak(reset=True)
-    linear_distillation(hidden, weight, *teacher, memory_budget=limit, **options).sum().backward()
-    used = peak() - before
-gradients = hidden.nbytes + weight.nbytes + (4 * weight.numel() if dtype != torch.float32 else 0)
-print("used", used - gradients)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
+@peak_memory.needs_linux
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "options", [{}, {"divergence": "reverse_kl", "reduction": "none"}, {"divergence": "jsd", "softcap": 5.0}], ids=str
 )
 def test_memory_stays_within_the_budget(dtype: str, options: dict[str, Any]) -> None:
-    """The peak of a process of its own, forward and backward; one side's logits would be five times the budget."""
-    T, H, V = 512, 32, 51200
-    budget = T * V * getattr(torch, dtype).itemsize // 5
-    arguments = [dtype, *map(str, (T, H, V, budget)), repr(options)]
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        # Each thread of the matrix library packs its own; and what is freed goes back to the system.
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    used = int(re.search(r"used (-?\d+)", done.stdout)[1])
-    allowance = 5 * 2**20  # what the matrix library packs, and the allocator's own; twice the budget would still show
-    assert budget / 4 < used < budget + allowance, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
+    """Forward and backward, where the logits would be five times the budget; twice the budget would show."""
+    budget = peak_memory.T * peak_memory.V * getattr(torch, dtype).itemsize // 5
+    loss = f"ops.linear_distillation(hidden, weight, *teacher, memory_budget=budget, **{options}).sum()"
+    used = peak_memory.beyond_gradients(loss, dtype, budget)
+    assert budget / 4 < used < budget + peak_memory.ALLOWANCE, f"{used / 2**20:.1f} MiB of {budget / 2**20:.1f} MiB"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import peak_memory
 import pytest
 import torch
 from conftest import Where
@@ -285,53 +281,16 @@ def test_gradients_in_float64(options: dict[str, Any]) -> None:
         assert torch.autograd.gradcheck(outputs, inputs)
 
 
-MEMORY = """
-import sys, torch
-from loss_cases import targets
-from ligermodels.ops import linear_log_probs
-
-torch.backends.mkldnn.enabled = False  # it widens 16-bit operands to memory of its own
-
-
-def peak(reset=False):
-    if reset:
-        open("/proc/self/clear_refs", "w").write("5")
-    text = open("/proc/self/status").read()
-    return int(text.split("VmHWM:")[1].split()[0]) * 1024
-
-dtype, T, H, V, budget = getattr(torch, sys.argv[1]), *map(int, sys.argv[2:6])
-trained = sys.argv[6] == "trained"
-for rows, limit in ((8, 10**6), (T, budget)):  # a small one first, for what torch keeps
-    hidden = torch.randn(rows, H, dtype=dtype, requires_grad=True)
-    weight = torch.randn(V if rows == T else 512, H, dtype=dtype, requires_grad=trained)
-    y = targets((rows,), weight.shape[0], hidden.device)
-    before = peak(reset=True)
-    found = linear_log_probs(hidden, weight, y, memory_budget=limit, softcap=5.0, return_entropy=True)
-    (found.log_probs + 0.1 * found.entropy).sum().backward()
-    used = peak() - before
-gradients = hidden.nbytes + trained * (weight.nbytes + (4 * weight.numel() if dtype != torch.float32 else 0))
-print("used", used - gradients)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
+@peak_memory.needs_linux
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head", ["trained", "frozen"])
 def test_memory_stays_within_the_budget(dtype: str, head: str) -> None:
-    """The peak of a process of its own, forward and backward, where the logits would be ten times the budget."""
-    T, H, V = 512, 32, 51200
-    budget = T * V * getattr(torch, dtype).itemsize // 10
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, dtype, *map(str, (T, H, V, budget)), head],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # each thread of the matrix library packs its own
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    used = int(re.search(r"used (-?\d+)", done.stdout)[1])
-    assert budget / 4 < used < budget + 5 * 2**20, f"{used / 2**20:.1f} MiB, budget {budget / 2**20:.1f} MiB"
+    """Forward and backward, where the logits would be ten times the budget; twice the budget would show."""
+    budget = peak_memory.T * peak_memory.V * getattr(torch, dtype).itemsize // 10
+    options = "memory_budget=budget, softcap=5.0, return_entropy=True"
+    loss = f"sum(ops.linear_log_probs(hidden, weight, target, {options})[:2]).sum()"
+    used = peak_memory.beyond_gradients(loss, dtype, budget, trained=head == "trained")
+    assert budget / 4 < used < budget + peak_memory.ALLOWANCE, f"{used / 2**20:.1f} MiB of {budget / 2**20:.1f} MiB"
 
 
 @pytest.mark.gpu
