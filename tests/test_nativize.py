@@ -343,3 +343,25 @@ def test_what_cannot_compute_natively_is_refused_by_name() -> None:
     other = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=2, vocab_size=9))
     with pytest.raises(ConfigError, match="gpt2"):
         lm.nativize(other)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_compute_natively_and_a_share_of_them_as_their_class_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, inputs = make(name), batch()
+    wanted = hf.eval()(inputs["input_ids"]).logits
+    experts = next(module for module in hf.modules() if hasattr(module, "gate_up_proj"))
+    kind, called = type(experts), []
+    through = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args: called.append(1) or through(*args))
+    lm.nativize(hf)
+    assert zoo.relative_error(hf(inputs["input_ids"]).logits, wanted) < 1e-5 and not called
+
+    # As expert parallelism does: fewer experts, and an index past the last one for those that are elsewhere.
+    count = experts.num_experts
+    for weight in ("gate_up_proj", "down_proj"):
+        setattr(experts, weight, nn.Parameter(getattr(experts, weight)[: count - 1].detach()))
+    experts.num_experts = count - 1
+    x, index = torch.randn(5, hf.config.hidden_size), torch.tensor([[0], [count - 1], [1], [count - 1], [0]])
+    assert not experts(x, index, torch.ones(5, 1))[[1, 3]].any() and called

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from ligermodels.archs import family_of
+from ligermodels.archs.compose import STACKED_EXPERTS
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.integrations.models import backbone_forward, causal_lm_forward, head_forward
 from ligermodels.integrations.modules import (
     Native,
     attention_forward,
+    experts_forward,
     layer_forward,
     mlp_forward,
     norm_forward,
@@ -23,7 +25,7 @@ from ligermodels.integrations.modules import (
     unset_forward,
     within_adapter,
 )
-from ligermodels.layers import AttentionConfig, BlockConfig, MLPConfig, RotaryEmbedding
+from ligermodels.layers import AttentionConfig, BlockConfig, MLPConfig, MoEConfig, RotaryEmbedding
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,9 +36,9 @@ def nativize(model: Model) -> Model:
     The model keeps its class, config, parameters, `state_dict` names, `generate` and `save_pretrained`. Forward passes
     without a cache run on native layers: fused norms, rotary embeddings, gated activations and attention. In training
     with `labels`, the loss is computed without logits, and `logits` of the output are None; in evaluation they are
-    there. What the native pass does not give runs transformers' code, with native norms and gated activations: passes
-    with a cache (`generate`), requests for attentions or hidden states of all layers, hooks within layers, and others
-    that docs/transformers.md lists. Of a mixture of experts the experts are transformers'.
+    there. What the native pass does not give runs transformers' code, with native norms, gated activations and experts:
+    passes with a cache (`generate`), requests for attentions or hidden states of all layers, hooks within layers, and
+    others that docs/transformers.md lists. Of a mixture of experts the router is transformers'.
 
     Adapters (PEFT), quantised projections (bitsandbytes), `fully_shard` and gradient checkpointing work as before:
     every module is called by its forward. Nothing but this object changes.
@@ -141,4 +143,9 @@ def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, name
     if isinstance(block.mlp, MLPConfig):
         within = {name: path.removeprefix(f"{mlp}.") for name, path in parts.items() if path.startswith(f"{mlp}.")}
         set_forward(layer.get_submodule(mlp), mlp_forward, Native(block.mlp, within))
+    elif isinstance(block.mlp, MoEConfig):
+        places = {name: STACKED_EXPERTS[name].rpartition(".") for name in ("experts.gate_up", "experts.down")}
+        within = {name: attribute for name, (_, _, attribute) in places.items()}
+        experts, _, _ = places["experts.down"]
+        set_forward(layer.get_submodule(experts), experts_forward, Native(block.mlp, within))
     set_forward(layer, layer_forward, Native(block, found))

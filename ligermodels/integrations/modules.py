@@ -24,6 +24,7 @@ from ligermodels.layers import AttentionConfig, Block, ForwardContext, MLPConfig
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.mlp import ACTIVATIONS
+from ligermodels.layers.moe import mix_experts
 from ligermodels.layers.norm import AddRMSNorm, NormConfig, RMSNorm, RMSNormAdd
 from ligermodels.layers.qkv import Tables
 
@@ -119,6 +120,17 @@ def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = N
         gate, up = part(module, "mlp.gate")(x), part(module, "mlp.up")(x)
     y: Tensor = part(module, "mlp.down")(activation(gate, up))
     return y
+
+
+def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Any:
+    """x (N, H), experts and their weights (N, top_k) -> (N, H). A rank's share of the experts runs its class's code."""
+    native = native_of(module)
+    gate_up, down = (attrgetter(native.names[name])(module) for name in ("experts.gate_up", "experts.down"))
+    plain = all(type(weight) in (Tensor, nn.Parameter) for weight in (gate_up, down))
+    if args or not plain or len(gate_up) != native.config.num_experts:
+        return type(module).forward(module, x, top_k_index, top_k_weights, *args)
+    activation: Callable[..., Tensor] = ACTIVATIONS[native.config.activation]
+    return mix_experts(x, top_k_weights, top_k_index, gate_up, down, lambda rows: activation(*rows.chunk(2, dim=-1)))
 
 
 def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -91,19 +91,40 @@ class MoE(nn.Module):
         """x (..., H) -> (..., H), same dtype, and the router's output."""
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
-        weights, experts = self.route(logits)
-        order, inverse, offsets = ops.sort_by_expert(experts, self.config.num_experts)
-        rows = ops.gather_rows(tokens, order, inverse, copies=self.config.top_k)
-        rows = self.activation(ops.grouped_mm(rows, self.gate_up, offsets))
-        rows = ops.gather_rows(ops.grouped_mm(rows, self.down, offsets), inverse, order)
-        # The weights are float32, so the products and their sum are, and the result is rounded once.
-        out = (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1)
-        return out.to(rows.dtype).view_as(x), RouterOutput(logits, self.config.top_k)
+        out = mix_experts(tokens, *self.route(logits), self.gate_up, self.down, self.activation)
+        return out.view_as(x), RouterOutput(logits, self.config.top_k)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits (N, E) -> weights (N, top_k), at least float32, and experts, long (N, top_k), the likeliest first."""
         weights, experts = _probabilities(logits).topk(self.config.top_k, dim=-1)
         return weights / weights.sum(-1, keepdim=True) if self.config.normalize else weights, experts
+
+
+def mix_experts(
+    tokens: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of down_e(activation(gate_up_e(x))) over the chosen experts e of each token x.
+
+    Args:
+        tokens: (N, H).
+        weights, experts: (N, top_k), `experts` long in [0, E).
+        gate_up, down: (E, 2 * size, H) and (E, H, size).
+        activation: (R, 2 * size) -> (R, size).
+
+    Returns (N, H) of the dtype that the experts compute in.
+    """
+    order, inverse, offsets = ops.sort_by_expert(experts, len(gate_up))
+    rows = ops.gather_rows(tokens, order, inverse, copies=experts.shape[1])
+    rows = activation(ops.grouped_mm(rows, gate_up, offsets))
+    rows = ops.gather_rows(ops.grouped_mm(rows, down, offsets), inverse, order)
+    # In float32 the products and their sum are rounded once, at the end.
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    return (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(rows.dtype)
 
 
 def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | None = None) -> Tensor:
