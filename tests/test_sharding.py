@@ -74,6 +74,13 @@ def of_model(model: nn.Module, rank: int, **options: Any) -> Tensor:
     return model(ids, labels=labels, **options).loss
 
 
+def of_log_probs(model: nn.Module, rank: int) -> Tensor:
+    """Without a bearing on the load-balancing loss, which it leaves out."""
+    ids, labels = draw(rank)
+    out = model(ids, labels=labels, return_log_probs=True, return_entropy=True)
+    return (out.log_probs.sin() + 0.1 * out.entropy).sum() / labels.numel()
+
+
 def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
     plain, model = build(name), build(name)
     shard(model, model)
@@ -88,6 +95,8 @@ def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, name: str) ->
     model.activation_checkpointing = "selective"
     model.zero_grad(), plain.zero_grad()
     check_gradients(model, plain, of_model)
+    model.zero_grad(), plain.zero_grad()
+    check_gradients(model, plain, of_log_probs)
     model.save_pretrained(folder / "out", max_shard_size=20_000)
     dist.barrier()
     theirs = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager")
