@@ -77,8 +77,8 @@ def save_checkpoint(
             if ranks.writes:
                 needed = split.metadata["total_size"] + sum(map(_size, files.values()))
                 temporary = opened.enter_context(
-                        written_whole(Path(folder), needed, overwrite=overwrite, replaced=replaced)
-                    )
+                    written_whole(Path(folder), needed, overwrite=overwrite, replaced=replaced)
+                )
                 for file, content in files.items():
                     _write(temporary / file, content)
         for file, keys in split.filename_to_tensors.items():

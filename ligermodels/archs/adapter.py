@@ -10,7 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ligermodels.archs.lora import Model, Target, check_adaptable, insert, leaf, new_layers, require_lora, targets
+from ligermodels.archs.lora import (
+    Model,
+    Target,
+    check_adaptable,
+    insert,
+    leaf,
+    new_layers,
+    require_lora,
+    targets,
+    transformers_layout,
+)
 from ligermodels.archs.registry import family_of
 from ligermodels.archs.state_dict import layout_in_memory
 from ligermodels.convert import hub
@@ -62,7 +72,8 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: boo
     spec = model.require_export_spec()
     source = spec.source
     base = None if source is None else source.repo_id or str(source.folder)
-    known = targets(model, layout_in_memory(spec, model.config))
+    # Layers of a vision tower have the same names.
+    known = None if source is not None and source.nested else targets(model, transformers_layout(model))
     tensors = _tensors(layers)
     save_checkpoint(
         folder,
@@ -132,9 +143,10 @@ def adapter_map(layers: Mapping[str, LoRALinear]) -> WeightMap:
 
 
 def adapter_config(
-    layers: Mapping[str, LoRALinear], known: Collection[str], base_model: str | None = None
+    layers: Mapping[str, LoRALinear], known: Collection[str] | None, base_model: str | None = None
 ) -> dict[str, Any]:
-    """adapter_config.json of these layers; `known` are the paths of all that could be adapted.
+    """adapter_config.json of these layers; `known` are the paths of all that could be adapted, None for more than
+    the model has.
 
     Ranks and scalings that few layers have are patterns.
     """
@@ -143,7 +155,7 @@ def adapter_config(
     alpha = Counter(part.lora_alpha for part in parts.values()).most_common(1)[0][0]
     # PEFT adapts all layers whose path ends in a name: the short ones only if that is all of them.
     names = dict.fromkeys(map(leaf, parts))
-    short_do = all(path in parts for path in known if leaf(path) in names)
+    short_do = known is not None and all(path in parts for path in known if leaf(path) in names)
     first = next(iter(layers.values()))
     return {
         "peft_type": "LORA",
@@ -223,11 +235,15 @@ def _paths(names: Collection[str]) -> set[str]:
 
 
 def _targets(model: Model, paths: Collection[str]) -> dict[str, Target]:
-    """The linear layers under the names of the layout that has the most of `paths`: of transformers' text model alone,
-    or of the one with vision that the model was loaded from."""
+    """The linear layers under the names of the layout that has the most of `paths`: an adapter may be of the model with
+    its vision tower, or of the text model alone."""
     spec = model.require_export_spec()
     whole = spec.hf_config if spec.source is None else spec.source.hf_config
-    layouts = (layout_in_memory(spec, model.config), *family_of(whole).weight_maps(model.config))
+    layouts = (
+        transformers_layout(model),
+        layout_in_memory(spec, model.config),
+        *family_of(whole).weight_maps(model.config),
+    )
     return max((targets(model, layout) for layout in layouts), key=lambda found: len(found.keys() & set(paths)))
 
 

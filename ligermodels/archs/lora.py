@@ -66,7 +66,7 @@ def add_lora(
         raise InputError(f"r: must be a whole number of at least 1, got {r!r}")
     if isinstance(lora_alpha, bool) or not isinstance(lora_alpha, int | float) or not 0 < lora_alpha < math.inf:
         raise InputError(f"lora_alpha: must be a number above 0, got {lora_alpha!r}")
-    found = targets(model, layout_in_memory(model.require_export_spec(), model.config))
+    found = targets(model, transformers_layout(model))
     chosen = set(_chosen(found, target_modules, model))
     parts = {name: LoRAPart(name, found[name].views, r, lora_alpha, use_rslora) for name in found if name in chosen}
     return insert(model, new_layers(model, found, parts, lora_dropout, dtype))
@@ -127,6 +127,14 @@ def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
             views = sorted((view for view in mapping.views if view.source == source), key=lambda view: view.start)
             found[source.removesuffix(".weight")] = Target(name, tuple(views))
     return found
+
+
+def transformers_layout(model: CausalLM) -> WeightMap:
+    """The weight map of transformers' model of the same checkpoint: with its vision tower, if it has one."""
+    spec = model.require_export_spec()
+    if spec.source is not None and spec.source.nested:
+        return family_of(spec.source.hf_config).weight_maps(model.config)[0]
+    return layout_in_memory(spec, model.config)
 
 
 def new_layers(
@@ -210,7 +218,7 @@ def _chosen(found: Mapping[str, Target], wanted: str | Sequence[str], model: Cau
 
 
 def _unknown(name: Any, found: Mapping[str, Target], model: CausalLM) -> str:
-    weight_map = model.require_export_spec().weight_map
+    weight_map = transformers_layout(model)
     leaves = list(dict.fromkeys(map(leaf, found)))
     if name in leaves:
         what = f"is a regular expression that whole paths match, and none does; for layers of this name give [{name!r}]"
