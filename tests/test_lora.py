@@ -195,6 +195,17 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
     assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
 
 
+def test_a_compiled_model_and_steps_in_the_backward_pass() -> None:
+    model, plain = build(QWEN), build(QWEN)
+    compiled = torch.compile(model, backend="aot_eager")
+    for each, module in ((model, compiled), (plain, plain)):
+        optimizer = FusedAdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        optimizer.step_in_backward()
+        for _ in range(2):
+            module(tokens(), labels=tokens()).loss.backward()
+    torch.testing.assert_close(model(tokens()).logits, plain(tokens()).logits)
+
+
 def test_autocast_and_a_copy() -> None:
     model = build()
     twin = copy.deepcopy(model)
@@ -283,6 +294,7 @@ def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:
         ({"lora_alpha": 0}, "lora_alpha: must be a number above 0"),
         ({"lora_dropout": 1.0}, "lora_dropout: must lie in"),
         ({"dtype": "int8"}, "dtype: 'int8'"),
+        ({"target_modules": None}, "target_modules: must be names"),
         ({"target_modules": []}, "target_modules: is empty"),
         (
             {"target_modules": ["q_proj", "c_attn"]},
@@ -335,6 +347,7 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
         ({"some_later_field": {"a": 1}}, "'some_later_field' is not implemented"),
         ({"r": -1}, "'r' must be"),
         ({"rank_pattern": {"q_proj": "a"}}, "'rank_pattern' must be"),
+        ({"alpha_pattern": {"(q": 3}}, "'alpha_pattern' must have regular expressions"),
         ({"r": 5}, r"lora_A.weight \[3, 60\] instead of \[5, 60\]"),
     ],
     ids=str,

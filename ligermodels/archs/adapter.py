@@ -200,6 +200,11 @@ def check_config(config: Mapping[str, Any]) -> None:
             _positive(value, name == "rank_pattern") for value in pattern.values()
         ):
             raise refuse(name, "must be an object of numbers above 0")
+        for key in pattern:
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise refuse(name, f"must have regular expressions as keys, and {key!r} is none ({error})") from None
     for name in ("r", "lora_alpha"):
         if not _positive(config.get(name, 8), name == "r"):
             raise refuse(name, "must be a number above 0")

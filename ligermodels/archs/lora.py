@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -205,6 +205,8 @@ def _chosen(found: Mapping[str, Target], wanted: str | Sequence[str], model: Cau
             names = [path for path in found if re.fullmatch(wanted, path)]
         except re.error as error:
             raise InputError(f"target_modules: {wanted!r} is no regular expression: {error}") from None
+    elif not isinstance(wanted, Iterable) or not all(isinstance(name, str) for name in wanted):
+        raise InputError(f"target_modules: must be names, a regular expression or 'all-linear', got {wanted!r}")
     else:
         names = []
         for name in wanted:
