@@ -112,6 +112,7 @@ def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
         sources = dict.fromkeys(view.source for view in mapping.views)
         if (
             not isinstance(linear, nn.Linear)
+            or type(linear).forward is not nn.Linear.forward  # a layer of another kind
             or kind != "weight"
             or not name.startswith("decoder.blocks.")
             or name.startswith(mixtures)
