@@ -23,6 +23,7 @@ from ligermodels.archs.lora import lora_layers
 from ligermodels.convert.mappings import grouped_qkv
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.lora import LoRALinear, LoRAPart
+from ligermodels.ops.runtime.dispatch import set_backend
 from ligermodels.training import FusedAdamW
 
 LLAMA = {**BASE, "model_type": "llama"}
@@ -175,6 +176,18 @@ def test_activation_checkpointing(config: dict[str, Any]) -> None:
         assert found.keys() == wanted.keys()
         for name in wanted:
             torch.testing.assert_close(found[name], wanted[name])
+
+
+@pytest.mark.kernels
+def test_gradients_by_the_kernels() -> None:
+    """They are asked for the gradients of activations alone: weights, norms and head are frozen."""
+    model = build({**CONFIGS["gemma2"], "num_hidden_layers": 2})
+    found = gradients(model)
+    with set_backend("reference"):
+        wanted = gradients(model)
+    assert found.keys() == wanted.keys()
+    errors = {name: relative_error(found[name], wanted[name]) for name in found}
+    assert max(errors.values()) < 1e-4, errors
 
 
 def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
