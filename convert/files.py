@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,6 +37,9 @@ COMPANIONS = (
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Further files of a model that takes more than text."""
 
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
 CHECKPOINT = (*WEIGHTS, *COMPANIONS, *PROCESSORS)
 """Patterns of all the files of a checkpoint."""
 
@@ -55,11 +58,13 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def written_whole(folder: Path, needed: int, *, overwrite: bool = False) -> Iterator[Path]:
+def written_whole(
+    folder: Path, needed: int, *, overwrite: bool = False, replaced: Collection[str] = CHECKPOINT
+) -> Iterator[Path]:
     """A temporary folder to fill with about `needed` bytes of files, which become those of `folder` on leaving.
 
     On any exception it is removed and `folder` is as before. `overwrite` replaces a checkpoint in `folder` (weights,
-    configs, tokenizer); other files stay.
+    configs, tokenizer: what the patterns `replaced` match); other files stay.
 
     Raises CheckpointError when `folder` is a file, holds something without `overwrite`, or cannot be written.
     """
@@ -82,7 +87,7 @@ def written_whole(folder: Path, needed: int, *, overwrite: bool = False) -> Iter
         with suppress(OSError):  # Not every file system can do this to a folder.
             _sync(temporary)
         if parent == folder:
-            _replace(folder, temporary)
+            _replace(folder, temporary, replaced)
         else:
             temporary.rename(folder)  # Fails if someone else has filled it meanwhile.
         with suppress(OSError):
@@ -98,11 +103,11 @@ def written_whole(folder: Path, needed: int, *, overwrite: bool = False) -> Iter
                 path.rmdir()
 
 
-def _replace(folder: Path, temporary: Path) -> None:
+def _replace(folder: Path, temporary: Path, patterns: Collection[str]) -> None:
     new = {path.name for path in temporary.iterdir()}
     if folders := [name for name in new if (folder / name).is_dir()]:
         raise OSError(f"{folders[0]} is a folder there")
-    old = [path for path in folder.iterdir() if any(fnmatch.fnmatch(path.name, p) for p in CHECKPOINT)]
+    old = [path for path in folder.iterdir() if any(fnmatch.fnmatch(path.name, p) for p in patterns)]
     for name in new:
         (temporary / name).replace(folder / name)
     for path in old:

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ligermodels.convert.files import COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
 from ligermodels.errors import CheckpointError, HubError
 
 # The first class that an error is of tells what to say; some are subclasses of later ones.
@@ -63,6 +63,36 @@ def resolve(
         CheckpointError: a local folder that does not exist, or a repository's index that is none.
         HubError: the repository, revision or files do not exist, are not open to this user, or cannot be fetched.
     """
+    if (folder := _local_folder(name_or_path)) is not None:
+        return folder
+    name = os.fspath(name_or_path)
+    options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    with explained(name, revision, local_files_only=local_files_only):
+        return _fetch(name, revision, weights, options)
+
+
+def resolve_adapter(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """The folder of an adapter in PEFT's format; arguments and errors as of `resolve`. A repository's config and
+    safetensors are fetched, and nothing else."""
+    if (folder := _local_folder(name_or_path)) is not None:
+        return folder
+    name = os.fspath(name_or_path)
+    options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    with explained(name, revision, local_files_only=local_files_only):
+        folder = Path(hf_hub_download(name, ADAPTER_CONFIG, revision=revision, **options)).parent
+        hf_hub_download(name, ADAPTER, revision=folder.name, **options)
+    return folder
+
+
+def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
+    """The local folder of this name, None where it can only be a repo id; CheckpointError where it is neither."""
     name = os.fspath(name_or_path)
     if not name:
         raise CheckpointError("the name of the checkpoint is empty; give a folder or a repo id")
@@ -71,9 +101,7 @@ def resolve(
         return path
     if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or path.exists():
         raise CheckpointError(f"{name}: {'is not a' if path.exists() else 'no such'} folder")
-    options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-    with explained(name, revision, local_files_only=local_files_only):
-        return _fetch(name, revision, weights, options)
+    return None
 
 
 @contextmanager

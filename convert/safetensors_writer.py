@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.convert.files import INDEX, written_whole
+from ligermodels.convert.files import CHECKPOINT, INDEX, written_whole
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, InputError
 
@@ -35,6 +35,7 @@ def save_checkpoint(
     max_shard_size: int | str = "5GB",
     files: Mapping[str, bytes | str | Path] | None = None,
     overwrite: bool = False,
+    replaced: Collection[str] = CHECKPOINT,
     check: Callable[[Path], object] | None = None,
     ranks: Ranks | None = None,
 ) -> None:
@@ -47,6 +48,7 @@ def save_checkpoint(
         max_shard_size: bytes, or text such as "5GB" (10^9) or "5GiB" (2^30); a larger tensor has a shard to itself.
         files: name -> content, or the path of a file to copy.
         overwrite: replace a checkpoint in `folder`; files there that are no part of one stay.
+        replaced: patterns of the files that are part of one.
         check: called with the folder that holds the files before they become those of `folder`; may raise.
         ranks: the ranks that all call this, of which one writes; by default this one alone.
 
@@ -74,7 +76,9 @@ def save_checkpoint(
         with ranks.step(where):
             if ranks.writes:
                 needed = split.metadata["total_size"] + sum(map(_size, files.values()))
-                temporary = opened.enter_context(written_whole(Path(folder), needed, overwrite=overwrite))
+                temporary = opened.enter_context(
+                    written_whole(Path(folder), needed, overwrite=overwrite, replaced=replaced)
+                )
                 for file, content in files.items():
                     _write(temporary / file, content)
         for file, keys in split.filename_to_tensors.items():

@@ -6,8 +6,10 @@ from ligermodels import errors
 from ligermodels.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ligermodels.archs.adapter import load_adapter, save_adapter
     from ligermodels.archs.causal_lm import CausalLM
     from ligermodels.archs.decoder import Decoder, DecoderConfig
+    from ligermodels.archs.lora import add_lora, merge_lora
     from ligermodels.archs.output import CausalLMOutput
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.integrations.in_place import nativize, restore
@@ -22,8 +24,10 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "archs.adapter": ("load_adapter", "save_adapter"),
         "archs.causal_lm": ("CausalLM",),
         "archs.decoder": ("Decoder", "DecoderConfig"),
+        "archs.lora": ("add_lora", "merge_lora"),
         "archs.output": ("CausalLMOutput",),
         "data.tokenizer": ("Tokenizer",),
         "integrations.in_place": ("nativize", "restore"),
@@ -43,10 +47,14 @@ __all__ = [
     "MedusaModel",
     "MedusaOutput",
     "Tokenizer",
+    "add_lora",
     "errors",
     "from_config",
     "from_pretrained",
     "from_transformers",
+    "load_adapter",
+    "merge_lora",
     "nativize",
     "restore",
+    "save_adapter",
 ]

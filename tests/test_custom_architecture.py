@@ -104,3 +104,18 @@ def test_checkpoints_and_the_command_line(medusa: lm.MedusaModel, tmp_path: Path
     assert '"model_type": "decay"' in found.stdout
     without = subprocess.run([*command[:3], *command[5:]], capture_output=True, text=True, check=False)
     assert without.returncode == 1 and "--import" in without.stderr
+
+
+def test_lora_on_layers_of_ones_own(example: ModuleType, tmp_path: Path) -> None:
+    """They are found by the weight map, under the names that they have in the model's block."""
+    torch.manual_seed(0)
+    model = lm.from_config(CONFIG)
+    model.save_pretrained(tmp_path / "model")
+    lm.add_lora(model, r=2)
+    adapted = [p for p in model.parameters() if p.requires_grad]
+    learn(model, adapted)
+    lm.save_adapter(model, tmp_path / "adapter")
+    again = lm.load_adapter(lm.from_pretrained(tmp_path / "model"), tmp_path / "adapter")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert torch.equal(again.generate(IDS[:, :9], max_new_tokens=5), model.generate(IDS[:, :9], max_new_tokens=5))
+    torch.testing.assert_close(lm.merge_lora(again)(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)

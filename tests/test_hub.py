@@ -17,10 +17,10 @@ from ligermodels.errors import CheckpointError, HubError
 CHILD = """
 import json, sys, time
 time.sleep = lambda seconds: None  # huggingface_hub pauses before it tries again.
-from ligermodels.convert.hub import resolve
+from ligermodels.convert import hub
 for arguments in json.loads(sys.argv[1]):
     try:
-        print(json.dumps(["folder", str(resolve(**arguments))]))
+        print(json.dumps(["folder", str(getattr(hub, arguments.pop("by", "resolve"))(**arguments))]))
     except Exception as error:
         print(json.dumps([type(error).__name__, str(error)]))
 assert "torch" not in sys.modules  # Looking for a checkpoint should not take seconds.
@@ -33,6 +33,7 @@ SMALL = {
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja")
 }
 SINGLE = {"model.safetensors": b"s" * 70_000}
+ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"a" * 5_000}
 NEVER = {
     name: b"never fetched"
     for name in (
@@ -58,6 +59,7 @@ REPOS: dict[str, dict[str, bytes]] = {
     "some/gated": {**SMALL, **SINGLE},
     "some/pickles": {**SMALL, **NEVER},
     "some/bare": dict(SINGLE),
+    "some/adapter": {**ADAPTER, **NEVER, "tokenizer.json": b"never fetched", "adapter_model.bin": b"never fetched"},
     "some/torn": {**SMALL, **INDEX, **dict(list(SHARDS.items())[:2])},
     "some/evil": {**SMALL, "model.safetensors.index.json": b'{"weight_map": {"a": "../../a.safetensors"}}'},
     "some/greedy": {**SMALL, **NEVER, "model.safetensors.index.json": b'{"weight_map": {"a": "*.safetensors"}}'},
@@ -126,6 +128,14 @@ def test_config_and_tokenizer_alone(hub: Hub, tmp_path: Path) -> None:
     found = resolve(hub, tmp_path, small, {**small, "weights": True}, HF_HUB_OFFLINE="1")
     assert found[0] == ["folder", folder]
     assert found[1][0] == "HubError" and "some/sharded: is not in the cache" in found[1][1]
+
+
+def test_an_adapter(hub: Hub, tmp_path: Path) -> None:
+    call = {"name_or_path": "some/adapter", "by": "resolve_adapter"}
+    [first, missing] = resolve(hub, tmp_path, call, {**call, "name_or_path": "some/single"})
+    assert first[0] == "folder" and contents(first[1]) == ADAPTER
+    assert missing[0] == "HubError" and "some/single: lacks a file: " in missing[1]
+    assert resolve(hub, tmp_path, call, HF_HUB_OFFLINE="1") == [first]
 
 
 def test_gated_repository_with_a_token(hub: Hub, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_b
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
 from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options
+from ligermodels.layers.lora import check_merged
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, check_token_ids, document_bounds
 from ligermodels.layers.targets import count_targets
 
@@ -321,7 +322,9 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
     # -- export --------------------------------------------------------------------------------------------------------
 
     def checked_export_spec(self) -> ExportSpec:
-        """The `export_spec`; ConfigError when the checkpoint that it writes would be of another model than this."""
+        """The `export_spec`; ConfigError when the checkpoint that it writes would be of another model than this, and
+        InputError when the model has LoRA."""
+        check_merged(self)
         spec = self.require_export_spec()
         composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
         difference = first_difference(self.config, composed, "config")

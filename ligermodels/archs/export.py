@@ -13,6 +13,7 @@ from ligermodels.archs.state_dict import export_state_dict, layout_in_memory, lo
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
 from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.lora import check_merged
 from ligermodels.layers.sharding import reshard
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class ExportMixin(nn.Module):
         and the first one writes.
 
         Raises:
+            InputError: the model has LoRA, which `save_adapter` writes and `merge_lora` merges.
             ConfigError: the model was composed by hand and has no `export_spec`; or its config is no longer what its
                 config.json composes to: the field is named.
             CheckpointError: the folder is in use, or the disk is full; nothing is left half-written. Or the checkpoint
@@ -97,8 +99,10 @@ class ExportMixin(nn.Module):
     def hf_state_dict(self) -> dict[str, Tensor]:
         """The weights under the names, and in the shapes, of a loaded transformers model (5 or later), detached.
 
-        Those that are stored alike share their memory with the model's, the others are copies.
+        Those that are stored alike share their memory with the model's, the others are copies. InputError of a model
+        with LoRA: see `merge_lora`.
         """
+        check_merged(self)
         return export_state_dict(self, layout_in_memory(self.require_export_spec(), self.config))
 
     def load_hf_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -107,4 +111,5 @@ class ExportMixin(nn.Module):
         They are cast to the model's dtype. Raises CheckpointError that lists every missing, unexpected or misshapen
         tensor; then nothing has changed.
         """
+        check_merged(self)
         load_state_dict(self, state_dict)
