@@ -22,10 +22,10 @@ from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
 from ligermodels.speculative.evaluation import evaluate
 from ligermodels.speculative.joint import frozen_copy
-from ligermodels.training import Console, Outcome, Recipe, medusa, read_recipe, run_job, train_heads
+from ligermodels.training import Console, MedusaRecipe, Outcome, medusa, read_recipe, run_job, train_heads
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.loop import OutputMetrics
-from ligermodels.training.recipe import shipped_recipes
+from ligermodels.training.recipe_file import shipped_recipes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -165,7 +165,7 @@ class Loss:
 class FineTuning:
     """Another job than Medusa, by the interface alone."""
 
-    def __init__(self, recipe: Recipe, model: lm.CausalLM, *, resuming: bool) -> None:
+    def __init__(self, recipe: MedusaRecipe, model: lm.CausalLM, *, resuming: bool) -> None:
         self.model = self.trainable = model
         self.learning_rates = [(model.parameters(), recipe.learning_rate)]
 
