@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels import __version__
-from ligermodels.cli import checkpoint, demo, describe, generation, medusa, runs, train
+from ligermodels.cli import chat, checkpoint, demo, describe, generation, medusa, runs, train
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
@@ -112,7 +112,7 @@ def _import(name: str) -> None:
         raise InputError(f"--import {name}: {error}") from error
 
 
-for command in (describe.info, checkpoint.verify, generation.generate, checkpoint.export, demo.demo):
+for command in (describe.info, checkpoint.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
     app.command()(command)
 app.command()(train.train)
 app.command(name="recipe")(runs.show_recipe_of(train.FineTuningRecipe))
