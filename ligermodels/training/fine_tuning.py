@@ -46,7 +46,7 @@ class LossEvaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is beyond a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
     def metrics(self) -> dict[str, float]:
         return {"loss": self.loss, "perplexity": self.perplexity}
