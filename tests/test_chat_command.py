@@ -6,7 +6,9 @@ import pty
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from typer.testing import CliRunner, Result
 
 import ligermodels as lm
 from ligermodels.cli import app
-from ligermodels.data.chat import ChatTemplate, end_of_turn
+from ligermodels.cli.chat import converse
+from ligermodels.data.chat import ChatTemplate, Message, end_of_turn
 from ligermodels.data.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,3 +117,29 @@ def test_what_cannot_chat_is_named(speaker: Path, tmp_path: Path) -> None:
     long = chat(speaker, input="may " * 600 + "\n")
     limit = json.loads((speaker / "config.json").read_text()).get("max_position_embeddings")
     assert long.exit_code == 0 and (limit is None or f"max_position_embeddings is {limit}" in long.stderr)
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[Message]] = []
+
+    def answer(messages: list[Message], show: Callable[[str], None]) -> None:
+        seen.append(list(messages))
+        show("half")
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        show(" more")
+
+    lines = iter(["one", "", "two"])
+
+    def read(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    converse(answer, [])
+    assert capsys.readouterr().out == "half\nhalf more\n\n"
+    assert [message["content"] for message in seen[1]] == ["one", "half", "two"]

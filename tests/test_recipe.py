@@ -89,6 +89,7 @@ WRONG = {
     "heads_loss_weight_schedule: sine": "heads_loss_weight_schedule: is for stage 2",
     "head_lr_multiplier: 1.0": "head_lr_multiplier: is for stage 2",
     "kl_to_reference: true": "kl_to_reference: is for stage 2",
+    "activation_checkpointing: full": "activation_checkpointing: is for stage 2",
     "stage: 2\nkl_to_reference: true\nvalidation_fraction: 0": "kl_to_reference: needs a validation split",
     "stage: 2\nreference: cpu_offload": "reference: is for distill and kl_to_reference",
     "optimizer: adafactor\nbeta1: 0.8": "beta1: is a setting of AdamW",
@@ -177,8 +178,9 @@ def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert (recipe.learning_rate, recipe.data, recipe.heads_loss_weight_schedule) == (0.25, ("a", "b"), "sine")
     assert out == tmp_path / "out"
-    assert cli("train", "elsewhere", *given, "--no-distill").exit_code == 0 and seen[1][0].base == "elsewhere"
-    assert seen[1][0].data == ("x",) and recipe.distill and not seen[1][0].distill
+    more = ["--no-distill", "--set", "num_heads=6"]
+    assert cli("train", "elsewhere", *given, *more).exit_code == 0 and seen[1][0].base == "elsewhere"
+    assert seen[1][0].num_heads == 6 and seen[1][0].data == ("x",) and recipe.distill and not seen[1][0].distill
 
     # Every setting has a flag; a wrong one is refused before anything is done.
     shown = cli("train", "--help").stdout

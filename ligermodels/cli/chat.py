@@ -82,10 +82,10 @@ def chat(
                 show(stream.push(token))
         show(stream.flush())
 
-    _converse(answer, [] if system is None else [{"role": "system", "content": system}])
+    converse(answer, [] if system is None else [{"role": "system", "content": system}])
 
 
-def _converse(answer: Callable[[list[Message], Callable[[str], None]], None], opening: list[Message]) -> None:
+def converse(answer: Callable[[list[Message], Callable[[str], None]], None], opening: list[Message]) -> None:
     """Read turns of the user, and show and remember the answers, until the end."""
     messages = list(opening)
     if sys.stdin.isatty():
