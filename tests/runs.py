@@ -11,7 +11,7 @@ from chat_templates import TEXT, save_template, tokenizer_of
 from safetensors.torch import load_file
 from zoo import LLAMA, make_checkpoint
 
-from ligermodels.training import Recipe
+from ligermodels.training import MedusaRecipe
 
 
 def make_base(folder: Path) -> None:
@@ -36,7 +36,7 @@ def make_data(path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines[:30]) + "{}\n" + json.dumps(lines[30]))
 
 
-def recipe_for(base: Path, data: Path, **changes: Any) -> Recipe:
+def recipe_for(base: Path, data: Path, **changes: Any) -> MedusaRecipe:
     settings = {
         "base": str(base),
         "data": (str(data),),
@@ -54,7 +54,7 @@ def recipe_for(base: Path, data: Path, **changes: Any) -> Recipe:
         "seed": 3,
         "date": "2024-07-26",
     }
-    return Recipe().changed(settings).changed(changes)
+    return MedusaRecipe().changed(settings).changed(changes)
 
 
 STAGE_2 = {"stage": 2, "learning_rate": 1e-3, "distill": True}
@@ -78,10 +78,10 @@ def equal_heads(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def command(*arguments: str, name: str = "train") -> None:
+def command(*arguments: str, name: str = "medusa train") -> None:
     """What a child process does: the command line, from end to end."""
     from ligermodels.cli import app
 
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    app(["medusa", name, *arguments])
+    app([*name.split(), *arguments])

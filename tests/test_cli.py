@@ -267,7 +267,11 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
     "no data": (None, [*TRAIN, "{folder}/nothing.txt"], "nothing.txt"),
     "data not text": (None, [*TRAIN, "{folder}/model.safetensors"], "model.safetensors: not UTF-8"),
     "text not text": (None, ["verify", "{folder}", "--text", "{folder}/model.safetensors"], "not UTF-8"),
-    "one document": (None, [*TRAIN, __file__], "--validation-fraction 0"),
+    "one document": (
+        lambda folder: (folder / "one.jsonl").write_text('{"text": "a"}'),
+        [*TRAIN, "{folder}/one.jsonl"],
+        "--validation-fraction 0",
+    ),
     "no heads": (None, [*GENERATE, "--medusa", "{folder}"], "no Medusa heads"),
     "backend": (None, [*GENERATE, "--attention", "fastest"], "'fastest'"),
     "format": (None, ["medusa", "export", "{folder}", "{folder}/heads", "{folder}/out", "--profile", "vlm"], ""),

@@ -134,7 +134,35 @@ def test_the_validation_split_is_fixed_and_by_whole_files(tmp_path: Path, monkey
     for fraction in (0.01, 0.99):
         assert all(len({two.name(i).split(":")[0] for i in side}) == 1 for side in two.split(fraction, 0))
     with pytest.raises(InputError, match=r"1 document.*--validation-fraction 0"):
-        Corpus([paths[5]]).split(0.1, 0)
+        Corpus([jsonl(tmp_path / "one.jsonl", {"text": "some text"})]).split(0.1, 0)
+
+
+@pytest.mark.parametrize("piece", [8, 1 << 15])
+@pytest.mark.parametrize(
+    ("text", "tail"),
+    [
+        ("one\ntwo\nthree\nfour\n", "four\n"),
+        ("one\ntwo 3 4", "two 3 4"),
+        ("ab\u20ac\u20ac\u20ac", "\u20ac"),
+        ("\n" * 10, "\n" * 2),
+    ],
+)
+def test_the_tail_of_a_single_text_is_for_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, tail: str, piece: int
+) -> None:
+    monkeypatch.setattr(corpus, "PIECE", piece)
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    for _ in range(2):
+        found = Corpus([path])
+        for _ in range(2):
+            sides = found.split(0.3, seed=0)
+        parts = [b"".join(found.read(i)[0] for i in side).decode() for side in sides]
+        assert parts[0] + parts[1] == text and parts[1] == tail
+        assert [found.read(i)[2] for i in range(len(found))] == [True] + [False] * (len(found) - 1)
+    path.write_text("x")
+    with pytest.raises(InputError, match=r"1 document.*too few to split"):
+        Corpus([path]).split(0.3, 0)
 
 
 def test_the_order_of_a_seed_never_changes() -> None:

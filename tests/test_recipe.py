@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError
-from ligermodels.training import Outcome, Recipe, medusa, read_recipe
-from ligermodels.training.recipe import recipe_text, shipped_recipes
+from ligermodels.training import MedusaRecipe, Outcome, medusa, read_recipe
+from ligermodels.training.recipe_file import recipe_text, shipped_recipes
 from ligermodels.training.renamed import EVAL_FLAGS, SETTINGS, TRAIN_FLAGS
 
 
@@ -35,7 +35,7 @@ def test_shipped_recipes_are_whole(name: str) -> None:
 
 def test_recipes_are_in_the_wheel() -> None:
     configured = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert '"ligermodels.training" = ["recipes/*.yaml"]' in configured and "pyyaml" in configured
+    assert '"ligermodels.training" = ["recipes/*/*.yaml"]' in configured and "pyyaml" in configured
 
 
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
@@ -46,13 +46,13 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     )
     recipe = read_recipe(path)
     assert (recipe.learning_rate, recipe.data, recipe.steps, recipe.seed) == (1e-3, ("a.jsonl", "b.txt"), None, -4)
-    assert isinstance(recipe.heads_loss_weight, float) and recipe.num_heads == Recipe().num_heads
+    assert isinstance(recipe.heads_loss_weight, float) and recipe.num_heads == MedusaRecipe().num_heads
     path.write_text(yaml.safe_dump(recipe.settings()))
     assert read_recipe(path) == recipe
     path.write_text("date: 2025-01-31  # a date, to YAML\n")
     assert read_recipe(path).date == "2025-01-31"
     path.write_text("")
-    assert read_recipe(path) == Recipe()
+    assert read_recipe(path) == MedusaRecipe()
 
 
 WRONG = {
@@ -89,6 +89,7 @@ WRONG = {
     "heads_loss_weight_schedule: sine": "heads_loss_weight_schedule: is for stage 2",
     "head_lr_multiplier: 1.0": "head_lr_multiplier: is for stage 2",
     "kl_to_reference: true": "kl_to_reference: is for stage 2",
+    "activation_checkpointing: full": "activation_checkpointing: is for stage 2",
     "stage: 2\nkl_to_reference: true\nvalidation_fraction: 0": "kl_to_reference: needs a validation split",
     "stage: 2\nreference: cpu_offload": "reference: is for distill and kl_to_reference",
     "optimizer: adafactor\nbeta1: 0.8": "beta1: is a setting of AdamW",
@@ -120,7 +121,7 @@ def test_what_is_wrong_is_named(text: str, tmp_path: Path) -> None:
 
 def test_what_loses_its_meaning_is_as_by_default_again() -> None:
     """A flag resets what loses its meaning in the recipe; what is given beside it must have a meaning."""
-    recipe = Recipe().changed({"stage": 2, "kl_to_reference": True, "reference": "cpu_offload", "epochs": 2})
+    recipe = MedusaRecipe().changed({"stage": 2, "kl_to_reference": True, "reference": "cpu_offload", "epochs": 2})
     recipe = recipe.changed({"evaluate_every": 5})
     assert recipe.changed({"steps": 3}).epochs == 1 and recipe.changed({"seed": 1}).epochs == 2
     assert [recipe.changed({"steps": 3}).changed({"epochs": n}).settings()["steps"] for n in (1, 2)] == [None, None]
@@ -130,7 +131,7 @@ def test_what_loses_its_meaning_is_as_by_default_again() -> None:
     with pytest.raises(ConfigError, match="the command line: kl_to_reference: is for stage 2"):
         recipe.changed({"stage": 1, "kl_to_reference": True}, "the command line")
     shipped = read_recipe("llama-3")
-    assert shipped.changed({"optimizer": "adafactor"}).beta2 == Recipe().beta2 != shipped.beta2
+    assert shipped.changed({"optimizer": "adafactor"}).beta2 == MedusaRecipe().beta2 != shipped.beta2
 
 
 def test_no_recipe_is_an_error(tmp_path: Path) -> None:
@@ -143,20 +144,20 @@ def test_no_recipe_is_an_error(tmp_path: Path) -> None:
 
 
 def test_batch_sizes_and_the_schedule_of_the_heads_loss_weight() -> None:
-    recipe = Recipe(seq_len=8, batch_tokens=96, micro_batch_tokens=24)
+    recipe = MedusaRecipe(seq_len=8, batch_tokens=96, micro_batch_tokens=24)
     assert (recipe.micro_batch_size, recipe.accumulation_steps) == (3, 4)
-    recipe = Recipe(seq_len=8, batch_tokens=96)
+    recipe = MedusaRecipe(seq_len=8, batch_tokens=96)
     assert (recipe.micro_batch_size, recipe.accumulation_steps) == (12, 1)
     schedules = {"constant": [0.5, 0.5], "linear": [0.125, 0.5], "sine": [0.5 * math.sin(math.pi / 8), 0.5]}
     for schedule, wanted in schedules.items():
-        found = Recipe(stage=2, heads_loss_weight=0.5, heads_loss_weight_schedule=schedule)
+        found = MedusaRecipe(stage=2, heads_loss_weight=0.5, heads_loss_weight_schedule=schedule)
         assert [found.heads_loss_weight_at(step, 20) for step in (5, 20)] == pytest.approx(wanted)
 
 
 def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Recipe, object]] = []
+    seen: list[tuple[MedusaRecipe, object]] = []
 
-    def train_heads(recipe: Recipe, out: object, **options: object) -> Outcome:
+    def train_heads(recipe: MedusaRecipe, out: object, **options: object) -> Outcome:
         seen.append((recipe, out))
         return Outcome(1, 1)
 
@@ -177,12 +178,13 @@ def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert (recipe.learning_rate, recipe.data, recipe.heads_loss_weight_schedule) == (0.25, ("a", "b"), "sine")
     assert out == tmp_path / "out"
-    assert cli("train", "elsewhere", *given, "--no-distill").exit_code == 0 and seen[1][0].base == "elsewhere"
-    assert seen[1][0].data == ("x",) and recipe.distill and not seen[1][0].distill
+    more = ["--no-distill", "--set", "num_heads=6"]
+    assert cli("train", "elsewhere", *given, *more).exit_code == 0 and seen[1][0].base == "elsewhere"
+    assert seen[1][0].num_heads == 6 and seen[1][0].data == ("x",) and recipe.distill and not seen[1][0].distill
 
     # Every setting has a flag; a wrong one is refused before anything is done.
     shown = cli("train", "--help").stdout
-    assert all(f"--{name.replace('_', '-')}" in shown for name in Recipe.model_fields if name != "base")
+    assert all(f"--{name.replace('_', '-')}" in shown for name in MedusaRecipe.model_fields if name != "base")
     for arguments, words, code in (
         (["--recipe", "llama-3", "--out", "y"], "--data", 2),
         (["--data", "x", "--out", "y"], "BASE", 2),
@@ -202,7 +204,7 @@ def test_old_names_work_and_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     values |= {"lambda0_schedule": "sine", "drift": True, "warmup": 7, "final_lr": 0.5, "grad_clip": 2.0}
     assert values.keys() == SETTINGS.keys()
     beside = {"stage": 2, "base": "somewhere", "data": "x"}
-    wanted = Recipe().changed({**beside, **{SETTINGS[old]: value for old, value in values.items()}})
+    wanted = MedusaRecipe().changed({**beside, **{SETTINGS[old]: value for old, value in values.items()}})
     wanted = wanted.changed({"reference": "cpu_offload"})
     old = {**values, "reference": "host"}
     (tmp_path / "old.yaml").write_text(yaml.safe_dump({**beside, **old}))
@@ -213,7 +215,7 @@ def test_old_names_work_and_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert any("reference: host is now cpu_offload" in line for line in told) and len(told) == len(old)
 
     # As flags too, as two arguments or as one, and a flag that is off.
-    recipes: list[Recipe] = []
+    recipes: list[MedusaRecipe] = []
     monkeypatch.setattr(medusa, "train_heads", lambda recipe, *_, **__: recipes.append(recipe) or Outcome(1, 1))
     del old["drift"]
     for join in (True, False):

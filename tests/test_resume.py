@@ -20,7 +20,7 @@ from ligermodels.cli import app
 from ligermodels.data import fingerprint
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
 from ligermodels.speculative import evaluation
-from ligermodels.training import Console, Recipe, loop, medusa, read_recipe, train_heads
+from ligermodels.training import Console, MedusaRecipe, loop, medusa, read_recipe, train_heads
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import same_recipe
 from ligermodels.training.renamed import SETTINGS
@@ -28,7 +28,7 @@ from ligermodels.training.renamed import SETTINGS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def write_recipe(recipe: Recipe, path: Path) -> Path:
+def write_recipe(recipe: MedusaRecipe, path: Path) -> Path:
     import yaml
 
     path.write_text(yaml.safe_dump(recipe.settings()))

@@ -22,10 +22,10 @@ from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
 from ligermodels.speculative.evaluation import evaluate
 from ligermodels.speculative.joint import frozen_copy
-from ligermodels.training import Console, Outcome, Recipe, medusa, read_recipe, run_job, train_heads
+from ligermodels.training import Console, MedusaRecipe, Outcome, medusa, read_recipe, run_job, train_heads
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.loop import OutputMetrics
-from ligermodels.training.recipe import shipped_recipes
+from ligermodels.training.recipe_file import shipped_recipes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,6 +108,13 @@ def test_the_untouched_model_is_kept_only_when_it_is_asked_for(
     assert kls[1] == kls[2] != kls[3]
 
 
+def test_activation_checkpointing_leaves_stage_2_the_same(base: Path, data: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(base, data, **STAGE_2, steps=3, evaluate_every=None)
+    for mode in ("none", "selective", "full"):
+        train_heads(recipe.changed({"activation_checkpointing": mode}), tmp_path / mode)
+        assert losses(tmp_path / mode) == losses(tmp_path / "none") and equal_heads(tmp_path / mode, tmp_path / "none")
+
+
 def test_what_is_not_finite_ends_the_run_and_is_named(base: Path, data: Path, tmp_path: Path) -> None:
     recipe = recipe_for(base, data, learning_rate=1e38, steps=12, report_every=2, checkpoint_every=1, warmup_steps=0)
     documents = Documents.of_checkpoint(base, [data], max_bad_lines=1, on_bad_line=lambda message: None)
@@ -165,7 +172,7 @@ class Loss:
 class FineTuning:
     """Another job than Medusa, by the interface alone."""
 
-    def __init__(self, recipe: Recipe, model: lm.CausalLM, *, resuming: bool) -> None:
+    def __init__(self, recipe: MedusaRecipe, model: lm.CausalLM, *, resuming: bool) -> None:
         self.model = self.trainable = model
         self.learning_rates = [(model.parameters(), recipe.learning_rate)]
 

@@ -135,7 +135,9 @@ def test_own_words_go_on_where_they_were_killed(base: Path, data: Path, tmp_path
     progress, partial = (tmp_path / f".killed.jsonl.{ending}" for ending in ("progress", "partial"))
     draw, reached = random.Random(0), set[int]()
     for target in (1, 13):
-        child = children.Process(target=command, args=arguments("killed"), kwargs={"name": "self-distillation-data"})
+        child = children.Process(
+            target=command, args=arguments("killed"), kwargs={"name": "medusa self-distillation-data"}
+        )
         child.start()
         while child.is_alive() and not (progress.is_file() and json.loads(progress.read_text())["done"] >= target):
             time.sleep(0.001)

@@ -34,7 +34,7 @@ from ligermodels.speculative.benchmark import fit_tree
 from ligermodels.speculative.distillation import divergence, divergence_and_losses
 from ligermodels.speculative.evaluation import evaluate, evaluate_heads, evaluate_kl
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
-from ligermodels.training import Console, Recipe, train, train_heads, warmup_cosine
+from ligermodels.training import Console, MedusaRecipe, train, train_heads, warmup_cosine
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
 BOUNDS = [0, 11, 13, 33, 66]
@@ -417,7 +417,7 @@ def test_stage_2_goes_on_to_the_bit(
     recipe = stage_2(base, data, distill=distill, lm_head=lm_head, checkpoint_every=3, dtype=dtype)
     train_heads(recipe, tmp_path / "whole")
     taken: list[int] = []
-    scale = Recipe.heads_loss_weight_at
+    scale = MedusaRecipe.heads_loss_weight_at
 
     def stops(self: Any, step: int, steps: int) -> float:
         taken.append(step)
@@ -425,7 +425,7 @@ def test_stage_2_goes_on_to_the_bit(
             raise KeyboardInterrupt
         return scale(self, step, steps)
 
-    monkeypatch.setattr(Recipe, "heads_loss_weight_at", stops)
+    monkeypatch.setattr(MedusaRecipe, "heads_loss_weight_at", stops)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             train_heads(recipe, tmp_path / "killed", resume=True)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels import __version__
-from ligermodels.cli import checkpoint, demo, describe, generation, medusa
+from ligermodels.cli import chat, checkpoint, demo, describe, generation, medusa, runs, train
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
@@ -112,8 +112,10 @@ def _import(name: str) -> None:
         raise InputError(f"--import {name}: {error}") from error
 
 
-for command in (describe.info, checkpoint.verify, generation.generate, checkpoint.export, demo.demo):
+for command in (describe.info, checkpoint.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
     app.command()(command)
+app.command()(train.train)
+app.command(name="recipe")(runs.show_recipe_of(train.FineTuningRecipe))
 app.add_typer(medusa.app, name="medusa", help="Train, evaluate and export Medusa heads.")
 
 

@@ -142,17 +142,18 @@ def _documents(
     `given` settings replace the run's. Raises InputError when the run has no validation split, or the data is not that
     of the run.
     """
-    from ligermodels.training import Recipe, read_recipe
+    from ligermodels.training import MedusaRecipe
+    from ligermodels.training.base import Base
     from ligermodels.training.folder import RECIPE, read_content
     from ligermodels.training.inputs import data_content, documents_of, require_same_content
 
-    recipe = Recipe() if run is None else read_recipe(run / RECIPE)
+    recipe = MedusaRecipe() if run is None else MedusaRecipe.read(run / RECIPE)
     changes = {name: value for name, value in given.items() if value is not None}
     recipe = recipe.changed(changes | ({"data": tuple(data)} if data else {}), "the command line")
     if run is not None:
         before = read_content(run)
         require_same_content({**before, "data": data_content(recipe)}, before)
-    documents = documents_of(recipe, folder, say)
+    documents = documents_of(recipe, Base.of_checkpoint(folder, recipe.tokenizer), say)
     if run is None:
         return documents, documents.corpus.split(0, seed=0)[0], recipe.seq_len
     indices = documents.corpus.split(recipe.validation_fraction, recipe.seed)[1]

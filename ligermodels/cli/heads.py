@@ -84,7 +84,8 @@ def self_distillation_data(
         raise InputError(f"{out}: its folder does not exist")
     place = options.device_named(device)
 
-    from ligermodels.training import Recipe
+    from ligermodels.training import MedusaRecipe
+    from ligermodels.training.base import Base
     from ligermodels.training.inputs import content_of, documents_of
     from ligermodels.training.self_distillation import (
         SelfDistillation,
@@ -96,10 +97,11 @@ def self_distillation_data(
     if is_interrupted(out) and not (resume or overwrite):
         raise InputError(f"{out}: was interrupted; --resume continues it, --overwrite starts over")
     folder = options.folder_of(base)
+    checkpoint = Base.of_checkpoint(folder)
     date = date or (interrupted_with(out, "date") if resume else None) or datetime.now().date().isoformat()
-    recipe = Recipe(data=data, chat_template=chat_template, date=date, max_bad_lines=max_bad_lines)
-    documents = documents_of(recipe, folder, say)
-    content = content_of(recipe, folder)
+    recipe = MedusaRecipe(data=data, chat_template=chat_template, date=date, max_bad_lines=max_bad_lines)
+    documents = documents_of(recipe, checkpoint, say)
+    content = content_of(recipe, checkpoint)
     source = SelfDistillation(
         options.load(folder, dtype, place, attention),
         documents,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ligermodels.cli import evaluation, heads, options
-from ligermodels.console import progress, say
+from ligermodels.cli import evaluation, heads, options, runs
+from ligermodels.console import say
+from ligermodels.training.medusa_recipe import MedusaRecipe
 from ligermodels.training.renamed import COMMANDS, EVAL_FLAGS, TRAIN_FLAGS, TRAIN_VALUES, warn
 
 
@@ -24,12 +24,9 @@ class Commands(TyperGroup):
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None)
 
-STOPPED = 128 + 15
-"""Exit code of a run that SIGTERM stopped."""
-
 
 @app.command(cls=options.renaming(TRAIN_FLAGS, TRAIN_VALUES))
-@options.with_recipe_flags
+@options.with_recipe_flags(MedusaRecipe)
 def train(
     base: Annotated[
         str | None,
@@ -38,10 +35,9 @@ def train(
     recipe: Annotated[
         str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe: see `medusa recipe`.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write the heads to.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint in the output folder, if any.")
-    ] = False,
+    assignments: runs.Assignments = None,
+    out: runs.Out = None,
+    resume: runs.Resume = False,
     device: options.Device = None,
     attention: options.Attention = "auto",
     overwrite: options.Overwrite = False,
@@ -52,45 +48,22 @@ def train(
     Flags take precedence over the recipe, and the recipe over the defaults. At the end the heads are evaluated on the
     validation split. A run that was killed, or stopped by SIGTERM (exit code 143), continues with --resume.
     """
-    from ligermodels.training.recipe import Recipe, read_recipe
-
-    chosen = (read_recipe(recipe) if recipe else Recipe()).changed(settings or {}, "the command line")
-    chosen = chosen.changed({"base": base}) if base else chosen
-    if not chosen.base:
-        raise typer.BadParameter("give it, or a recipe that names it", param_hint="BASE")
-    if not chosen.data:
-        raise typer.BadParameter("give it, or a recipe that names it", param_hint="--data")
-    if out is None:
-        raise typer.BadParameter("give a folder for the heads", param_hint="--out")
+    chosen = runs.recipe_of(MedusaRecipe, recipe, base, settings or {}, assignments or [])
+    out = runs.require_given(chosen, out, "BASE")
     place = options.device_named(device)
+    runs.require_usable(out, resume=resume, overwrite=overwrite)
 
-    from ligermodels.training import Console, train_heads
-    from ligermodels.training.folder import has_checkpoints, require_resumable
+    from ligermodels.training import train_heads
 
-    if not resume:
-        options.require_free(out, overwrite, is_run=has_checkpoints(out))
-    elif not overwrite:
-        require_resumable(out)
-
-    outcome = train_heads(chosen, out, device=place, attention=attention, resume=resume, console=Console(say, progress))
-    if not outcome.finished:
-        say(f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume continues")
-        raise typer.Exit(STOPPED)
-    say(f"wrote {out}")
+    outcome = train_heads(chosen, out, device=place, attention=attention, resume=resume, console=runs.console())
+    runs.show_end(outcome, out)
     if (found := outcome.evaluation) is not None:
         evaluation.show_scores(found.scores)
         if (kl := found.kl) is not None:
             say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
 
 
-@app.command(name="recipe")
-def show_recipe(name: Annotated[str | None, typer.Argument(metavar="NAME", help="A shipped recipe.")] = None) -> None:
-    """Print a shipped recipe, as a starting point; without a name, list them."""
-    from ligermodels.training.recipe import recipe_text, shipped_recipes
-
-    typer.echo(recipe_text(name) if name else "\n".join(shipped_recipes()), nl=name is None)
-
-
+app.command(name="recipe")(runs.show_recipe_of(MedusaRecipe))
 app.command()(heads.self_distillation_data)
 app.command(name="eval", cls=options.renaming(EVAL_FLAGS))(evaluation.evaluate)
 app.command()(heads.export)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from ligermodels.console import progress
 from ligermodels.errors import BackendError, CheckpointError
-from ligermodels.training.recipe import Recipe
+from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.renamed import flag, warn
 
 if TYPE_CHECKING:
@@ -106,14 +107,19 @@ SHORT = {"learning_rate": ["--lr"]}
 """Second names of flags."""
 
 
-def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with a flag for each setting of a recipe that is not a parameter of its own.
+def with_recipe_flags(recipe: type[TrainingRecipe]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of commands: a flag for each setting of a `recipe` that is not a parameter of its own.
 
     Those that are given are passed as `settings`, by name.
     """
+    return lambda command: _with_flags(command, recipe)
+
+
+def _with_flags(command: Callable[..., None], recipe: type[TrainingRecipe]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.name != "settings"]
-    flags = [_flag(name) for name in Recipe.model_fields if name not in {p.name for p in own}]
+    names = {p.name for p in own}
+    flags = [_flag(name, field) for name, field in recipe.model_fields.items() if name not in names]
 
     def wrapped(**given: Any) -> None:
         settings = {flag.name: value for flag in flags if (value := given.pop(flag.name)) not in (None, [])}
@@ -125,8 +131,7 @@ def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _flag(name: str) -> inspect.Parameter:
-    field = Recipe.model_fields[name]
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     kind: Any = field.annotation
     if type(None) in get_args(kind):
         (kind,) = (each for each in get_args(kind) if each is not type(None))

@@ -262,6 +262,21 @@ def encode_chat(
     return ids, covered(offsets, spans)
 
 
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """The special token that ends the assistant's turns, as a list; empty if the template writes none."""
+    pattern = special_pattern(tokenizer)
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    try:
+        text, spans = template.spans(chat, special=pattern)
+    except InputError:
+        return []
+    tokens = list(pattern.finditer(text, *spans[-1])) if spans else []
+    if not tokens or text[tokens[-1].end() : spans[-1][1]].strip():
+        return []
+    token = tokenizer.backend.token_to_id(tokens[-1][0])
+    return [] if token is None else [token]
+
+
 def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
     """For each token, by its span [start, end), whether it overlaps one of `spans`. Both are sorted."""
     found, k = [], 0

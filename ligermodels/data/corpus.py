@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,11 +99,36 @@ class Corpus:
                 left -= len(chunk)
         return f"{file.path}:{lines}"
 
+    def _cut_tail(self, fraction: float) -> int | None:
+        """Make a piece of the only file, a text, start where about a `fraction` of it is left: at a line, or else at a
+        character. The index of that piece; None for a text that cannot be cut."""
+        (file,) = self._files
+        target = int((1 - fraction) * file.size)
+        start = max(0, target - PIECE)
+        with file.path.open("rb") as content:
+            content.seek(start)
+            before, after = content.read(target - start), content.read(PIECE)
+        next_line, same_line = target + after.find(b"\n") + 1, start + before.rfind(b"\n") + 1
+        if target < next_line < file.size:
+            cut = next_line
+        elif start < same_line:
+            cut = same_line
+        else:
+            cut = target + next((i for i, byte in enumerate(after) if byte & 0xC0 != 0x80), 0)
+        if not 0 < cut < file.size:
+            return None
+        place = bisect_left(file.starts, cut)
+        if file.starts[place : place + 1] != array("q", [cut]):
+            file.starts.insert(place, cut)
+            self._count += 1
+        return place
+
     def split(self, fraction: float, seed: int) -> tuple[Indices, Indices]:
         """Indices for training and for validation; the latter are a `fraction` of the lines and files, at least one.
 
-        All pieces of a file are on the same side. With a fraction of 0 validation is empty. Raises InputError for fewer
-        than two lines and files.
+        All pieces of a file are on the same side, except that of a single text file the tail, from the start of a line
+        on if possible, is for validation. With a fraction of 0 validation is empty. Raises InputError for data that
+        cannot be split.
         """
         if not fraction:
             return np.arange(len(self)), np.arange(0)
@@ -112,6 +137,8 @@ class Corpus:
             number = len(file.starts)
             units[file.first : file.first + number] = count + (np.arange(number) if file.has_lines else 0)
             count += number if file.has_lines else min(number, 1)
+        if count == len(self._files) == 1 and not self._files[0].has_lines and (tail := self._cut_tail(fraction)):
+            return np.arange(tail), np.arange(tail, len(self))
         if count < 2:
             raise InputError(
                 f"the data has {count} document(s), too few to split off some for validation: give more, or "

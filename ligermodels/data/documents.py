@@ -68,6 +68,7 @@ class Documents:
         folder: Path,
         files: Iterable[str | os.PathLike[str]],
         *,
+        config: Path | None = None,
         chat_template: str | None = None,
         date: str | None = None,
         **options: Any,
@@ -75,6 +76,7 @@ class Documents:
         """The documents in `files`, by the tokenizer, chat template and EOS of the checkpoint in `folder`.
 
         Args:
+            config: another config.json, which names the EOS.
             chat_template: the file of another template.
             date: YYYY-MM-DD, for templates that write it; by default today.
             options: `max_bad_lines` and `on_bad_line`.
@@ -88,7 +90,7 @@ class Documents:
             found.now = now
             return found
 
-        eos = read_json(folder / "config.json").get("eos_token_id")
+        eos = read_json(config or folder / "config.json").get("eos_token_id")
         eos = eos[0] if isinstance(eos, list) else eos
         return cls(Corpus(files), Tokenizer(folder), template, eos_token_id=eos, **options)
 

@@ -14,8 +14,7 @@ PIECE, PIECES = 1 << 16, 64
 """Size and number of the samples of a file, evenly spaced from head to tail. Smaller files are read in full."""
 OF_TENSOR = 1 << 12
 """Bytes read from the middle of each tensor."""
-DECISIVE = (
-    "config.json",
+TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -23,7 +22,7 @@ DECISIVE = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a checkpoint, other than weights, that affect tokens or computation."""
+"""Files of a checkpoint that decide its tokens."""
 
 Fingerprint = dict[str, Any]
 """Of a file: its `name` for messages, its size in `bytes`, and a `digest` of the samples."""
@@ -36,8 +35,17 @@ def of_file(path: Path) -> Fingerprint:
     return _digest(path, size, ((place, PIECE) for place in places))
 
 
-def of_checkpoint(folder: Path) -> list[Fingerprint]:
-    """Fingerprints of a Hugging Face checkpoint; of safetensors files, the header and the middle of each tensor.
+def of_checkpoint(config: Path, tokenizer: Path, weights: Path | None) -> list[Fingerprint]:
+    """Fingerprints of a config.json, and of what matters in the folders of a tokenizer and of weights.
+
+    Raises CheckpointError when the weights are missing or damaged, OSError for a config that cannot be read.
+    """
+    found = [of_file(config), *(of_file(tokenizer / name) for name in TOKENIZER if (tokenizer / name).is_file())]
+    return found + (of_weights(weights) if weights else [])
+
+
+def of_weights(folder: Path) -> list[Fingerprint]:
+    """Fingerprints of safetensors files, by their headers and the middle of each tensor.
 
     Raises CheckpointError when the weights are missing or damaged.
     """
@@ -50,8 +58,7 @@ def of_checkpoint(folder: Path) -> list[Fingerprint]:
         middle = (header.start + header.end - OF_TENSOR) // 2
         start = max(header.start, middle)
         pieces[header.file].append((start, min(OF_TENSOR, header.end - start)))
-    found = [of_file(folder / name) for name in DECISIVE if (folder / name).is_file()]
-    return found + [_digest(path := folder / file, path.stat().st_size, pieces[file]) for file in sorted(pieces)]
+    return [_digest(path := folder / file, path.stat().st_size, pieces[file]) for file in sorted(pieces)]
 
 
 def _digest(path: Path, size: int, pieces: Iterable[tuple[int, int]]) -> Fingerprint:

@@ -1,40 +1,60 @@
 """Training: recipes, one loop for every job, optimizers and schedules, checkpoints and metrics."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ligermodels.training.fine_tuning import fine_tune
+    from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
     from ligermodels.training.fused_adamw import FusedAdamW
     from ligermodels.training.job import Job
     from ligermodels.training.loop import StepMetrics, train
     from ligermodels.training.medusa import train_heads
+    from ligermodels.training.medusa_recipe import MedusaRecipe, read_recipe
     from ligermodels.training.optimizer import adamw, warmup_cosine
-    from ligermodels.training.recipe import Recipe, read_recipe
+    from ligermodels.training.recipe import TrainingRecipe
     from ligermodels.training.run import Console, Outcome, run_job
 
 # Reading a recipe, and `--help`, must not import torch.
-__getattr__, __dir__ = lazy_names(
+_get, __dir__ = lazy_names(
     __name__,
     {
+        "fine_tuning": ("fine_tune",),
+        "fine_tuning_recipe": ("FineTuningRecipe",),
         "fused_adamw": ("FusedAdamW",),
         "job": ("Job",),
         "loop": ("StepMetrics", "train"),
         "medusa": ("train_heads",),
+        "medusa_recipe": ("MedusaRecipe", "read_recipe"),
         "optimizer": ("adamw", "warmup_cosine"),
-        "recipe": ("Recipe", "read_recipe"),
+        "recipe": ("TrainingRecipe",),
         "run": ("Console", "Outcome", "run_job"),
     },
 )
 
+
+def __getattr__(name: str) -> Any:
+    if name == "Recipe":
+        from ligermodels.training.medusa_recipe import MedusaRecipe
+        from ligermodels.training.renamed import warn
+
+        warn("Recipe", "MedusaRecipe", __name__, stacklevel=3)
+        return MedusaRecipe
+    return _get(name)
+
+
 __all__ = [
     "Console",
+    "FineTuningRecipe",
     "FusedAdamW",
     "Job",
+    "MedusaRecipe",
     "Outcome",
-    "Recipe",
     "StepMetrics",
+    "TrainingRecipe",
     "adamw",
+    "fine_tune",
     "read_recipe",
     "run_job",
     "train",

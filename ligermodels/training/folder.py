@@ -12,7 +12,7 @@ from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import BY_CONTENT, Content
-from ligermodels.training.recipe import Recipe
+from ligermodels.training.recipe import TrainingRecipe
 
 RECIPE = "recipe.yaml"
 CONTENT = "content.json"
@@ -41,7 +41,7 @@ def require_resumable(folder: Path) -> None:
         )
 
 
-def prepare(folder: Path, recipe: Recipe, content: Content, *, start_over: bool) -> None:
+def prepare(folder: Path, recipe: TrainingRecipe, content: Content, *, start_over: bool) -> None:
     """Create `folder` and write recipe and content; remove leftovers of killed processes and, with `start_over`, of the
     earlier run."""
     folder.mkdir(parents=True, exist_ok=True)

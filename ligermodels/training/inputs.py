@@ -11,20 +11,9 @@ from ligermodels.data import fingerprint
 from ligermodels.data.documents import Documents
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.training.recipe import Recipe
-from ligermodels.training.renamed import current_settings
+from ligermodels.training.base import Base
+from ligermodels.training.recipe import R, TrainingRecipe
 
-FREE = {
-    "evaluate_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "report_every",
-    "validation_tokens",
-    "max_bad_lines",
-    "kl_to_reference",
-    "reference",
-}
-"""Settings that may change when a run resumes: they do not affect training."""
 BY_CONTENT = {"base", "data", "chat_template"}
 """Settings that name files. Their content must be the same; their paths may differ."""
 
@@ -32,11 +21,12 @@ Content = dict[str, list[Fingerprint]]
 """Fingerprints of the files of each of BY_CONTENT."""
 
 
-def documents_of(recipe: Recipe, folder: Path, say: Callable[[str], object]) -> Documents:
-    """The recipe's data as documents, by the tokenizer of the checkpoint in `folder`."""
+def documents_of(recipe: TrainingRecipe, base: Base, say: Callable[[str], object]) -> Documents:
+    """The recipe's data as documents, by the tokenizer of `base`."""
     return Documents.of_checkpoint(
-        folder,
+        base.tokenizer,
         recipe.data,
+        config=base.config,
         chat_template=recipe.chat_template,
         date=recipe.date,
         max_bad_lines=recipe.max_bad_lines,
@@ -44,14 +34,15 @@ def documents_of(recipe: Recipe, folder: Path, say: Callable[[str], object]) -> 
     )
 
 
-def same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> Recipe:
-    """`recipe` with the date and `start_from` of `before`, the settings in a checkpoint. Raises ConfigError when they
-    differ in a setting that affects training."""
+def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
+    """`recipe` with the date and the settings in `kept` of `before`, those in a checkpoint. Raises ConfigError when
+    they differ in a setting that affects training."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        before = current_settings(before)
-    recipe = recipe.model_copy(update={"date": recipe.date or before["date"], "start_from": before["start_from"]})
-    now = {name: value for name, value in recipe.settings().items() if name not in FREE | BY_CONTENT}
+        before = recipe.current_names(before)
+    kept = {name: before[name] for name in recipe.kept}
+    recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
+    now = {name: value for name, value in recipe.settings().items() if name not in recipe.may_change | BY_CONTENT}
     if told := changes(now, before):
         raise ConfigError(f"the run cannot resume with another recipe: {told}; use the old one, or start over")
     return recipe
@@ -63,17 +54,16 @@ def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} was {before.get(name)!r}, is {value!r}" for name, value in changed.items())
 
 
-def content_of(recipe: Recipe, folder: Path) -> Content:
-    """Fingerprints of what the run reads, `folder` being that of the base. Raises InputError and CheckpointError for
-    unreadable files."""
+def content_of(recipe: TrainingRecipe, base: Base) -> Content:
+    """Fingerprints of what the run reads. Raises InputError and CheckpointError for unreadable files."""
     return {
-        "base": fingerprint.of_checkpoint(folder),
+        "base": base.fingerprints(),
         "data": data_content(recipe),
         "chat_template": _fingerprints([recipe.chat_template] if recipe.chat_template else [], CheckpointError),
     }
 
 
-def data_content(recipe: Recipe) -> list[Fingerprint]:
+def data_content(recipe: TrainingRecipe) -> list[Fingerprint]:
     """Fingerprints of the data. Raises InputError for files that cannot be read."""
     return _fingerprints(recipe.data, InputError)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch
 from ligermodels.training.loop import OutputMetrics, Trainable, Value
-from ligermodels.training.recipe import Recipe
+from ligermodels.training.recipe import TrainingRecipe
+
+R = TypeVar("R", bound=TrainingRecipe, contravariant=True)
 
 
 class Evaluation(Protocol):
@@ -49,8 +51,8 @@ class Job(Protocol):
         """Write the result of the training."""
 
 
-class JobFactory(Protocol):
+class JobFactory(Protocol[R]):
     """Makes the job of a recipe from its base model. With `resuming`, a checkpoint overwrites the trained parameters
     afterwards, so nothing else need be loaded into them."""
 
-    def __call__(self, recipe: Recipe, model: CausalLM, *, resuming: bool) -> Job: ...
+    def __call__(self, recipe: R, model: CausalLM, *, resuming: bool) -> Job: ...

@@ -18,7 +18,7 @@ from ligermodels.speculative.evaluation import HeadScores, KLToReference, evalua
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.training.loop import OutputMetrics, Trainable, Value
-from ligermodels.training.recipe import Recipe
+from ligermodels.training.medusa_recipe import MedusaRecipe
 from ligermodels.training.run import Console, Outcome, run_job
 
 WEIGHT_ARGUMENT = "heads_loss_weight"
@@ -26,7 +26,7 @@ WEIGHT_ARGUMENT = "heads_loss_weight"
 
 
 def train_heads(
-    recipe: Recipe,
+    recipe: MedusaRecipe,
     out: str | os.PathLike[str],
     *,
     device: str = "cpu",
@@ -70,7 +70,7 @@ class MedusaJob:
 
     output_metrics = staticmethod(head_metrics)
 
-    def __init__(self, recipe: Recipe, model: CausalLM, *, resuming: bool) -> None:
+    def __init__(self, recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> None:
         self.recipe = recipe
         if recipe.start_from is None or resuming:
             self.model = MedusaModel.from_base(model, recipe.num_heads, recipe.num_layers, recipe.lm_head, recipe.decay)

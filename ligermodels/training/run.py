@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ligermodels.convert import hub
 from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.data.batches import Batch
 from ligermodels.data.packing import PackedBatches, Prefetcher
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.pretrained import from_pretrained
+from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.folder import CHECKPOINTS, prepare
 from ligermodels.training.inputs import content_of, documents_of, require_same_content, same_recipe
@@ -29,7 +28,7 @@ from ligermodels.training.job import Evaluation, JobFactory
 from ligermodels.training.loop import Hook, StepMetrics, is_due, train
 from ligermodels.training.metrics import Metrics
 from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
-from ligermodels.training.recipe import Recipe
+from ligermodels.training.recipe import R, TrainingRecipe
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Outcome:
 
 
 def run_job(
-    job: JobFactory,
-    recipe: Recipe,
+    job: JobFactory[R],
+    recipe: R,
     out: str | os.PathLike[str],
     *,
     device: str = "cpu",
@@ -84,8 +83,8 @@ def run_job(
         resume: continue from the newest checkpoint in `out`, if any; otherwise files of an earlier run are removed.
 
     Raises:
-        ConfigError: the recipe has no base or data, or a dtype that cannot be trained in, or is not that of the
-            checkpoint.
+        ConfigError: the recipe has no base or data, a dtype that cannot be trained in, or a tokenizer that does not fit
+            the base; or is not that of the checkpoint.
         InputError: the data cannot be read, has more unusable lines than allowed, or is not what the run started with.
         CheckpointError: the base, its tokenizer or template, or a checkpoint of the run is unusable; or the base is not
             the one that the run started with.
@@ -97,7 +96,7 @@ def run_job(
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, out: Path, resume: bool, console: Console) -> None:
+    def __init__(self, recipe: TrainingRecipe, out: Path, resume: bool, console: Console) -> None:
         """Read the inputs and plan the steps; nothing is written."""
         if recipe.base is None or not recipe.data:
             raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
@@ -112,14 +111,14 @@ class _Run:
         elif recipe.date is None:
             recipe = recipe.model_copy(update={"date": datetime.now().date().isoformat()})
         self.recipe = recipe
-        self.folder = hub.resolve(str(recipe.base))
-        if recipe.dtype is None and dtype_of(read_json(self.folder / "config.json")) == torch.float16:
+        self.base = Base.find(recipe)
+        if recipe.dtype is None and dtype_of(read_json(self.base.config)) == torch.float16:
             raise ConfigError(
                 "dtype: the checkpoint's is float16, in which gradients and second moments underflow; give bfloat16 or "
                 "float32"
             )
-        self.documents = documents_of(recipe, self.folder, console.say)
-        self.content = content_of(recipe, self.folder)
+        self.documents = documents_of(recipe, self.base, console.say)
+        self.content = content_of(recipe, self.base)
         if self.about:
             require_same_content(self.content, self.about["content"])
         self.indices, self.validation = self.documents.corpus.split(recipe.validation_fraction, recipe.seed)
@@ -144,12 +143,15 @@ class _Run:
         )
         return steps
 
-    def load(self, make_job: JobFactory, device: str, attention: str) -> None:
+    def load(self, make_job: JobFactory[Any], device: str, attention: str) -> None:
         """The base model, the job and the optimizer, in the state of the checkpoint, if there is one."""
         recipe = self.recipe
-        dtype = getattr(torch, recipe.dtype) if recipe.dtype else None
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
-            model = from_pretrained(self.folder, dtype=dtype, device=device, attention=attention, progress=update)
+            model = self.base.load(recipe, device=device, attention=attention, progress=update)
+        if self.base.weights is None and not self.about:
+            count = sum(parameter.numel() for parameter in model.parameters())
+            self.console.say(f"{recipe.base}: a config without weights: training {count:,} random parameters")
+        model.activation_checkpointing = recipe.activation_checkpointing
         self.job = make_job(recipe, model, resuming=bool(self.about))
         stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
         if model.dtype.itemsize < 4 and not (stochastic and model.dtype == torch.bfloat16):

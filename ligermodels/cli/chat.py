@@ -1,0 +1,127 @@
+"""`ligermodels chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ligermodels.cli import decoding, options
+from ligermodels.console import say
+
+if TYPE_CHECKING:
+    from ligermodels.data.chat import Message
+
+COMMANDS = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def chat(
+    path: options.Checkpoint,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            "--heads", "--medusa", help="Medusa heads, a folder or a hub id: faster answers, each shown at its end."
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 1024,
+    sample: decoding.Sample = None,
+    temperature: decoding.Temperature = None,
+    top_k: decoding.TopK = None,
+    top_p: decoding.TopP = None,
+    seed: decoding.Seed = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")
+    ] = None,
+    dtype: options.DtypeOption = None,
+    device: options.Device = None,
+    attention: options.Attention = "auto",
+) -> None:
+    """Chat with a model: a turn a line, from the terminal or from standard input.
+
+    /reset forgets the conversation but for the system turn, /exit or the end of the input ends it. Answers go to
+    standard output, all else to standard error.
+    """
+    given = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=heads is not None)
+
+    from ligermodels.data.chat import ChatTemplate, end_of_turn
+    from ligermodels.data.tokenizer import TextStream, Tokenizer
+    from ligermodels.generation.generate import as_eos_ids, until_eos
+
+    place = options.device_named(device)
+    folder = options.folder_of(path)
+    tokenizer, template = Tokenizer(folder), ChatTemplate.from_folder(folder, chat_template)
+    model = options.load(folder, dtype, place, attention)
+    medusa = options.load_heads(model, heads) if heads else None
+    arguments = given.arguments(model, place)
+    # Some checkpoints name only the end of a text as their EOS, not that of a turn.
+    ends = {*as_eos_ids(model.generation_defaults().get("eos_token_id")), *end_of_turn(template, tokenizer)}
+    if ends:
+        arguments["eos_token_id"] = sorted(ends)
+    context = model.hf_config.get("max_position_embeddings")
+
+    def new_tokens(prompt: list[int]) -> Iterator[int]:
+        if medusa is not None:
+            row = medusa.generate([prompt], **arguments)[0, len(prompt) :].tolist()
+            yield from until_eos(row, sorted(ends))
+        else:
+            yield from (int(token[0]) for token in model.stream([prompt], **arguments))
+
+    def answer(messages: list[Message], show: Callable[[str], None]) -> None:
+        text = template.render(messages, add_generation_prompt=True)
+        prompt = tokenizer.encode_with_offsets(text)[0]
+        if isinstance(context, int) and len(prompt) > context:
+            say(f"the chat has {len(prompt):,} tokens, and the model's max_position_embeddings is {context:,}; /reset")
+        stream = TextStream(tokenizer, prompt)
+        for token in new_tokens(prompt):
+            if token not in ends:
+                show(stream.push(token))
+        show(stream.flush())
+
+    converse(answer, [] if system is None else [{"role": "system", "content": system}])
+
+
+def converse(answer: Callable[[list[Message], Callable[[str], None]], None], opening: list[Message]) -> None:
+    """Read turns of the user, and show and remember the answers, until the end."""
+    messages = list(opening)
+    if sys.stdin.isatty():
+        say(COMMANDS)
+    for turn in _turns():
+        if turn == "/exit":
+            break
+        if turn == "/reset":
+            messages = list(opening)
+            say("a new conversation")
+            continue
+        messages.append({"role": "user", "content": turn})
+        said: list[str] = []
+
+        def show(text: str, said: list[str] = said) -> None:
+            said.append(text)
+            print(text, end="", flush=True)
+
+        try:
+            answer(messages, show)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        print(flush=True)
+        messages.append({"role": "assistant", "content": "".join(said)})
+
+
+def _turns() -> Iterator[str]:
+    """Lines of the user that are not empty."""
+    if not sys.stdin.isatty():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    with suppress(ImportError):  # not on Windows; editing and recalling lines
+        import readline  # noqa: F401
+    with suppress(EOFError):
+        while True:
+            if turn := input("> ").strip():
+                yield turn
+    print()

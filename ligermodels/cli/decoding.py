@@ -1,0 +1,85 @@
+"""What the commands that generate text share: the options of decoding, with Medusa heads or without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ligermodels.console import say
+
+if TYPE_CHECKING:
+    from ligermodels.archs.causal_lm import CausalLM
+
+Sample = Annotated[
+    bool | None, typer.Option("--sample/--greedy", help="Sample, or not.  [default: as the checkpoint says]")
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        help="Sampling temperature. With Medusa heads: that of typical acceptance, which accepts tokens other than the "
+        "greedy ones."
+    ),
+]
+TopK = Annotated[int | None, typer.Option(help="With --sample: only the K most probable tokens.")]
+TopP = Annotated[float | None, typer.Option(help="With --sample: the smallest set of tokens of total probability P.")]
+Seed = Annotated[int | None, typer.Option(help="With --sample: seed.")]
+
+NEEDS_SAMPLE = "--temperature, --top-k, --top-p and --seed need --sample"
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Options of decoding as given; `medusa`: with heads, which do not sample. typer.BadParameter where they contradict
+    one another."""
+
+    max_new_tokens: int
+    sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    medusa: bool
+
+    def __post_init__(self) -> None:
+        if self.medusa and (self.sample or self.seed is not None or self._shaping.keys() - {"temperature"}):
+            raise typer.BadParameter(
+                "Medusa decoding does not sample; leave --sample, --top-k, --top-p and --seed out",
+                param_hint="--medusa",
+            )
+        self._check_sampling(self.sample)
+
+    @property
+    def _shaping(self) -> dict[str, Any]:
+        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _check_sampling(self, sample: bool | None) -> None:
+        if sample is False and not self.medusa and (self._shaping or self.seed is not None):
+            raise typer.BadParameter(NEEDS_SAMPLE)
+
+    def arguments(self, model: CausalLM, device: str) -> dict[str, Any]:
+        """Arguments of the model's `generate`, or of that of its heads.
+
+        Raises typer.BadParameter for options of sampling where the checkpoint does not say to sample.
+        """
+        import torch
+
+        from ligermodels.generation.generate import as_eos_ids
+
+        defaults = model.generation_defaults()
+        found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        if not as_eos_ids(defaults.get("eos_token_id")) and defaults.get("pad_token_id") is None:
+            found["pad_token_id"] = 0  # masked, and no sequence ends early without an EOS
+        if self.medusa:
+            if (penalty := defaults.get("repetition_penalty", 1.0)) != 1.0:
+                say(f"Medusa: the checkpoint's repetition_penalty {penalty} is not applied")
+            return {**found, **self._shaping, "repetition_penalty": 1.0}
+        sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
+        self._check_sampling(sample)
+        if sample:
+            generator = torch.Generator(device)
+            generator.manual_seed(generator.seed() if self.seed is None else self.seed)
+            found |= {"do_sample": True, "generator": generator, **self._shaping}
+        return found

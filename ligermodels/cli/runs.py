@@ -1,0 +1,90 @@
+"""What the commands that train share: their options, the recipe, the folder, and how a run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ligermodels.cli import options
+from ligermodels.console import progress, say
+from ligermodels.training.recipe import R, TrainingRecipe
+from ligermodels.training.recipe_file import recipe_text, shipped_recipes
+
+if TYPE_CHECKING:
+    from ligermodels.training import Console, Outcome
+
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting, its value as in a recipe. May be repeated."),
+]
+Out = Annotated[Path | None, typer.Option(help="Folder to write the result to.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the newest checkpoint in the output folder, if any.")
+]
+
+STOPPED = 128 + 15
+"""Exit code of a run that SIGTERM stopped."""
+
+
+def recipe_of(
+    kind: type[R], file: str | None, base: str | None, settings: Mapping[str, Any], assignments: Sequence[str]
+) -> R:
+    """The recipe in `file`, by default that of the defaults, with `settings`, then `assignments`, of the command line.
+
+    Raises ConfigError as `TrainingRecipe.read`, `changed` and `changed_by`.
+    """
+    found = (kind.read(file) if file else kind()).changed(settings, "the command line")
+    found = found.changed_by(assignments, "--set")
+    return found.changed({"base": base}) if base else found
+
+
+def require_given(recipe: TrainingRecipe, out: Path | None, base_name: str) -> Path:
+    """`out`; typer.BadParameter where the recipe lacks a base or data, or there is no output folder."""
+    if not recipe.base:
+        raise typer.BadParameter("give it, or a recipe that names it", param_hint=base_name)
+    if not recipe.data:
+        raise typer.BadParameter("give it, or a recipe that names it", param_hint="--data")
+    if out is None:
+        raise typer.BadParameter("give a folder for the result", param_hint="--out")
+    return out
+
+
+def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises CheckpointError when `out` could not be written at the end, or holds nothing to resume."""
+    from ligermodels.training.folder import has_checkpoints, require_resumable
+
+    if not resume:
+        options.require_free(out, overwrite, is_run=has_checkpoints(out))
+    elif not overwrite:
+        require_resumable(out)
+
+
+def console() -> Console:
+    """A run's messages and progress, on standard error."""
+    from ligermodels.training import Console
+
+    return Console(say, progress)
+
+
+def show_end(outcome: Outcome, out: Path) -> None:
+    """Say where the result is. Exits with STOPPED for a run that has not finished."""
+    if not outcome.finished:
+        say(f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume continues")
+        raise typer.Exit(STOPPED)
+    say(f"wrote {out}")
+
+
+def show_recipe_of(kind: type[TrainingRecipe]) -> Callable[[str | None], None]:
+    """A command that prints shipped recipes of this kind."""
+
+    def show_recipe(
+        name: Annotated[str | None, typer.Argument(metavar="NAME", help="A shipped recipe.")] = None,
+    ) -> None:
+        typer.echo(recipe_text(name, kind.kind) if name else "\n".join(shipped_recipes(kind.kind)), nl=name is None)
+
+    command = {"medusa": "medusa train"}.get(kind.kind, kind.kind)
+    show_recipe.__doc__ = f"Print a shipped recipe for `{command}`, as a starting point; without a name, list them."
+    return show_recipe

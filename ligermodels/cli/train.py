@@ -1,0 +1,52 @@
+"""`ligermodels train`: a whole language model, from a checkpoint or from a config."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ligermodels.cli import options, runs
+from ligermodels.console import say
+from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
+
+
+@options.with_recipe_flags(FineTuningRecipe)
+def train(
+    base: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint folder, or a hub id, to fine-tune; or a config without weights, a folder or a .json "
+            "file, to train from random weights.  [default: the recipe's]",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="A YAML file of settings, or the name of a shipped recipe: see `ligermodels recipe`."),
+    ] = None,
+    assignments: runs.Assignments = None,
+    out: runs.Out = None,
+    resume: runs.Resume = False,
+    device: options.Device = None,
+    attention: options.Attention = "auto",
+    overwrite: options.Overwrite = False,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Train a whole language model on texts, or on the assistant's turns of chats.
+
+    --set takes precedence over flags, these over the recipe, and the recipe over the defaults. At the end the model is
+    evaluated on the validation split and written as a Hugging Face checkpoint. A run that was killed, or stopped by
+    SIGTERM (exit code 143), continues with --resume.
+    """
+    chosen = runs.recipe_of(FineTuningRecipe, recipe, base, settings or {}, assignments or [])
+    out = runs.require_given(chosen, out, "MODEL")
+    place = options.device_named(device)
+    runs.require_usable(out, resume=resume, overwrite=overwrite)
+
+    from ligermodels.training import fine_tune
+
+    outcome = fine_tune(chosen, out, device=place, attention=attention, resume=resume, console=runs.console())
+    runs.show_end(outcome, out)
+    if (found := outcome.evaluation) is not None:
+        say(f"validation loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")

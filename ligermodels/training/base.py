@@ -1,0 +1,106 @@
+"""What a run starts from: a checkpoint or, for training from random weights, a config; and a tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ligermodels.convert import hub
+from ligermodels.convert.config_json import read_json
+from ligermodels.convert.files import COMPANIONS
+from ligermodels.data import fingerprint
+from ligermodels.data.fingerprint import Fingerprint
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import ConfigError
+from ligermodels.pretrained import Progress, from_config, from_pretrained
+from ligermodels.training.recipe import TrainingRecipe
+
+if TYPE_CHECKING:
+    from ligermodels.archs.causal_lm import CausalLM
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""A folder with one of these is a checkpoint, even if an unusable one: it is never trained from random weights."""
+CONFIGS = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Base:
+    """`config`, the path of the config.json; `tokenizer`, the folder of the tokenizer; `weights`, that of the weights,
+    None for a config without."""
+
+    config: Path
+    tokenizer: Path
+    weights: Path | None
+
+    @classmethod
+    def of_checkpoint(cls, folder: Path, tokenizer: str | None = None) -> Base:
+        """The checkpoint in a local `folder`, or with the `tokenizer` of another one, a folder or a hub id."""
+        return cls(folder / "config.json", _tokenizer_folder(tokenizer, folder), folder)
+
+    @classmethod
+    def find(cls, recipe: TrainingRecipe) -> Base:
+        """The base of a recipe, fetched from the hub if need be.
+
+        Raises CheckpointError and HubError as `hub.resolve`, and ConfigError for a config that cannot be read or has no
+        tokenizer beside it, nor another one.
+        """
+        path = Path(str(recipe.base)).expanduser()
+        if not (recipe.trains_configs and _is_config(path)):
+            return cls.of_checkpoint(hub.resolve(str(recipe.base)), recipe.tokenizer)
+        folder = path if path.is_dir() else path.parent
+        config = path / "config.json" if path.is_dir() else path
+        read_json(config)  # errors of it come first
+        found = cls(config, _tokenizer_folder(recipe.tokenizer, folder), None)
+        if not (found.tokenizer / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"tokenizer: there is no tokenizer.json in {found.tokenizer}; give the folder, or the hub id, of a "
+                "checkpoint that has one"
+            )
+        return found
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """Fingerprints of config, tokenizer and weights. Raises CheckpointError for unreadable weights."""
+        return fingerprint.of_checkpoint(self.config, self.tokenizer, self.weights)
+
+    def load(self, recipe: TrainingRecipe, *, device: str, attention: str, progress: Progress) -> CausalLM:
+        """The model, in the recipe's dtype; random weights are decided by its seed. It is exported with the recipe's
+        tokenizer and chat template.
+
+        Raises as `from_pretrained` and `from_config`, and ConfigError for a tokenizer with more tokens than the config.
+        """
+        dtype = getattr(torch, recipe.dtype) if recipe.dtype else None
+        if self.weights is not None:
+            model = from_pretrained(self.weights, dtype=dtype, device=device, attention=attention, progress=progress)
+        else:
+            with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):
+                torch.manual_seed(recipe.seed)
+                model = from_config(self.config, dtype=dtype, device=device, attention=attention)
+            self._check_vocabulary(model.config.vocab_size)
+        files = {name: self.tokenizer / name for name in COMPANIONS if name not in CONFIGS}
+        files = {name: path for name, path in files.items() if path.is_file()}
+        if recipe.chat_template is not None:
+            files = {**files, "chat_template.jinja": Path(recipe.chat_template)}
+        model.export_spec = replace(model.require_export_spec(), files=files)
+        return model
+
+    def _check_vocabulary(self, vocab_size: int) -> None:
+        ids = Tokenizer(self.tokenizer).backend.get_vocab().values()
+        if max(ids, default=0) >= vocab_size:
+            raise ConfigError(
+                f"{self.config}: vocab_size: is {vocab_size:,}, and the tokenizer in {self.tokenizer} has ids up to "
+                f"{max(ids):,}; make it at least {max(ids) + 1:,}"
+            )
+
+
+def _is_config(path: Path) -> bool:
+    """Whether this is a config file, or a folder with a config.json and no weights in any format."""
+    if path.is_dir():
+        return (path / "config.json").is_file() and not any(found for each in WEIGHTS for found in path.glob(each))
+    return path.suffix == ".json" or path.is_file()
+
+
+def _tokenizer_folder(tokenizer: str | None, folder: Path) -> Path:
+    return folder if tokenizer is None else hub.resolve(tokenizer, weights=False)

@@ -1,0 +1,100 @@
+"""Recipes for Medusa heads."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from ligermodels.errors import ConfigError
+from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
+from ligermodels.training.renamed import current_settings
+
+
+class MedusaRecipe(TrainingRecipe):
+    """Settings of a run that trains Medusa heads. Raises as `TrainingRecipe`."""
+
+    kind: ClassVar[str] = "medusa"
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        (
+            (
+                "heads_loss_weight",
+                "heads_loss_weight_schedule",
+                "head_lr_multiplier",
+                "distill",
+                "kl_to_reference",
+                "activation_checkpointing",
+            ),
+            lambda settings: settings["stage"] == 2,
+            "is for stage 2; in stage 1 the model is frozen",
+        ),
+        (
+            ("kl_to_reference",),
+            lambda settings: settings["validation_fraction"] != 0,
+            "needs a validation split, and validation_fraction is 0",
+        ),
+        (
+            ("reference",),
+            lambda settings: settings["distill"] or settings["kl_to_reference"],
+            "is for distill and kl_to_reference, and both are false",
+        ),
+        *CONDITIONS,
+    )
+    may_change: ClassVar[frozenset[str]] = TrainingRecipe.may_change | {"kl_to_reference", "reference"}
+    kept: ClassVar[frozenset[str]] = frozenset({"start_from"})
+
+    num_heads: int = Field(5, ge=1, description="Medusa heads: tokens predicted beyond the next one.")
+    num_layers: int = Field(1, ge=1, description="ResBlocks per head.")
+    lm_head: Literal["own", "shared"] = Field("own", description="An lm_head for each head, or the model's own.")
+    start_from: str | None = Field(None, description="Heads to start from: a folder or a hub id.  [default: new heads]")
+    stage: int = Field(1, ge=1, le=2, description="1: train the heads, model frozen; 2: train both.")
+
+    decay: float = Field(0.8, ge=0, description="Loss weight of head i: decay ** i.")
+    heads_loss_weight: float = Field(0.2, ge=0, description="Stage 2: weight of the heads' loss.")
+    heads_loss_weight_schedule: Literal["constant", "linear", "sine"] = Field(
+        "constant", description="Stage 2: how that weight rises over the run."
+    )
+
+    distill: bool = Field(False, description="Stage 2: the model's loss is KL(initial model || model).")
+    kl_to_reference: bool = Field(False, description="Stage 2: evaluate the KL to the initial model; distill does.")
+    reference: Literal["device", "cpu_offload"] = Field(
+        "device", description="Where the initial model is kept; cpu_offload saves GPU memory and is slower."
+    )
+
+    learning_rate: float = Field(5e-4, ge=0, description="Peak learning rate; in stage 2 that of the model.")
+    head_lr_multiplier: float = Field(4.0, ge=0, description="Stage 2: learning rate of the heads / the model.")
+
+    if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
+
+        def __init__(self, **settings: Any) -> None: ...
+
+    @field_validator("start_from", mode="before")
+    @classmethod
+    def _heads_path_as_text(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @classmethod
+    def current_names(cls, settings: Mapping[str, Any], source: str = "") -> dict[str, Any]:
+        return current_settings(settings, source)
+
+    def check(self) -> None:
+        if self.seq_len < self.num_heads + 2:
+            raise ConfigError(
+                f"seq_len: sequences of {self.seq_len} tokens have no target for the last of {self.num_heads} heads; "
+                f"it must be at least {self.num_heads + 2}"
+            )
+        super().check()
+
+    def heads_loss_weight_at(self, step: int, steps: int) -> float:
+        """Weight of the heads' loss in `step`, counted from 1, of `steps`."""
+        done = step / steps
+        factor = {"constant": 1.0, "linear": done, "sine": math.sin(done * math.pi / 2)}
+        return self.heads_loss_weight * factor[self.heads_loss_weight_schedule]
+
+
+def read_recipe(name_or_path: str | os.PathLike[str]) -> MedusaRecipe:
+    """The recipe for Medusa heads in a YAML file, or a shipped one, by its name: `MedusaRecipe.read`."""
+    return MedusaRecipe.read(name_or_path)

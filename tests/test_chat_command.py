@@ -1,0 +1,145 @@
+"""`ligermodels chat`: the answers of transformers, turn by turn, from a terminal or a pipe."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+import ligermodels as lm
+from ligermodels.cli import app
+from ligermodels.cli.chat import converse
+from ligermodels.data.chat import ChatTemplate, Message, end_of_turn
+from ligermodels.data.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def speaker(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base` with a decoder of its tokens: what it says is text."""
+    folder = Path(shutil.copytree(base, tmp_path_factory.mktemp("speaker") / "model"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def chat(path: object, *arguments: object, input: str) -> Result:
+    given = ["chat", path, "--max-new-tokens", TOKENS, "--greedy", "--device", "cpu", *arguments]
+    return CliRunner().invoke(app, list(map(str, given)), input=input)
+
+
+def answers(speaker: Path, turns: list[str], opening: list[dict[str, str]]) -> list[str]:
+    """Greedy answers in one conversation, by transformers alone."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(speaker), AutoTokenizer.from_pretrained(speaker)
+    messages, found = list(opening), []
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        mask = torch.ones_like(ids)
+        row = model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, eos_token_id=end)
+        found.append(tokenizer.decode(row[0, ids.shape[1] :], skip_special_tokens=True))
+        messages.append({"role": "assistant", "content": found[-1]})
+    return found
+
+
+def test_a_conversation_is_that_of_transformers(speaker: Path, tmp_path: Path) -> None:
+    turns, opening = ["May I copy it?", "And change it?"], [{"role": "system", "content": "Be brief."}]
+    first, second = answers(speaker, turns, opening)
+    assert first != second and answers(speaker, turns[1:], opening) != [second]
+    lines = f"{turns[0]}\n\n  {turns[1]}\n/reset\n{turns[0]}\n/exit\nnever\n"
+    result = chat(speaker, "--system", "Be brief.", input=lines)
+    assert result.exit_code == 0 and result.stdout == f"{first}\n{second}\n{first}\n", result.output
+    # With heads the same, and without a last line end.
+    lm.MedusaModel.from_base(lm.from_pretrained(speaker), num_heads=2).save_pretrained(tmp_path / "heads")
+    result = chat(speaker, "--system", "Be brief.", "--heads", tmp_path / "heads", input="\n".join(turns))
+    assert result.exit_code == 0 and result.stdout == f"{first}\n{second}\n", result.output
+
+
+def test_an_answer_ends_with_its_turn(speaker: Path, tmp_path: Path) -> None:
+    """Even where the checkpoint names another EOS."""
+    folder = shutil.copytree(speaker, tmp_path / "model")
+    tokenizer, template = Tokenizer(folder), ChatTemplate.from_folder(folder)
+    (end,) = end_of_turn(template, tokenizer)
+    assert end == tokenizer.backend.token_to_id("<|im_end|>")
+    model = lm.from_pretrained(folder)
+    model.hf_config["eos_token_id"] = tokenizer.backend.token_to_id("<|im_start|>")
+    text = template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    ids = torch.tensor([tokenizer.encode_with_offsets(text)[0]])
+    with torch.no_grad():
+        model.head.weight[end] = 10 * model(ids, return_last_hidden_state=True).last_hidden_state[0, -1]
+    model.save_pretrained(folder, overwrite=True)
+    assert lm.from_pretrained(folder).generate(ids, 2, do_sample=False).shape[1] == ids.shape[1] + 2
+    result = chat(folder, input="Hi\n")
+    assert result.exit_code == 0 and result.stdout == "\n", result.output
+
+
+def test_in_a_terminal(speaker: Path) -> None:
+    (first,) = answers(speaker, ["Hi"], [])
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ligermodels", "chat", str(speaker), "--greedy", "--max-new-tokens", str(TOKENS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    with subprocess.Popen(
+        [*command, "--device", "cpu"], stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        os.write(ours, b"Hi\n/reset\nHi\n\x04")
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.decode().count(first) == 2, (out, err)
+    assert "/reset starts over" in err.decode() and out.decode().count("> ") == 4
+
+
+def test_what_cannot_chat_is_named(speaker: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(speaker, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    result = chat(folder, input="Hi\n")
+    assert result.exit_code == 1 and f"{folder}: has no chat template" in result.stderr and not result.stdout
+    (tmp_path / "template.jinja").write_text(template)
+    assert chat(folder, "--chat-template", tmp_path / "template.jinja", input="Hi\n").exit_code == 0
+    for flags, words in ((["--top-k", 3], "need --sample"), (["--sample", "--heads", "x"], "does not sample")):
+        result = chat(folder, *flags, input="Hi\n")
+        assert result.exit_code == 2 and words in result.stderr
+    long = chat(speaker, input="may " * 600 + "\n")
+    limit = json.loads((speaker / "config.json").read_text()).get("max_position_embeddings")
+    assert long.exit_code == 0 and (limit is None or f"max_position_embeddings is {limit}" in long.stderr)
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[Message]] = []
+
+    def answer(messages: list[Message], show: Callable[[str], None]) -> None:
+        seen.append(list(messages))
+        show("half")
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        show(" more")
+
+    lines = iter(["one", "", "two"])
+
+    def read(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    converse(answer, [])
+    assert capsys.readouterr().out == "half\nhalf more\n\n"
+    assert [message["content"] for message in seen[1]] == ["one", "half", "two"]
