@@ -74,7 +74,9 @@ def scores(out: Path) -> list[tuple[int, list[float]]]:
 
 
 def equal_heads(one: Path, other: Path) -> bool:
-    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+    names = [path.name for path in one.glob("*.safetensors")]
+    assert len(names) == 1
+    a, b = (load_file(folder / names[0]) for folder in (one, other))
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

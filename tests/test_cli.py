@@ -169,7 +169,7 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) ->
         run("medusa", "train", checkpoint, "--data", data, "--out", heads, *setting, "--steps", 12, "--lr", 0.02)
     )
     losses = [float(loss) for loss in re.findall(r"training: \d+ of 12, loss ([\d.]+)", trained.stderr)]
-    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert len(losses) == 12 and sum(losses[6:]) < sum(losses[:6])
     assert [line.split()[:2] for line in trained.stdout.splitlines()[1:]] == [["0", "t+2"], ["1", "t+3"], ["2", "t+4"]]
     weights = load_file(heads / "model.safetensors")
     assert all(tensor.any() for tensor in weights.values()), "ResBlocks start at zero: some were not trained"

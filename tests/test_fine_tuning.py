@@ -119,6 +119,38 @@ def test_a_text_is_learned_and_transformers_opens_the_result(base: Path, text: P
     torch.testing.assert_close(ours(piece).logits, theirs(piece).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_lora_is_trained_alone_and_merged(base: Path, text: Path, config: Path, tmp_path: Path) -> None:
+    out, merged = tmp_path / "adapter", tmp_path / "merged"
+    flags = ["--steps", 60, "--lr", 2e-2, "--seq-len", 32, "--batch-tokens", 128, "--lora-rank", 4, "--lora-alpha", 6]
+    result = cli(base, "--data", text, "--out", out, *flags)
+    assert result.exit_code == 0, result.output
+    found = [loss for _, loss, _ in losses(out)]
+    assert sum(found[-5:]) < 0.5 * sum(found[:5])
+    saved = json.loads((out / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"], saved["base_model_name_or_path"]) == (4, 6, str(base))
+    assert not (out / "model.safetensors").exists()
+    result = CliRunner().invoke(app, ["lora", "merge", str(base), str(out), str(merged)])
+    assert result.exit_code == 0, result.output
+
+    ids = torch.randint(3, 40, (2, 9))
+    adapted = lm.load_adapter(lm.from_pretrained(base), out)
+    plain = lm.from_pretrained(base)
+    theirs = AutoModelForCausalLM.from_pretrained(merged)
+    torch.testing.assert_close(theirs(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(plain(ids).logits, adapted(ids).logits, atol=1e-2)
+    for name, weight in adapted.state_dict().items():
+        if "lora_" not in name:
+            assert torch.equal(weight, plain.state_dict()[name.replace(".base_layer", "")])
+
+    for arguments, message in (
+        ([base, "--lora-alpha", 3], "lora_alpha: is for LoRA, which lora_rank asks for"),
+        ([base, "--lora-rank", 2, "--lora-targets", "query"], "target_modules: 'query'"),
+        ([config, "--lora-rank", 2], "safetensors"),
+    ):
+        failed = cli(*arguments, "--data", text, "--out", tmp_path / "no", "--steps", 2)
+        assert failed.exit_code == 1 and message in failed.stderr, failed.stderr
+
+
 def by_hand(base: Path, steps: int, recipe: FineTuningRecipe) -> tuple[list[float], Any, int]:
     """Losses and model of steps over CHATS, by transformers' model and torch's AdamW; and the number of tokens."""
     model, tokenizer = (
@@ -179,13 +211,14 @@ def test_a_step_on_chats_is_that_of_transformers_and_torch(
         assert (p - r).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("kind", "target"), [("checkpoint", 7), ("config", 1)])
+@pytest.mark.parametrize(("kind", "target"), [("checkpoint", 7), ("config", 1), ("lora", 5)])
 def test_killed_anywhere_a_run_comes_out_the_same(
     base: Path, config: Path, data: Path, tmp_path: Path, children: Any, kind: str, target: int
 ) -> None:
     """From random weights too, before there is a checkpoint or after."""
-    recipe = recipe_for(base if kind == "checkpoint" else config, data, checkpoint_every=2, steps=16, report_every=1)
-    recipe = recipe.changed({"dtype": "bfloat16"} if kind == "config" else {})
+    recipe = recipe_for(config if kind == "config" else base, data, checkpoint_every=2, steps=16, report_every=1)
+    lora = {"lora_rank": 3, "lora_dropout": 0.2, "lora_targets": ["q_proj", "down_proj"]}
+    recipe = recipe.changed({"checkpoint": {}, "config": {"dtype": "bfloat16"}, "lora": lora}[kind])
     file, out, whole = tmp_path / "recipe.yaml", tmp_path / "killed", tmp_path / "whole"
     file.write_text(yaml.safe_dump(recipe.settings()))
     arguments = ("--recipe", str(file), "--out", str(out), "--device", "cpu")

@@ -1,4 +1,4 @@
-"""Fine-tuning of a whole language model, and pre-training from a config."""
+"""Fine-tuning of a whole language model or of LoRA on it, and pre-training from a config."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from ligermodels.archs.adapter import save_adapter
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.lora import add_lora, lora_layers
 from ligermodels.data.batches import Batch
 from ligermodels.speculative.evaluation import evaluate
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -30,7 +33,8 @@ def fine_tune(
 ) -> Outcome:
     """Train a language model by `recipe` and write it to `out` as a Hugging Face checkpoint.
 
-    Where the recipe's base is a config without weights, training starts from random ones.
+    Where the recipe's base is a config without weights, training starts from random ones. With `lora_rank`, only LoRA
+    is trained, and `out` gets an adapter in PEFT's format.
 
     Arguments and errors are those of `run_job`; the outcome's evaluation is a `LossEvaluation`.
     """
@@ -56,9 +60,16 @@ class FineTuningJob:
     """A `Job`: see there. The loss is the model's: cross entropy, and a router's auxiliary loss."""
 
     def __init__(self, recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> None:
-        # Which parameters are trained is decided here, by requires_grad and learning rates; what is written, in
-        # `export`. An adapter changes these two alone.
         self.model = model
+        if recipe.lora_rank is not None:
+            torch.manual_seed(recipe.seed)  # of the first A, and of dropout
+            add_lora(
+                model,
+                recipe.lora_rank,
+                lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
+                lora_dropout=recipe.lora_dropout,
+                target_modules=recipe.lora_targets or "all-linear",
+            )
         self.trainable: Trainable = model
         self.learning_rates: list[tuple[Iterator[nn.Parameter], float]] = [(model.parameters(), recipe.learning_rate)]
 
@@ -72,4 +83,7 @@ class FineTuningJob:
         return LossEvaluation(evaluate(self.model, batches()))
 
     def export(self, folder: Path) -> None:
-        self.model.save_pretrained(folder, overwrite=True)
+        if lora_layers(self.model):
+            save_adapter(self.model, folder, overwrite=True)
+        else:
+            self.model.save_pretrained(folder, overwrite=True)

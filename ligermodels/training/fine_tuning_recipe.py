@@ -4,15 +4,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ligermodels.training.recipe import TrainingRecipe
+from pydantic import Field, field_validator
+
+from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
 
 
 class FineTuningRecipe(TrainingRecipe):
-    """Settings of a run that trains a whole language model. Raises as `TrainingRecipe`."""
+    """Settings of a run that trains a whole language model, or LoRA on it. Raises as `TrainingRecipe`."""
 
     kind: ClassVar[str] = "train"
-    trains_configs: ClassVar[bool] = True
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        (
+            ("lora_alpha", "lora_dropout", "lora_targets"),
+            lambda settings: settings["lora_rank"] is not None,
+            "is for LoRA, which lora_rank asks for",
+        ),
+        *CONDITIONS,
+    )
+
+    lora_rank: int | None = Field(
+        None, ge=1, description="Train LoRA of this rank, and write an adapter.  [default: all parameters are trained]"
+    )
+    lora_alpha: float | None = Field(
+        None, gt=0, description="LoRA: the update is scaled by alpha / rank.  [default: 2 rank]"
+    )
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="LoRA: dropout of its inputs.")
+    lora_targets: tuple[str, ...] = Field(
+        (), description="LoRA: names of linear layers in transformers, such as q_proj.  [default: all in the blocks]"
+    )
 
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 
         def __init__(self, **settings: Any) -> None: ...
+
+    @field_validator("lora_targets", mode="before")
+    @classmethod
+    def _one_or_several_targets(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @property
+    def trains_configs(self) -> bool:
+        return self.lora_rank is None

@@ -67,9 +67,6 @@ class TrainingRecipe(BaseModel):
     """Settings that may change when a run resumes: they do not affect training. (The content of the tokenizer does.)"""
     kept: ClassVar[frozenset[str]] = frozenset()
     """Settings that a resumed run takes from its checkpoint."""
-    trains_configs: ClassVar[bool] = False
-    """Whether `base` may be a config without weights: a model with random weights is trained then."""
-
     base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
     data: tuple[str, ...] = Field((), description="Text, or .jsonl with a text or a chat in each line.")
     validation_fraction: float = Field(
@@ -171,6 +168,11 @@ class TrainingRecipe(BaseModel):
             )
         for name, reason in self._without_meaning(dict(self)):
             raise ConfigError(f"{name}: {reason}; leave it out")
+
+    @property
+    def trains_configs(self) -> bool:
+        """Whether `base` may be a config without weights: a model with random weights is trained then."""
+        return False
 
     @property
     def micro_batch_size(self) -> int:
