@@ -70,16 +70,16 @@ def publish(to: Destination, write: Callable[[Path], None], source: SourceCheckp
 def _upload(to: Destination, folder: Path, source: SourceCheckpoint | None) -> str:
     api = HfApi(token=to.token)
     repo_id = api.create_repo(to.repo_id, private=to.private, exist_ok=True).repo_id
-    base, papers = (None, None) if source is None else (source.repo_id, source.folder)
-    if base is not None and papers is not None:
-        commit = papers.name
+    base, base_folder = (None, None) if source is None else (source.repo_id, source.folder)
+    if base is not None and base_folder is not None:
+        commit = base_folder.name
         with hub.explained(base, commit):
-            papers = hub.snapshot(base, commit, (CARD, *LICENSES), {"token": to.token})
+            base_folder = hub.snapshot(base, commit, (CARD, *LICENSES), {"token": to.token})
     for name in LICENSES:
-        if papers is not None and (papers / name).is_file():
-            shutil.copy(papers / name, folder)
+        if base_folder is not None and (base_folder / name).is_file():
+            shutil.copy(base_folder / name, folder)
     if not api.file_exists(repo_id, CARD, revision=to.revision):
-        card = model_card(repo_id, base, None if papers is None else papers / CARD)
+        card = model_card(repo_id, base, None if base_folder is None else base_folder / CARD)
         (folder / CARD).write_text(card, encoding="utf-8")
     if to.revision is not None and not to.create_pr:
         api.create_branch(repo_id, branch=to.revision, exist_ok=True)

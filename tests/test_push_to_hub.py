@@ -51,13 +51,13 @@ def push(hub: Hub, cache: Path, name: str, token: str = TOKEN, scale: float = 2.
 
 
 def base(folder: Path) -> Mapping[str, bytes]:
-    """The files of a checkpoint with its papers."""
+    """The files of a checkpoint with its card and license."""
     lm.from_config(zoo.CONFIGS["llama-3"]).save_pretrained(folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     return {**files, "README.md": CARD.encode(), "LICENSE.txt": b"the license", "USE_POLICY.md": b"the policy"}
 
 
-def test_a_pushed_model_is_loaded_again_and_has_a_card_and_the_papers_of_its_base(tmp_path: Path) -> None:
+def test_a_pushed_model_is_loaded_again_and_has_a_card_and_the_license_of_its_base(tmp_path: Path) -> None:
     with serving({"some/base": base(tmp_path / "base")}) as hub:
         kind, url = push(hub, tmp_path / "cache", "some/base", repo_id="me/mine", commit_message="first", private=True)
         assert (kind, url) == ("url", f"{hub.url}/me/mine/commit/0123456789abcdef0123456789abcdef01234567")
@@ -84,7 +84,7 @@ def test_a_pushed_model_is_loaded_again_and_has_a_card_and_the_papers_of_its_bas
         assert hub.repos["me/mine"]["README.md"] == b"mine"
 
 
-def test_the_papers_of_a_local_base_go_along_and_it_is_not_named(tmp_path: Path) -> None:
+def test_the_license_of_a_local_base_is_copied_and_the_base_is_not_named(tmp_path: Path) -> None:
     for name, content in base(tmp_path / "base").items():
         (tmp_path / "base" / name).write_bytes(content)
     with serving({}) as hub:

@@ -48,8 +48,8 @@ def generate(
     decoding = Decoding(model, input_ids, max_new_tokens, **options)
     if streamer is not None:
         streamer.put(decoding.prompts.ids.cpu())
-    watched = on_token is not None or streamer is not None
-    with closing(decoding.steps(watched=watched)) as steps:
+    streamed = on_token is not None or streamer is not None
+    with closing(decoding.steps(streamed=streamed)) as steps:
         for count in steps:
             if streamer is not None:
                 streamer.put(decoding.tokens(count).cpu())
@@ -69,7 +69,7 @@ def stream(
     the model is in eval mode.
     """
     decoding = Decoding(model, input_ids, max_new_tokens, **options)
-    return (decoding.tokens(count) for count in decoding.steps(watched=True))
+    return (decoding.tokens(count) for count in decoding.steps(streamed=True))
 
 
 class Decoding:
@@ -153,10 +153,10 @@ class Decoding:
             raise InputError("sequences may end at different lengths: give pad_token_id (or eos_token_id)")
 
     @torch.no_grad()
-    def steps(self, *, watched: bool) -> Generator[int, None, None]:
+    def steps(self, *, streamed: bool) -> Generator[int, None, None]:
         """Decode, and give the number of new tokens, of rows that are not done, after each step.
 
-        watched: `tokens` is asked for between steps.
+        streamed: `tokens` is asked for between steps.
         """
         model, length = self.model, self.prompts.ids.shape[1]
         before = self.prompts.mask.sum(dim=1).tolist()
@@ -172,7 +172,7 @@ class Decoding:
             run = Graphed(partial(step.run, sequences), state.device, cuda_graph and on_host)
             take = Graphed(lambda: step.accept(sequences, *run()), state.device, cuda_graph and not on_host)
             # A step too many must not be seen, by a caller, by what runs on the host, nor by the source of randomness.
-            finished = Finished(state.device, not (watched or on_host or self.stopping))
+            finished = Finished(state.device, not (streamed or on_host or self.stopping))
             for count in range(1, self.max_new_tokens + 1):
                 if self.stopping:
                     # In place: a graph reads it. What is done gains no more tokens.

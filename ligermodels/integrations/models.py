@@ -15,7 +15,7 @@ from transformers.modeling_outputs import (
 )
 
 from ligermodels.errors import InputError
-from ligermodels.integrations.modules import DecoderView, attention_forward, is_ours, layer_forward, part, watched
+from ligermodels.integrations.modules import DecoderView, attention_forward, has_hooks, is_ours, layer_forward, part
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
 from ligermodels.layers.lm_head import head_loss
 from ligermodels.layers.packing import Unpadding, bounds_of
@@ -26,7 +26,7 @@ Inputs = dict[str, Any]
 SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments, or fields of the config, that ask for what the native pass does not keep."""
 
-BESIDE = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position", "num_items_in_batch", "seq_idx"})
+UNUSED = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position", "num_items_in_batch", "seq_idx"})
 """Further arguments that the native pass has no need of."""
 
 
@@ -170,7 +170,7 @@ def runs_natively(module: Any, inputs: Inputs, padding: Padding, options: dict[s
         not any(wanted)
         and rest.pop("return_dict", None) in (None, True)
         and not rest.pop("use_cache", None)
-        and all(value is None or name in BESIDE for name, value in rest.items())
+        and all(value is None or name in UNUSED for name, value in rest.items())
         and (inputs["input_ids"] is None) != (inputs["inputs_embeds"] is None)
         and padding.at_ends
         and not (module.training and getattr(config, "attention_dropout", 0.0))
@@ -192,7 +192,7 @@ def _shape(inputs: Inputs) -> torch.Size:
 def _layers_are_ours(backbone: Any) -> bool:
     """Whether all layers are called as we call them; adapters and hooks may expect transformers' arguments."""
     ours = all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), attention_forward) for x in backbone.layers)
-    return ours and not watched(each for whole in (backbone.layers, backbone.norm) for each in whole.modules())
+    return ours and not has_hooks(each for whole in (backbone.layers, backbone.norm) for each in whole.modules())
 
 
 def _no_cache(module: Any, use_cache: bool | None) -> NoCache | None:
@@ -212,7 +212,7 @@ def _loss_is_fused(
     if isinstance(logits_to_keep, Tensor) or logits_to_keep or not is_ours(model.lm_head, head_forward):
         return False
     backbone = model.get_decoder()
-    if not model.training or watched((backbone, *model.lm_head.modules())):
+    if not model.training or has_hooks((backbone, *model.lm_head.modules())):
         return False
     known = {name: value for name, value in options.items() if name != "cu_seq_lens_q"}
     return model.loss_function is ForCausalLMLoss and runs_natively(model, inputs, padding, known)

@@ -230,7 +230,7 @@ PLACING = ("torch.distributed.", "transformers.", "accelerate.", "deepspeed.")
 """Packages whose hooks move weights and inputs about, and have no interest in their values."""
 
 
-def watched(modules: Iterable[nn.Module]) -> bool:
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether a hook sees what goes through one of `modules`: it expects what transformers' code gives it."""
     return any(
         not str(getattr(hook, "__module__", None)).startswith(PLACING)
