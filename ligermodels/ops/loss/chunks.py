@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.gradient_sum import GradientSum
-from ligermodels.ops.loss.rows_in_place import RowNumbers, RowWeights, bytes_in_torch, kernels_do, rows_in_place
+from ligermodels.ops.loss.rows_in_place import RowNumbers, RowWeights, bytes_in_torch, rows_in_place
 from ligermodels.ops.loss.token_losses import LossOptions, Reduction, check_loss, checked_loss_weights
 from ligermodels.ops.loss.token_losses_kernels import scale_
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, check_tensor, empty_gradient
 
@@ -113,9 +114,7 @@ def linear_rows(
             x.index_copy_(0, chosen[chunk], values)
 
     with_entropy = return_entropy or entropy_weights is not None
-    in_torch = 0
-    if not kernels_do(hidden, with_entropy, lse_weights):
-        in_torch = bytes_in_torch(V, hidden.dtype, options, with_entropy)
+    in_torch = 0 if use_kernels(hidden) else bytes_in_torch(V, hidden.dtype, options, with_entropy)
     size = chunk_rows(T, V, H, hidden, in_torch, memory_budget, need_weight)
     dw = GradientSum(weight, several=size < T) if need_weight else None
     db = GradientSum(bias, several=True) if bias is not None and need_bias else None

@@ -67,7 +67,6 @@ def linear_log_probs(
     gradients of logits underflow without the loss scale), its gradients of the log-probabilities are kept from the
     forward pass, (..., H), and rounded before each is multiplied; a loss that uses the entropy or lse too recomputes
     the logits instead. So detach what is only logged; in a compiled graph whatever is asked for counts as used.
-    The kernels have no entropies, nor gradients of lse: with these the rows are computed in torch.
     Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range; on
     CUDA such a target fails a device-side assertion.
     """

@@ -41,21 +41,18 @@ def rows_in_place(
     In torch this holds what `bytes_in_torch` says beside the logits."""
     losses, ranks, predicted, entropies, lses = found
     of_losses, of_entropies, of_lses = weights or (None, None, None)
-    valid = target != options.ignore_index
-    if predicted is not None:
-        predicted.copy_(logits.argmax(1).masked_fill_(~valid, -1))
-    with_entropy = entropies is not None or of_entropies is not None
-    if kernels_do(logits, with_entropy, of_lses):
-        maxima, log_sums = (None, None) if lses is None else (torch.empty_like(lses), torch.empty_like(lses))
+    if use_kernels(logits):
         launch_rows(
-            logits, target, losses, ranks, options, maxima=maxima, log_sums=log_sums, loss_weights=of_losses
+            logits, target, losses, ranks, options, predicted=predicted, entropies=entropies, lses=lses,
+            loss_weights=of_losses, entropy_weights=of_entropies, lse_weights=of_lses,
         )  # fmt: skip
-        if lses is not None and maxima is not None and log_sums is not None:
-            torch.add(maxima, log_sums, out=lses)
         return
+    valid = target != options.ignore_index
     y = torch.where(valid, target, 0).unsqueeze(1)
     if options.return_rank:
         ranks.copy_(ranks_reference(logits, y, valid))
+    if predicted is not None:
+        predicted.copy_(logits.argmax(1).masked_fill_(~valid, -1))
 
     x = logits.to(losses.dtype).mul_(options.logit_scale)
     capped = None
@@ -67,7 +64,7 @@ def rows_in_place(
     at_y = x.gather(1, y).squeeze(1)
     mean = x.mean(1) if options.label_smoothing else 0.0
     below = None  # x - maximum
-    if with_entropy:
+    if entropies is not None or of_entropies is not None:
         below = x.clamp_(min=VANISHED)  # -inf times its exp would be NaN
         x = below.exp()
     else:
@@ -105,11 +102,6 @@ def rows_in_place(
     if capped is not None:
         x.mul_(capped.square_().neg_().add_(1))
     logits.copy_(x.masked_fill_(~valid.unsqueeze(1), 0.0))
-
-
-def kernels_do(logits: Tensor, with_entropy: bool, lse_weights: Tensor | None) -> bool:
-    """Whether the kernels compute it: they have neither entropies nor a gradient of lses, which torch computes."""
-    return use_kernels(logits) and not with_entropy and lse_weights is None
 
 
 def bytes_in_torch(V: int, dtype: torch.dtype, options: LossOptions, with_entropy: bool) -> int:

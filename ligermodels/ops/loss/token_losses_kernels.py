@@ -1,4 +1,4 @@
-"""The Triton kernels of cross entropy: rows of logits to losses, ranks and gradients.
+"""The Triton kernels of cross entropy: rows of logits to losses, other numbers of a row, and gradients.
 
 No program waits for another one: a row's loss, and its gradient in place of the logits, are the work of one program.
 """
@@ -15,6 +15,7 @@ SCALE_BLOCK = 8192  # elements that a program scales at a time
 NEAR = tl.constexpr(0.8) if HAS_TRITON else None
 LOG2_E = tl.constexpr(1.4426950408889634) if HAS_TRITON else None
 LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of no logits, or of -inf
+VANISHED = tl.constexpr(-128.0) if HAS_TRITON else None  # exp of it is 0 in float32
 
 
 @triton.jit
@@ -53,12 +54,20 @@ def _exp(x):
 
 
 @triton.jit
+def _below(x, maximum):
+    """x - maximum, but finite where x is -inf, to be multiplied by its exp, which is 0 there."""
+    return tl.maximum(x - maximum, VANISHED)
+
+
+@triton.jit
 def _observe(
-    start, first, col, V, y, at_y, top, total, plain, before, scale, softcap, MASKED: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+    start, first, col, V, y, at_y, top, total, plain, before, spread, best, best_at, scale, softcap,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
+    PREDICTED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile (TILES, BLOCK) of a row's logits, from `first` on, to the state of BLOCK lanes: their maxima, sums of
-    exp(x - maximum), plain sums, and counts of logits that rank before the target's."""
+    exp(x - maximum), plain sums, counts of logits that rank before the target's, sums of exp(x - maximum) *
+    (x - maximum), and the greatest given logits and their first tiles."""
     col += first
     inside = col < V
     given = tl.load(start + col, mask=inside, other=float("-inf")) if MASKED else tl.load(start + col)
@@ -66,22 +75,32 @@ def _observe(
     if CAPPED and MASKED:
         x = tl.where(inside, x, float("-inf"))
     higher = tl.maximum(top, tl.max(x, axis=0))
+    if ENTROPY:
+        spread = _exp(top - higher) * (spread + total * _below(top, higher))
+        spread += tl.sum(_exp(x - higher[None, :]) * _below(x, higher[None, :]), axis=0)
     total = total * _exp(top - higher) + tl.sum(_exp(x - higher[None, :]), axis=0)
     if SMOOTHED:
         plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
     if RANK:
         before += tl.sum((inside & ((given > at_y) | ((given == at_y) & (col < y)))).to(tl.int32), axis=0)
-    return higher, total, plain, before
+    if PREDICTED:
+        greatest = tl.max(given.to(tl.float32), axis=0)
+        best_at = tl.where(greatest > best, first, best_at)
+        best = tl.maximum(best, greatest)
+    return higher, total, plain, before, spread, best, best_at
 
 
 @triton.jit
 def _gradient(
-    given, is_target, maximum, factor, c, V, scale, softcap, smoothing,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+    given, is_target, maximum, factor, of_entropy, c, V, scale, softcap, smoothing,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of loss_weight * loss by given logits. c: loss_weight * logit_scale. factor: c times 1 + 2 z_loss
-    lse, over the sum of exp(x - maximum)."""
+    """The gradient by given logits of the row's numbers, each times its weight. c: loss_weight * logit_scale.
+    exp(x - maximum) gets factor - of_entropy * (x - maximum); without other weights than the loss's, factor is c times
+    1 + 2 z_loss lse, over the sum of exp(x - maximum)."""
     x, slope = effective(given, scale, softcap, SCALED, CAPPED)
+    if ENTROPY:
+        factor = factor - of_entropy * _below(x, maximum)
     g = _exp(x - maximum) * factor
     if SMOOTHED:
         g -= c * smoothing / V
@@ -93,52 +112,60 @@ def _gradient(
 
 @triton.jit
 def _write_tile(
-    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, MASKED: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+    start, first, col, V, maximum, factor, of_entropy, c, scale, softcap, smoothing, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Replaces a tile of logits by its gradient as if none were the target's."""
     place = start + first + col
     mask = (first + col < V) if MASKED else None
     given = tl.load(place, mask=mask)
-    g = _gradient(given, False, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
+    g = _gradient(
+        given, False, maximum, factor, of_entropy, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED, ENTROPY
+    )
     tl.store(place, g.to(start.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _cross_entropy_row_kernel(
-    logits, stride, target, loss_weights, losses, maxima, log_sums, ranks,
-    V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, target, loss_weights, entropy_weights, lse_weights, losses, maxima, log_sums, ranks, predicted,
+    entropies, lses, V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr,
+    ENTROPY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program reads one row: its loss, max and log of the sum of exp(x - max), and its rank.
+    """Each program reads one row: its loss, max and log of the sum of exp(x - max), and what else is asked for.
 
     BLOCK lanes go through the row, TILES logits each at a time, and are reduced once at the end: little more than one
     exp for each logit, and no barrier in the loop. Given loss_weights, the program then goes back through the row and
-    replaces it by the gradient of loss_weight * loss: what it read last is still in the cache."""
+    replaces it by the gradient of loss_weight * loss, and of the entropy and the log-sum-exp times their weights: what
+    it read last is still in the cache."""
     SIZE: tl.constexpr = TILES * BLOCK
+    WEIGHTED: tl.constexpr = entropy_weights is not None
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     start = logits + row * stride
     whole = V // SIZE * SIZE
     y = tl.load(target + row)
-    loss, maximum, log_sum = 0.0, 0.0, 0.0
+    loss, maximum, log_sum, entropy = 0.0, 0.0, 0.0, 0.0
     rank = tl.full((), -1, dtype=tl.int64)
+    prediction = tl.full((), -1, dtype=tl.int64)
     if (y != ignore_index) & (y >= 0) & (y < V):
         given_y = tl.load(start + y)
         top = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         plain = tl.zeros((BLOCK,), dtype=tl.float32)
         before = tl.zeros((BLOCK,), dtype=tl.int32)
+        spread = tl.zeros((BLOCK,), dtype=tl.float32)
+        best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+        best_at = tl.zeros((BLOCK,), dtype=tl.int32)
         for first in range(0, whole, SIZE):
-            top, total, plain, before = _observe(
-                start, first, col, V, y, given_y, top, total, plain, before, scale, softcap,
-                False, SCALED, CAPPED, SMOOTHED, RANK,
+            top, total, plain, before, spread, best, best_at = _observe(
+                start, first, col, V, y, given_y, top, total, plain, before, spread, best, best_at, scale, softcap,
+                False, SCALED, CAPPED, SMOOTHED, RANK, PREDICTED, ENTROPY,
             )  # fmt: skip
         if whole < V:
-            top, total, plain, before = _observe(
-                start, whole, col, V, y, given_y, top, total, plain, before, scale, softcap,
-                True, SCALED, CAPPED, SMOOTHED, RANK,
+            top, total, plain, before, spread, best, best_at = _observe(
+                start, whole, col, V, y, given_y, top, total, plain, before, spread, best, best_at, scale, softcap,
+                True, SCALED, CAPPED, SMOOTHED, RANK, PREDICTED, ENTROPY,
             )  # fmt: skip
         maximum = tl.max(top, axis=0)
         total_of_row = tl.sum(total * _exp(top - maximum), axis=0)
@@ -149,22 +176,44 @@ def _cross_entropy_row_kernel(
         if SMOOTHED:
             loss += smoothing * (log_sum - (tl.sum(plain, axis=0) / V - maximum))
         loss += z_loss * (maximum + log_sum) * (maximum + log_sum)
+        mean = 0.0  # the expectation of x - maximum
+        if ENTROPY:
+            spread = _exp(top - maximum) * (spread + total * _below(top, maximum))
+            mean = tl.sum(spread, axis=0) / total_of_row
+            entropy = log_sum - mean
         if RANK:
             rank = tl.sum(before, axis=0).to(tl.int64)
+        if PREDICTED:
+            greatest = tl.max(best, axis=0)
+            places = tl.min(tl.where(best == greatest, best_at, V), axis=0) + col  # of the first tile that has it
+            found = (places < V) & (tl.load(start + places, mask=places < V, other=0.0) == greatest)
+            prediction = tl.minimum(tl.min(tl.min(tl.where(found, places, V), axis=0), axis=0), V - 1).to(tl.int64)
         if loss_weights is not None:
             c = tl.load(loss_weights + row) * logit_scale
             factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) / total_of_row
+            of_entropy = 0.0
+            # By x_j the entropy has the slope p_j * (mean - (x_j - maximum)), and the log-sum-exp p_j.
+            if entropy_weights is not None:
+                of_entropy = tl.load(entropy_weights + row) * logit_scale / total_of_row
+                factor += of_entropy * mean
+            if lse_weights is not None:
+                factor += tl.load(lse_weights + row) * logit_scale / total_of_row
             tl.debug_barrier()  # all threads have read the row
             if whole < V:
                 _write_tile(
-                    start, whole, col, V, maximum, factor, c, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED
-                )
+                    start, whole, col, V, maximum, factor, of_entropy, c, scale, softcap, smoothing,
+                    True, SCALED, CAPPED, SMOOTHED, WEIGHTED,
+                )  # fmt: skip
             for done in range(0, whole, SIZE):
                 first = whole - SIZE - done
                 _write_tile(
-                    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
-                )
-            g_y = _gradient(given_y, True, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
+                    start, first, col, V, maximum, factor, of_entropy, c, scale, softcap, smoothing,
+                    False, SCALED, CAPPED, SMOOTHED, WEIGHTED,
+                )  # fmt: skip
+            g_y = _gradient(
+                given_y, True, maximum, factor, of_entropy, c, V, scale, softcap, smoothing,
+                SCALED, CAPPED, SMOOTHED, WEIGHTED,
+            )  # fmt: skip
             tl.debug_barrier()  # all threads have written theirs
             tl.store(start + y, g_y.to(logits.dtype.element_ty))
     elif loss_weights is not None:
@@ -177,6 +226,12 @@ def _cross_entropy_row_kernel(
         tl.store(log_sums + row, log_sum)
     if RANK:
         tl.store(ranks + row, rank)
+    if PREDICTED:
+        tl.store(predicted + row, prediction)
+    if entropies is not None:
+        tl.store(entropies + row, entropy)
+    if lses is not None:
+        tl.store(lses + row, maximum + log_sum)
 
 
 @kernel
@@ -195,7 +250,9 @@ def _cross_entropy_gradient_kernel(
         c = tl.load(loss_weights + row) * logit_scale
         given = tl.load(start + col, mask=col < V, other=0.0)
         factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum)
-        g = _gradient(given, col == y, maximum, factor, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED)
+        g = _gradient(
+            given, col == y, maximum, factor, 0.0, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED, False
+        )
         tl.store(out + col, g.to(gradient.dtype.element_ty), mask=col < V)
     else:
         tl.store(out + col, tl.zeros((BLOCK,), dtype=gradient.dtype.element_ty), mask=col < V)
@@ -218,17 +275,22 @@ def _flags(options: LossOptions) -> dict[str, bool]:
 
 def launch_rows(
     logits: Tensor, target: Tensor, losses: Tensor, ranks: Tensor, options: LossOptions, *,
-    maxima: Tensor | None = None, log_sums: Tensor | None = None, loss_weights: Tensor | None = None,
+    maxima: Tensor | None = None, log_sums: Tensor | None = None, predicted: Tensor | None = None,
+    entropies: Tensor | None = None, lses: Tensor | None = None, loss_weights: Tensor | None = None,
+    entropy_weights: Tensor | None = None, lse_weights: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills losses, maxima, log_sums and ranks, (M,), from logits (M, V), whose last dimension is contiguous.
+    """Fills losses, ranks and those given of the others, (M,), from logits (M, V), whose last dimension is contiguous.
 
-    loss_weights, (M,): then the gradient of loss_weights * losses takes the place of the logits."""
+    loss_weights, (M,): then the gradient of loss_weights * losses takes the place of the logits, with that of
+    entropy_weights * entropies and of lse_weights * lses if these are given too."""
     M, V = logits.shape
     most = 2048 if loss_weights is None else 4096  # in place, a row should have a multiprocessor to itself
     lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), most)  # 8 a thread: 16-byte loads of bfloat16
     _cross_entropy_row_kernel[(M,)](
-        logits, logits.stride(0), target, loss_weights, losses, maxima, log_sums, ranks,
-        V, options.ignore_index, *_numbers(options), **_flags(options), RANK=options.return_rank,
+        logits, logits.stride(0), target, loss_weights, entropy_weights, lse_weights, losses, maxima, log_sums, ranks,
+        predicted, entropies, lses, V, options.ignore_index, *_numbers(options), **_flags(options),
+        RANK=options.return_rank, PREDICTED=predicted is not None,
+        ENTROPY=entropies is not None or entropy_weights is not None,
         TILES=min(power_of_2_above(-(-V // lanes)), TILES), BLOCK=lanes, num_warps=lanes // 256,
     )  # fmt: skip
 
