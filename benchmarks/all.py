@@ -24,6 +24,7 @@ COMMANDS = {
         "benchmarks.training gemma --providers 'transformers + torch.compile'",
         "benchmarks.training 1b --providers ligermodels --in-backward",
     ],
+    "command-line": ["benchmarks.command_line"],
     "decoding": ["benchmarks.decoding --transformers"],
     "medusa": [
         "benchmarks.medusa --floor",

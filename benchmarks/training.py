@@ -1,8 +1,9 @@
-"""`python -m benchmarks.training [CASE ...] [--out FILE]`: a full fine-tuning step, AdamW in bf16, beside transformers.
+"""`python -m benchmarks.training [CASE ...] [--out FILE]`: a training step, AdamW in bf16, beside transformers.
 
-Every provider is first checked: with the weights of a model of two layers that transformers saved, its loss and
-gradient must be those of transformers in fp32. With `--floor` each case begins with the least time of its step, from
-limits measured here (`benchmarks.floor`); with `--profile` ours ends with its kernels by class.
+All parameters are trained or, in cases of a `lora_rank`, LoRA on all linear layers of the blocks: beside transformers
+that of PEFT. Every provider is first checked, without LoRA: with the weights of a model of two layers that transformers
+saved, its loss and gradient must be those of transformers in fp32. With `--floor` each case begins with the least time
+of its step, from limits measured here (`benchmarks.floor`); with `--profile` ours ends with its kernels by class.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import ligermodels as lm
 from benchmarks import measure
 from benchmarks.floor import floor
 from benchmarks.models import CONFIGS
 from benchmarks.peers import PROVIDERS, transformers
 from benchmarks.profile import profile
+from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.training.fused_adamw import FusedAdamW
 
@@ -43,12 +46,14 @@ class Case:
     ignored: float = 0.0
     activation_checkpointing: ActivationCheckpointing = "none"
     in_backward: bool = False
+    lora_rank: int | None = None
 
     @property
     def name(self) -> str:
         """Model and batch."""
         ignored = f" {self.ignored:.0%} ignored" if self.ignored else ""
-        return f"{self.model} {self.batch}x{self.length}{ignored}" + " AdamW in backward" * self.in_backward
+        lora = "" if self.lora_rank is None else f" LoRA {self.lora_rank}"
+        return f"{self.model} {self.batch}x{self.length}{ignored}{lora}" + " AdamW in backward" * self.in_backward
 
 
 CASES = [
@@ -61,6 +66,7 @@ CASES = [
     Case("mistral-7b", 2, 4096),
     Case("qwen2.5-7b", 2, 4096),
     Case("qwen3-1.7b", 4, 4096),
+    Case("llama-3-8b", 4, 4096, lora_rank=16),
 ]
 
 
@@ -101,22 +107,35 @@ class Verifier:
         return self.errors[name, provider]
 
 
+def with_lora(model: nn.Module, rank: int) -> nn.Module:
+    """With LoRA in bf16 on all linear layers of the blocks."""
+    if isinstance(model, CausalLM):
+        return lm.add_lora(model, rank)
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
 def run(case: Case, provider: str, profiled: bool = False) -> dict[str, Any]:
     """Median step time and most memory allocated over STEPS steps, and the kernels of one more by class."""
     config = CONFIGS[case.model]
     torch.manual_seed(0)
     model = PROVIDERS[provider](config, None).train()
+    if case.lora_rank is not None:
+        model = with_lora(model, case.lora_rank)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ids = torch.randint(config["vocab_size"], (case.batch, case.length), device=measure.DEVICE)
     labels = torch.where(torch.rand(ids.shape, device=measure.DEVICE) < case.ignored, -100, ids)
     optimizer: torch.optim.Optimizer
     handles = []
     if provider.startswith("ligermodels"):
         getattr(model, "_orig_mod", model).activation_checkpointing = case.activation_checkpointing
-        optimizer = FusedAdamW(model.parameters(), lr=1e-6)
+        optimizer = FusedAdamW(trained, lr=1e-6)
         if case.in_backward:
             handles = optimizer.step_in_backward()
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+        optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
     def step() -> None:
         model(input_ids=ids, labels=labels).loss.backward()
