@@ -4,6 +4,7 @@ in tests/integrations/test_lora_peft.py."""
 import copy
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_a_fused_layer_against_its_formula(chosen: list[str], bias: bool) -> Non
     parts = [LoRAPart(f"layer.{name}", (views[name],), *settings[name], use_rslora=name == "k_proj") for name in chosen]
     layer = LoRALinear(base, parts)
     x = torch.randn(2, 5, hidden, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(layer(x), base(x))
+    torch.testing.assert_close(layer(x), base(x), rtol=1e-13, atol=1e-13)
     for parameter in layer.parameters():
         parameter.data.normal_()
 
@@ -101,10 +102,11 @@ def test_dropout() -> None:
         dropped = layer(x)
         assert torch.equal(layer.eval()(x), plain) and not torch.equal(dropped, plain)
         a, b = layer.lora_A, layer.lora_B_o_proj
-        update = (dropped - layer.base_layer(x)).double()
+        base = nn.functional.linear(x, layer.weight, layer.bias)
+        update = (dropped - base).double()
         spread = (32 / 3) ** 2 * 0.4 / 0.6 * ((b @ a) ** 2).sum(1).double()
         assert torch.allclose(update.var(0), spread, rtol=0.2)
-        assert ((update.mean(0) - (plain - layer.base_layer(x))[0]).abs() < 5 * (spread / 4000).sqrt()).all()
+        assert ((update.mean(0) - (plain - base)[0]).abs() < 5 * (spread / 4000).sqrt()).all()
 
 
 def test_initial_values() -> None:
@@ -155,24 +157,26 @@ def test_all_linear(name: str) -> None:
 class Count(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.sums = 0
+        self.rows: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.sums += func is torch.ops.aten.addmm.default and args[0].ndim == 2
+        if func is torch.ops.ligermodels.lora_linear_forward.default:
+            self.rows.append(tuple(args[2].shape))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda config: config["model_type"])
 def test_activation_checkpointing(config: dict[str, Any]) -> None:
-    """The same gradients; "selective" computes the sums again instead of keeping both them and the base's results."""
+    """The same gradients; "selective" computes what is narrower than its operand again, "full" all."""
     model = build(config)
     wanted = gradients(model)
+    shapes = [tuple(layer.weight.shape) for layer in lora_layers(model).values()]
     for mode in ("selective", "full"):
         model.activation_checkpointing = mode
         with Count() as count:
             found = gradients(model)
-        # The last of a block, down_proj's, is needed by no gradient.
-        assert count.sums >= 2 * len(lora_layers(model)) - len(model.decoder.blocks)
+        again = [shape for shape in shapes if mode == "full" or shape[0] < shape[1]]
+        assert Counter(shapes + again) == Counter(count.rows)
         assert found.keys() == wanted.keys()
         for name in wanted:
             torch.testing.assert_close(found[name], wanted[name])
@@ -233,8 +237,9 @@ def test_generation_is_that_of_the_merged_model() -> None:
     model = build(r=8, lora_alpha=64).eval()
     found = model.generate(tokens(2, 7), max_new_tokens=12)
     plain = build(r=8, lora_alpha=64).eval()
-    for layer in lora_layers(plain).values():
-        layer.init_weights()
+    with torch.no_grad():
+        for layer in lora_layers(plain).values():
+            layer.lora_A.zero_()
     assert not torch.equal(plain.generate(tokens(2, 7), max_new_tokens=12), found)
     assert torch.equal(lm.merge_lora(model).generate(tokens(2, 7), max_new_tokens=12), found)
 
@@ -247,9 +252,7 @@ def test_a_round_trip_is_exact(tmp_path: Path) -> None:
     model = build(target_modules=["k_proj", "o_proj", "up_proj"], **options)
     lm.save_adapter(model, tmp_path / "adapter")
     again = lm.from_config(LLAMA)
-    again.load_state_dict(
-        {name.replace("base_layer.", ""): t for name, t in model.state_dict().items() if "lora_" not in name}
-    )
+    again.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if "lora_" not in name})
     lm.load_adapter(again, tmp_path / "adapter", is_trainable=True, dtype="bfloat16")
     state = model.state_dict()
     assert again.state_dict().keys() == state.keys()

@@ -254,5 +254,6 @@ def _targets(model: Model, paths: Collection[str]) -> dict[str, Target]:
 
 def _tensors(layers: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
     """A and B by native name."""
-    named = ((name, layer.named_parameters(recurse=False)) for name, layer in layers.items())
-    return {f"{name}.{own}": tensor for name, parameters in named for own, tensor in parameters}
+    return {
+        f"{name}.{own}": tensor for name, layer in layers.items() for own, tensor in layer.lora_parameters().items()
+    }

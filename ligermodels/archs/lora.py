@@ -108,11 +108,10 @@ def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
     for mapping in weight_map.mappings:
         name, _, kind = mapping.target.rpartition(".")
         linear = modules.get(name)
-        linear = linear.base_layer if isinstance(linear, LoRALinear) else linear
         sources = dict.fromkeys(view.source for view in mapping.views)
         if (
             not isinstance(linear, nn.Linear)
-            or type(linear).forward is not nn.Linear.forward  # a layer of another kind
+            or type(linear) not in (nn.Linear, LoRALinear)  # another subclass may compute anything
             or kind != "weight"
             or not name.startswith("decoder.blocks.")
             or name.startswith(mixtures)
@@ -153,12 +152,11 @@ def new_layers(
 
 
 def insert(model: Model, layers: Mapping[str, LoRALinear], *, trainable: bool = True) -> Model:
-    """Freeze `model`, and put the LoRA layers in place of their base layers."""
+    """Freeze `model`, and put the LoRA layers in place of the linear ones."""
     model.requires_grad_(False)
     for name, layer in layers.items():
         model.set_submodule(name, layer)
-        layer.base_layer.requires_grad_(False)
-        for parameter in layer.parameters(recurse=False):
+        for parameter in layer.lora_parameters().values():
             parameter.requires_grad_(trainable)
     return model
 

@@ -19,18 +19,17 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     """Keep results of attention, and of matrix products that are at least as wide as their operand.
 
     A narrower product (the down projection) is computed again if the backward pass needs it; the last one of a block
-    never is. Nor is the sum of such a product and LoRA's low-rank update kept (an addmm to a matrix, where a bias is a
-    vector): it is cheap beside the product.
+    never is.
     """
     name = op.__name__.partition(".")[0]
     if any(word in name for word in _ATTENTION):
         return CheckpointPolicy.MUST_SAVE
-    if name == "addmm" and args[0].ndim == 2:
-        return CheckpointPolicy.PREFER_RECOMPUTE
     if name in _GEMMS:
         weight = args[2] if name == "addmm" else args[1]
         if weight.shape[-1] >= weight.shape[-2]:
             return CheckpointPolicy.MUST_SAVE
+    if name == "lora_linear_forward" and args[2].shape[0] >= args[2].shape[1]:
+        return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels import ops
 from ligermodels.convert.mappings import TensorView, WeightMapping, concat, rename
 from ligermodels.errors import InputError
+from ligermodels.layers.initialization import skip_init
 
 
 @dataclass(frozen=True)
@@ -47,64 +49,70 @@ class LoRAPart:
             into.add_(rows[view.start : view.start + count].view(into.shape))
 
 
-class LoRALinear(nn.Module):
-    """base_layer(x) + scaling * B A dropout(x), for one or several parts of the rows of the base layer.
+class LoRALinear(nn.Linear):
+    """weight x + bias + scaling * B A dropout(x), for one or several parts of the rows of the weight.
 
     Each part has an A (r, in) and a B (out, r) of its own, as where the checkpoint has a layer for each. All A are one
     parameter, `lora_A` (sum of r, in), and one GEMM. `lora_B_<part>` has its rows in the checkpoint's order; forward
-    puts them into the native order, in a weight (native out, sum of r) that is zero off the blocks of the parts, for a
-    second GEMM that adds to the base layer's result. The parts share a dropout mask.
+    puts them into the native order, in a matrix (native out, sum of r) that is zero off the blocks of the parts. The
+    parts share a dropout mask.
 
-    The base layer is called by its forward. Parameters have `dtype` and compute in the dtype of x.
+    `weight` and `bias` are those of `linear`, which this takes the place of. A and B have `dtype` and compute in the
+    dtype of x.
     """
 
     def __init__(
-        self,
-        base_layer: nn.Linear,
-        parts: Sequence[LoRAPart],
-        *,
-        dropout: float = 0.0,
-        dtype: torch.dtype | None = None,
+        self, linear: nn.Linear, parts: Sequence[LoRAPart], *, dropout: float = 0.0, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__()
-        self.base_layer, self.parts, self.dropout = base_layer, tuple(parts), dropout
-        self._rows, width = base_layer.weight.shape
-        order = torch.arange(self._rows, device="cpu")
+        nn.Module.__init__(self)  # nn.Linear's own makes a weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.parts, self.dropout = tuple(parts), dropout
+        order = torch.arange(self.out_features, device="cpu")
         sizes = [sum(view.view(order).numel() for view in part.views) for part in self.parts]
         only = self.parts[0].views
         # Where a weight is one layer of the checkpoint, in its order, B is used as it is.
         self._whole = len(parts) == len(only) == 1 and torch.equal(only[0].view(order), order)
         self._names = [f"lora_B_{name}" for name in _short([part.name for part in self.parts])]
-        place: Any = {"dtype": dtype or base_layer.weight.dtype, "device": base_layer.weight.device}
-        self.lora_A = nn.Parameter(torch.empty(sum(part.r for part in self.parts), width, **place))
+        place: Any = {"dtype": dtype or self.weight.dtype, "device": self.weight.device}
+        self.lora_A = nn.Parameter(torch.empty(sum(part.r for part in self.parts), self.in_features, **place))
         for name, part, size in zip(self._names, self.parts, sizes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(size, part.r, **place)))
-        self.init_weights()
-        self.train(base_layer.training)
+        self._init_update()
+        self.train(linear.training)
 
-    def init_weights(self, std: float = 0.0) -> None:
-        """A kaiming_uniform(a=sqrt(5)), B zero, as PEFT has them: the update is zero."""
+    def init_weights(self, std: float) -> None:
+        """The weight normal(0, std) and the bias zero; the update as in PEFT: A kaiming_uniform(a=sqrt(5)), B zero."""
+        nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        self._init_update()
+
+    def _init_update(self) -> None:
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         for name in self._names:
             nn.init.zeros_(self.get_parameter(name))
 
+    def lora_parameters(self) -> dict[str, nn.Parameter]:
+        """A, and B of each part, by name: what is trained."""
+        return {name: self.get_parameter(name) for name in ("lora_A", *self._names)}
+
     def extra_repr(self) -> str:
         parts = ", ".join(f"{part.name.rpartition('.')[2]} (r={part.r})" for part in self.parts)
-        return f"{parts}, dropout={self.dropout}"
+        return f"{super().extra_repr()}, {parts}, dropout={self.dropout}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out of the base layer), in the base layer's dtype."""
-        y: Tensor = self.base_layer(x)
-        down = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A.to(x.dtype)).to(y.dtype)
-        up = self._native_b().to(y.dtype)
-        update = torch.addmm(y.flatten(0, -2), down.flatten(0, -2), up.t(), alpha=self.parts[0].scaling)
-        return update.view_as(y)
+        """x (..., in) -> (..., out), in the dtype of x."""
+        dropped = F.dropout(x, self.dropout) if self.training and self.dropout else None
+        a, b = self.lora_A.to(x.dtype), self._native_b().to(x.dtype)
+        scaling = self.parts[0].scaling
+        return ops.lora_linear(x, self.weight, a, b, self.bias, scaling=scaling, dropped=dropped)
 
     def _native_b(self) -> Tensor:
         """B of all parts, (native out, sum of r), zero off the blocks; relative to the first part's scaling."""
         if self._whole:
             return self.get_parameter(self._names[0])
-        found = self.lora_A.new_zeros(self._rows, self.lora_A.shape[0])
+        found = self.lora_A.new_zeros(self.out_features, self.lora_A.shape[0])
         start = 0
         for part, name in zip(self.parts, self._names, strict=True):
             ratio, b = part.scaling / self.parts[0].scaling, self.get_parameter(name)
@@ -114,13 +122,16 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """The base layer, with scaling * B A added to its weight: rounded as PEFT does it."""
+        """A linear layer of the same weight, to which scaling * B A was added: rounded as PEFT does it."""
         a = self.lora_A.split([part.r for part in self.parts])
         for part, name, down in zip(self.parts, self._names, a, strict=True):
             up, dtype = self.get_parameter(name), self.lora_A.dtype
             wide = torch.promote_types(dtype, torch.float32) if up.device.type == "cpu" else dtype
-            part.scatter(self.base_layer.weight, ((up.to(wide) @ down.to(wide)) * part.scaling).to(dtype))
-        return self.base_layer
+            part.scatter(self.weight, ((up.to(wide) @ down.to(wide)) * part.scaling).to(dtype))
+        with torch.device("meta"), skip_init():
+            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear.train(self.training)
 
     def weight_mappings(self, native: str) -> list[WeightMapping]:
         """Where PEFT's files have the parameters of the layer that the model calls `native`."""

@@ -7,6 +7,7 @@ from ligermodels.ops.decoding.decode_attention import decode_attention, decode_a
 from ligermodels.ops.decoding.topk_indices import topk_indices, topk_indices_reference
 from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_reference
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
 from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
@@ -49,6 +50,8 @@ __all__ = [
     "linear_distillation_reference",
     "linear_log_probs",
     "linear_log_probs_reference",
+    "lora_linear",
+    "lora_linear_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

@@ -71,6 +71,16 @@ CASES = {
     "swiglu": Case(ops.swiglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
     "swiglu packed": Case(ops.swiglu, ((4, 60),), ("glu_forward", "glu_backward")),
     "geglu": Case(ops.geglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
+    "lora_linear": Case(
+        lambda x, w, a, b, bias: ops.lora_linear(x, w, a, b, bias, scaling=0.5),
+        ((2, 5, 12), (20, 12), (3, 12), (20, 3), (20,)),
+        ("lora_linear_forward", "lora_linear_backward"),
+    ),
+    "lora_linear with dropout": Case(
+        lambda x, w, a, b: ops.lora_linear(x, w, a, b, dropped=x * 0.5),
+        ((5, 12), (20, 12), (3, 12), (20, 3)),
+        ("lora_linear_forward", "lora_linear_backward"),
+    ),
     "linear_distillation": Case(
         lambda h, w, b: ops.linear_distillation(h, w, h.flip(0), w.flip(0), h[:, 0] > 0, b, divergence="jsd"),
         ((4, 8), (50, 8), (50,)),

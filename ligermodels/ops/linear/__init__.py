@@ -1,0 +1,1 @@
+"""Linear layers with more than one product."""
