@@ -23,8 +23,8 @@ COMMANDS = {
         "benchmarks.training 1b --providers 'ligermodels + torch.compile'",
         "benchmarks.training gemma --providers 'transformers + torch.compile'",
         "benchmarks.training 1b --providers ligermodels --in-backward",
+        "benchmarks.command_line",
     ],
-    "command-line": ["benchmarks.command_line"],
     "decoding": ["benchmarks.decoding --transformers"],
     "medusa": [
         "benchmarks.medusa --floor",

@@ -64,14 +64,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.command_line", description=__doc__)
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
-    speeds: dict[str, list[float]] = {"ligermodels train": [], "bare step": []}
+    speeds: dict[str, list[float]] = {"ligermodels": [], "bare step": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         command = prepare(folder)
         for _ in range(ROUNDS):
-            speeds["ligermodels train"].append(of_command(command, folder / "run"))
+            speeds["ligermodels"].append(of_command(command, folder / "run"))
             speeds["bare step"].append(of_bare_step(folder / "bare.jsonl"))
-    facts, case = measure.facts(), f"train {MODEL} {BATCH}x{LENGTH}"
+    facts, case = measure.facts(), f"ligermodels train, {MODEL} {BATCH}x{LENGTH}"
     records: list[dict[str, Any]] = [
         {"case": case, "provider": name, "tokens_per_s": statistics.median(found), "rounds": found, **facts}
         for name, found in speeds.items()

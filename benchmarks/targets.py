@@ -111,6 +111,10 @@ def _ops(results: Results) -> Iterator[Row]:
         yield f"{case}, over its GEMMs alone", "≤", 1.05, time, _apart(results, case, *sizes)
         memory = results.value(case, "beyond_gradients_mib")
         yield f"{case}, MiB beyond the gradients", "≤", 1024, memory, _least_mib(*sizes)
+    for case, provider in results.records:
+        if provider == "ligermodels" and case.startswith("linear_log_probs"):
+            yield f"{case}, over its GEMMs alone", "≤", 1.1, _inverse(results.value(case, "both_of_limit"))
+            yield f"{case}, MiB beyond the gradients", "≤", 1024, results.value(case, "beyond_gradients_mib")
     full = f"linear_cross_entropy {LARGE_LOSSES[0]}"
     for part, bound in (("50% ignored", 0.6), ("frozen head", 0.75), ("frozen hidden", 0.75)):
         share = results.ratio(f"{full} {part}", "both_ms", "ligermodels", of=full)
@@ -145,6 +149,12 @@ def _training(results: Results) -> Iterator[Row]:
     case = "gemma-2-2b 2x4096"
     speed = results.ratio(case, "tokens_per_s", "transformers + torch.compile")
     yield f"{case}, tokens/s over transformers + torch.compile", "≥", 1.25, speed
+    case, peer = "llama-3-8b 4x4096 LoRA 16", "transformers + liger"
+    yield f"{case}, tokens/s", "≥", 17_000, results.value(case, "tokens_per_s")
+    yield f"{case}, tokens/s over transformers + PEFT + Liger", "≥", 1.1, results.ratio(case, "tokens_per_s", peer)
+    yield f"{case}, memory over its", "≤", 1, results.ratio(case, "peak_gib", peer)
+    case = "ligermodels train, llama-3.2-1b 4x4096"
+    yield f"{case}, tokens/s over the bare step", "≥", 0.98, results.ratio(case, "tokens_per_s", "bare step")
     for case, provider in results.records:
         if provider == "ligermodels":
             yield f"{case}, share of the floor", "≥", 0.95, results.value(case, "of_floor")
