@@ -49,17 +49,18 @@ def use_native_head(trainer: Trainer) -> Trainer:
     """Let a trainer of TRL compute what its losses are made of by `ops.linear_log_probs`; returns the same object.
 
     Call it once the trainer is made, before `train`. It is for the trainers that score tokens by TRL's fused head: SFT,
-    DPO, KTO, GRPO, RLOO, and the experimental AsyncGRPO. Losses, gradients and metrics are the same. The head takes
-    four matrix products per step, and two if it is frozen, as with LoRA.
+    DPO, KTO, GRPO and RLOO. Losses, gradients and metrics are the same. Of the policy, the head takes four matrix
+    products per step, and two if it is frozen, as with LoRA, and entropies are not part of the loss.
 
     It concerns `trainer.model` (of a PEFT model the one within) and `trainer.ref_model`. Those that do not compute
     natively yet, such as a reference that TRL has loaded by its path, are nativized. Nothing but these objects changes.
     What the trainer has computed before, as with `precompute_ref_log_probs`, is by TRL's head.
 
     Raises:
-        InputError: it is no trainer of TRL, or one that computes its losses from logits; the fused head of the
-            installed TRL is not that of version 1.16; a module or adapter has taken the place of the head; or it was
-            called for this trainer before.
+        InputError: it is no trainer of TRL, or one that does not use TRL's fused head; the fused head of the installed
+            TRL is not that of version 1.16; a module or adapter has taken the place of the model's head; or it was
+            called for this trainer before. In training, for a loss computed from logits (SFT's `label_smoothing_factor`
+            and `compute_loss_func`; GKD) and for `shift_labels` (context or sequence parallelism).
         ConfigError: a model is of a family that `nativize` does not support.
     """
     policy, accelerator = (getattr(trainer, name, None) for name in ("model", "accelerator"))
@@ -91,8 +92,8 @@ def _head_options(trainer: str, model: Any) -> HeadOptions:
         raise InputError(f"use_native_head: the {type(model).__name__} of this {trainer} has the native head already")
     if not _is_from(function, vars(utils)):
         raise InputError(
-            f"use_native_head: {trainer} has not set TRL's fused head on its {type(model).__name__}; it computes its "
-            "loss from logits, by TRL's code. ligermodels.losses has losses without logits"
+            f"use_native_head: {trainer} has not set TRL's fused head on its {type(model).__name__}: its loss is not "
+            "computed from that head's log-probabilities. ligermodels.losses has losses without logits"
         )
     held = inspect.getclosurevars(function.__func__).nonlocals
     fields = set(utils.FusedCausalLMOutput.__dataclass_fields__)
@@ -169,6 +170,11 @@ def _forward_for(
     @functools.wraps(kind.forward)  # type: ignore[attr-defined]  # whose signature Trainer and generate read
     def forward(model: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
+            if model.training and torch.is_grad_enabled() and kwargs.get("labels") is None:
+                raise InputError(
+                    "use_native_head: this trainer computes its loss from logits, as GKDTrainer does and SFTTrainer "
+                    "with label_smoothing_factor or compute_loss_func; leave use_native_head out"
+                )
             return theirs(*args, **kwargs)
         with context():
             return _fused_outputs(model, options, *args, **kwargs)
