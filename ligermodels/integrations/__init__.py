@@ -7,9 +7,10 @@ from ligermodels.lazy import lazy_names
 if TYPE_CHECKING:
     from ligermodels.integrations.facade import from_pretrained, wrap
     from ligermodels.integrations.in_place import nativize, restore
+    from ligermodels.integrations.trl import use_native_head
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"facade": ("from_pretrained", "wrap"), "in_place": ("nativize", "restore")}
+    __name__, {"facade": ("from_pretrained", "wrap"), "in_place": ("nativize", "restore"), "trl": ("use_native_head",)}
 )
 
-__all__ = ["from_pretrained", "nativize", "restore", "wrap"]
+__all__ = ["from_pretrained", "nativize", "restore", "use_native_head", "wrap"]

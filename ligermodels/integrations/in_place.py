@@ -50,7 +50,7 @@ def nativize(model: Model) -> Model:
         ConfigError: a field of its config is not supported (named).
         InputError: it is no such model, computes natively already, or something else (Liger) has replaced forwards.
     """
-    hf: Any = _base(model)
+    hf: Any = base_model(model)
     config, names, prefix = _composed(hf)
     backbone = hf.get_decoder()
     if getattr(hf, prefix, hf) is not backbone or not hasattr(hf, "lm_head"):
@@ -82,7 +82,7 @@ def restore(model: Model) -> Model:
 
     Raises InputError when it does not compute natively.
     """
-    hf: Any = _base(model)
+    hf: Any = base_model(model)
     if "native" not in hf.__dict__:
         raise InputError("restore: this model does not compute natively; nativize(model) makes it")
     for module in hf.modules():
@@ -98,7 +98,7 @@ def _no_replica() -> NoReturn:
     )
 
 
-def _base(model: Any) -> Any:
+def base_model(model: Any) -> Any:
     """The transformers model within a PEFT model, or itself."""
     hf = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(getattr(hf, "config", None), "to_dict") or not hasattr(hf, "get_decoder"):

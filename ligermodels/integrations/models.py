@@ -16,6 +16,7 @@ from transformers.modeling_outputs import (
 
 from ligermodels.errors import InputError
 from ligermodels.integrations.modules import DecoderView, attention_forward, has_hooks, is_ours, layer_forward, part
+from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
 from ligermodels.layers.lm_head import head_loss
 from ligermodels.layers.packing import Unpadding, bounds_of
@@ -123,10 +124,14 @@ def causal_lm_forward(
 
 
 def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Any:
-    """hidden (..., H) -> logits (..., V), without scale and softcap; with targets (...) their loss, with both."""
+    """hidden (..., H) -> logits (..., V), without scale and softcap; with targets (...) their loss, with both.
+
+    With targets and `outputs`, the names of what TRL asks for, these: see `token_statistics`.
+    """
     if targets is None:
         return type(head).forward(head, hidden)
-    return head_loss(head.native.config, hidden, head.weight, targets, head.bias, **options)
+    compute = token_statistics if "outputs" in options else head_loss
+    return compute(head.native.config, hidden, head.weight, targets, head.bias, **options)
 
 
 class Padding:

@@ -14,7 +14,9 @@ from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlu
 from accelerate.state import AcceleratorState
 from test_others import batches
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
+from ligermodels.integrations import use_native_head
 from ligermodels.integrations.modules import DecoderView
 
 MODELS = {"theirs": tiny.theirs, **tiny.NATIVE}
@@ -33,9 +35,11 @@ def fsdp2() -> dict[str, Any]:
 
 
 DISTRIBUTED: dict[str, Any] = {"ddp": lambda: {"gradient_accumulation_steps": 2}, "fsdp2": fsdp2, "zero3": zero3}
-TRAINERS: dict[str, dict[str, Any]] = {
-    "trainer fsdp2": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "activation_checkpointing": True}}
+FSDP2: dict[str, Any] = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {"version": 2, "activation_checkpointing": True},
 }
+TRAINERS: dict[str, dict[str, Any]] = {"trainer fsdp2": FSDP2, "sft fsdp2": FSDP2}
 
 
 def by_accelerator(how: str, model: Any, out: Path) -> list[float]:
@@ -63,13 +67,20 @@ def by_accelerator(how: str, model: Any, out: Path) -> list[float]:
 
 
 def by_trainer(how: str, model: Any, out: Path) -> list[float]:
-    """Four steps by transformers' Trainer."""
+    """Four steps by transformers' Trainer, or by TRL's SFTTrainer, on the native head where the model is native."""
     common: dict[str, Any] = {"report_to": [], "use_cpu": True, "bf16": False, "seed": 7, "save_strategy": "no"}
     steps: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 3, "learning_rate": 0.1, "optim": "sgd"}
-    arguments = TrainingArguments(str(out), logging_steps=1, **common, **steps, **TRAINERS[how])
+    common |= {"logging_steps": 1, **steps, **TRAINERS[how]}
     tokenizer = tiny.tokenizer()
-    data = tiny.texts().map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
-    trainer = Trainer(model, arguments, DataCollatorForLanguageModeling(tokenizer, mlm=False), data)
+    if how.startswith("sft"):
+        arguments = SFTConfig(str(out), **common)
+        trainer = SFTTrainer(model, arguments, train_dataset=tiny.texts(), processing_class=tokenizer)
+        if "native" in vars(model):
+            use_native_head(trainer)
+    else:
+        data = tiny.texts().map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        trainer = Trainer(model, TrainingArguments(str(out), **common), collator, data)
     trainer.train()
     trainer.save_model(str(out))
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]

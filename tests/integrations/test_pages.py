@@ -19,7 +19,7 @@ BLOCKS = [
 def test_a_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.save(tmp_path / "checkpoint")
     code = code.replace("meta-llama/Llama-3.2-1B", str(folder))
-    code = re.sub(r"(TrainingArguments|SFTConfig)\(\s*", r"\1(use_cpu=True, bf16=False, output_dir=", code)
+    code = re.sub(r"(TrainingArguments|SFTConfig|DPOConfig)\(\s*", r"\1(use_cpu=True, bf16=False, output_dir=", code)
     code = code.replace("HFLM(", "HFLM(device='cpu', ").replace("Accelerator()", "Accelerator(cpu=True)")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import ligermodels as lm
 
 HERE = Path(__file__).parent
-HOW = ("ddp", "fsdp2", "zero3", "trainer fsdp2")
+HOW = ("ddp", "fsdp2", "zero3", "trainer fsdp2", "sft fsdp2")
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -1,6 +1,7 @@
 """Models that compute natively in transformers' Trainer and TRL's: the same losses, step by step, as without."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,18 @@ from torch.testing import assert_close
 
 pytest.importorskip("trl", reason="needs ligermodels[integrations]")
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 QUIET: dict[str, Any] = {
     "report_to": [],
@@ -103,24 +115,44 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, tmp_path: Path) ->
     compare([r for r in resumed if r["step"] > 2], [r for r in whole if r["step"] > 2], rtol=1e-6)
 
 
-def sft(hf: Any, folder: Path, data: Any, **options: Any) -> list[dict[str, float]]:
+def sft(hf: Any, folder: Path, data: Any, **options: Any) -> SFTTrainer:
+    peft = options.pop("peft_config", None)
     arguments = SFTConfig(str(folder), **{**QUIET, "max_length": 32, **options})
-    return logged(SFTTrainer(hf, arguments, train_dataset=data, processing_class=tiny.tokenizer()))
+    return SFTTrainer(
+        hf, arguments, train_dataset=data, eval_dataset=data.select(range(5)), processing_class=tiny.tokenizer(),
+        peft_config=peft,
+    )  # fmt: skip
 
 
-def dpo(hf: Any, folder: Path, data: Any, **options: Any) -> list[dict[str, float]]:
-    arguments = DPOConfig(str(folder), **{**QUIET, **options}, max_length=32)
-    return logged(DPOTrainer(hf, args=arguments, train_dataset=data, processing_class=tiny.tokenizer()))
+def dpo(hf: Any, folder: Path, data: Any, **options: Any) -> DPOTrainer:
+    peft = options.pop("peft_config", None)
+    arguments = DPOConfig(str(folder), **{**QUIET, "max_length": 32, **options})
+    return DPOTrainer(hf, args=arguments, train_dataset=data, processing_class=tiny.tokenizer(), peft_config=peft)
 
 
-def grpo(hf: Any, folder: Path, data: Any, **options: Any) -> list[dict[str, float]]:
-    settings = {**QUIET, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, **options}
-    arguments = GRPOConfig(str(folder), **settings, temperature=1.0, beta=0.1)
+def kto(hf: Any, folder: Path, data: Any, **options: Any) -> KTOTrainer:
+    arguments = KTOConfig(str(folder), **{**QUIET, "max_length": 32, **options})
+    return KTOTrainer(hf, args=arguments, train_dataset=data, processing_class=tiny.tokenizer())
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float(len(set(text.split()))) for text in completions]
 
-    return logged(GRPOTrainer(hf, reward, args=arguments, train_dataset=data, processing_class=tiny.tokenizer()))
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def online(kind: type, config: type, hf: Any, folder: Path, data: Any, **options: Any) -> Any:
+    peft = options.pop("peft_config", None)
+    settings = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "beta": 0.1}
+    arguments = config(str(folder), **{**QUIET, **settings, "temperature": 1.0, **options})
+    return kind(
+        hf, reward, args=arguments, train_dataset=data, processing_class=tiny.tokenizer(), peft_config=peft
+    )  # fmt: skip
+
+
+grpo, rloo = partial(online, GRPOTrainer, GRPOConfig), partial(online, RLOOTrainer, RLOOConfig)
+
+
+def prompts() -> Any:
+    return tiny.preferences().select_columns(["prompt"])
 
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any], dict[str, Any]]] = {
@@ -129,7 +161,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any], dict[str, Any]]] =
     "sft padding-free": (sft, tiny.texts, {"padding_free": True, "max_length": None}),
     "sft assistant only": (sft, tiny.chats, {"assistant_only_loss": True}),
     "dpo": (dpo, tiny.preferences, {}),
-    "grpo": (grpo, lambda: tiny.preferences().select_columns(["prompt"]), {}),
+    "grpo": (grpo, prompts, {}),
 }
 
 
@@ -137,8 +169,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any], dict[str, Any]]] =
 @pytest.mark.parametrize("case", CASES)
 def test_trl(case: str, native: str, passes: list[int], folder: Path, tmp_path: Path) -> None:
     train, data, options = CASES[case]
-    wanted = train(theirs(folder), tmp_path / "theirs", data(), **options)
+    wanted = logged(train(theirs(folder), tmp_path / "theirs", data(), **options))
     assert not passes
-    found = train(NATIVE[native](folder), tmp_path / "native", data(), **options)
+    found = logged(train(NATIVE[native](folder), tmp_path / "native", data(), **options))
     assert passes
     compare(found, wanted)

@@ -81,6 +81,14 @@ def preferences(count: int = 16) -> Dataset:
     )
 
 
+def judged(count: int = 16) -> Dataset:
+    """Columns `prompt`, `completion` and `label`."""
+    pairs = preferences(count)
+    labels = [i % 3 > 0 for i in range(count)]
+    completions = [row["chosen" if label else "rejected"] for row, label in zip(pairs, labels, strict=True)]
+    return Dataset.from_dict({"prompt": pairs["prompt"], "completion": completions, "label": labels})
+
+
 def theirs(folder: Path) -> Any:
     """transformers' own model."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
