@@ -31,6 +31,7 @@ TINY = DemoSettings(
     validation_tokens=256,
     chat_steps=30,
     lora_rank=4,
+    lora_learning_rate=2e-2,
     tokens_per_step=0.0,
     check_accuracy=False,
 )

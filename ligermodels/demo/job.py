@@ -66,10 +66,10 @@ class DemoSettings:
     """Half of them to fit the tree, half to benchmark it. Fewer give more than 5 % noise in tokens per step."""
     prompt_tokens: int = 48
     new_tokens: int = 24
-    chat_steps: int = 200
+    chat_steps: int = 250
     chat_learning_rate: float = 4e-3
     lora_rank: int = 16
-    lora_learning_rate: float = 2e-2
+    lora_learning_rate: float = 1e-2
     tokens_per_step: float = 1.5
     """The demo fails below this."""
     check_accuracy: bool = True
