@@ -61,7 +61,8 @@ def from_pretrained(
     Args:
         name_or_path: a hub repo id or a local folder.
         dtype: of the parameters, or its name ("bfloat16"); by default, and with "auto", the one that config.json names.
-        device: where the parameters go, a torch device, its name or the index of a CUDA device; by default the CPU.
+        device: where the parameters go, a torch device, its name or the index of a CUDA device; by default the CPU. On
+            "meta" the checkpoint is checked, and no tensor is read.
         torch_dtype: transformers' older name of `dtype`.
         device_map: transformers' name of `device`; also `{"": device}`, or "auto" for the current CUDA device, without
             one the CPU.
@@ -97,7 +98,8 @@ def from_pretrained(
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
         allocate(model, kind or dtype_of(hf_config), place)
         initialize_buffers(model, config.initializer_range)
-        weight_map.load(checkpoint, persistent_tensors(model), progress=progress, mapped=mapped)
+        if place.type != "meta":
+            weight_map.load(checkpoint, persistent_tensors(model), progress=progress, mapped=mapped)
     return model.eval()
 
 

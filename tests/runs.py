@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ def make_base(folder: Path) -> None:
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
     make_checkpoint(folder, {**LLAMA, **small, "vocab_size": tokenizer.backend.get_vocab_size()})
     save_template("qwen2.5", folder)
+
+
+def with_decoder(base: Path, folder: Path) -> Path:
+    """A copy of `base` with a decoder of its tokens: what it says is text."""
+    shutil.copytree(base, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
 
 
 def make_data(path: Path) -> None:

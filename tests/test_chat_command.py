@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import with_decoder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
@@ -29,11 +30,7 @@ TOKENS = 8
 @pytest.fixture(scope="module")
 def speaker(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base` with a decoder of its tokens: what it says is text."""
-    folder = Path(shutil.copytree(base, tmp_path_factory.mktemp("speaker") / "model"))
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
+    return with_decoder(base, tmp_path_factory.mktemp("speaker") / "model")
 
 
 def chat(path: object, *arguments: object, input: str) -> Result:

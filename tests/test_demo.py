@@ -29,6 +29,9 @@ TINY = DemoSettings(
     new_tokens=12,
     validation_fraction=0.4,
     validation_tokens=256,
+    chat_steps=30,
+    lora_rank=4,
+    lora_learning_rate=2e-2,
     tokens_per_step=0.0,
     check_accuracy=False,
 )
@@ -60,6 +63,13 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
     assert torch.equal(medusa.generate(ids, 20), model.generate(ids, 20))
     joint = lm.from_pretrained(folder / "joint")
     assert all(not torch.equal(a, b) for a, b in zip(joint.parameters(), model.parameters(), strict=True))
+    chat, adapter = results["fine_tuning"]["chat"], results["fine_tuning"]["adapter"]
+    assert chat["first_loss"] == adapter["first_loss"] > max(1.3 * chat["loss"], 1.05 * adapter["loss"])
+    assert AutoModelForCausalLM.from_pretrained(folder / "chat").dtype == torch.float32
+    lm.load_adapter(lm.from_pretrained(folder / "model"), folder / "adapter")
+    chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
+    rendered = tokenizer.apply_chat_template(chats[0], tokenize=False)
+    assert rendered == f"user:\n{chats[0][0]['content']}{END}assistant:\n{chats[0][1]['content']}{END}"
     assert results["joint"]["kl"] > 0 and "stage 2: top-1" in captured.out
     lm.MedusaModel.from_pretrained(joint, folder / "joint")
 
@@ -69,7 +79,7 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
         run_demo(folder, replace(TINY, tokens_per_step=99.0, check_accuracy=True))
     again = json.loads((folder / "demo.json").read_text())
     assert again["loss"] == results["loss"] and again["checks"]["it gives more than 99.0 tokens per step"] is False
-    assert len(again["checks"]) == 9 and again["joint"] == results["joint"]
+    assert len(again["checks"]) == 13 and again["joint"] == results["joint"]
 
 
 def test_baselines_by_hand() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.lora import (
     Model,
     Target,
@@ -26,7 +31,7 @@ from ligermodels.archs.state_dict import layout_in_memory
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json, short
 from ligermodels.convert.export_spec import as_json
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -38,6 +43,8 @@ from ligermodels.layers.sharding import reshard
 
 ONE_FILE = 2**63 - 1
 """PEFT looks for one file."""
+TOKENIZER = tuple(name for name in COMPANIONS if name not in ("config.json", "generation_config.json"))
+"""Names of the files of a tokenizer and its chat template, which may lie beside an adapter."""
 
 NO_BEARING = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
@@ -56,7 +63,9 @@ INITS = (True, False, "gaussian", "orthogonal", "eva")
 def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write the LoRA of a model in PEFT's format, which `peft.PeftModel.from_pretrained` opens on transformers' model.
 
-    Tensors are written in their dtype, exactly. Of a sharded model all ranks call this, and the first one writes.
+    Tensors are written in their dtype, exactly; beside them the tokenizer and chat template, if `model.export_spec` has
+    other ones than the checkpoint that the model was loaded from. Of a sharded model all ranks call this, and the first
+    one writes.
 
     Args:
         model: one with LoRA, from `add_lora` or `load_adapter`.
@@ -69,20 +78,35 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: boo
     """
     layers = require_lora(model, "save_adapter")
     reshard(model)
+    write_adapter(model, layers, lora_tensors(layers), folder, overwrite=overwrite)
+
+
+def write_adapter(
+    model: CausalLM,
+    layers: Mapping[str, LoRALinear],
+    tensors: Mapping[str, Tensor],
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """`save_adapter` of `tensors`, named as by `lora_tensors`, in place of those of the `layers`, which may be on the
+    meta device."""
     spec = model.require_export_spec()
     source = spec.source
     base = None if source is None else source.repo_id or str(source.folder)
     # Layers of a vision tower have the same names.
     known = None if source is not None and source.nested else targets(model, transformers_layout(model))
-    tensors = _tensors(layers)
+    own = {name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder}
+    # Beside a checkpoint, the tokenizer is that checkpoint's.
+    replaced = () if (Path(folder) / "config.json").is_file() else TOKENIZER
     save_checkpoint(
         folder,
         adapter_map(layers).export(tensors),
         name=ADAPTER.removesuffix(".safetensors"),
         max_shard_size=ONE_FILE,
-        files={ADAPTER_CONFIG: as_json(adapter_config(layers, known, base))},
+        files={**own, ADAPTER_CONFIG: as_json(adapter_config(layers, known, base))},
         overwrite=overwrite,
-        replaced=(ADAPTER, ADAPTER_CONFIG, "adapter_model.bin"),
+        replaced=(ADAPTER, ADAPTER_CONFIG, "adapter_model.bin", *replaced),
         ranks=Ranks(tensors.values()),
     )
 
@@ -117,29 +141,73 @@ def load_adapter(
     check_adaptable(model, "load_adapter")
     options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder = hub.resolve_adapter(name_or_path, revision=revision, **options)
+    with open_adapter(folder) as (config, checkpoint):
+        layers = _layers(model, config, checkpoint, dtype)
+        adapter_map(layers).load(checkpoint, lora_tensors(layers))
+    return insert(model, layers, trainable=is_trainable)
+
+
+def rewrite_adapter(
+    model: CausalLM,
+    adapter: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: DtypeLike | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Check that an adapter in PEFT's format opens on a model, and write it as `save_adapter` does.
+
+    Args:
+        model: one without LoRA; it may be on the meta device, and stays as it is.
+        adapter: a local folder or a hub repo id.
+        folder, overwrite: as of `save_adapter`.
+        dtype: of what is written; by default the stored one, and then all tensors keep their bits.
+
+    Raises as `load_adapter` and `save_adapter`.
+    """
+    check_adaptable(model, "rewrite_adapter")
+    with open_adapter(hub.resolve_adapter(adapter)) as (config, checkpoint):
+        stored = functools.reduce(torch.promote_types, (header.dtype for header in checkpoint.headers.values()))
+        layers = _layers(model, config, checkpoint, dtype or stored)
+        tensors = {name: torch.empty_like(each, device="cpu") for name, each in lora_tensors(layers).items()}
+        adapter_map(layers).load(checkpoint, tensors)
+    write_adapter(model, layers, tensors, folder, overwrite=overwrite)
+
+
+@contextmanager
+def open_adapter(folder: Path) -> Iterator[tuple[dict[str, Any], Checkpoint]]:
+    """adapter_config.json and the tensors of an adapter in PEFT's format.
+
+    Raises ConfigError when there is no config, CheckpointError when there are no safetensors or they are damaged.
+    """
     config = read_json(folder / ADAPTER_CONFIG)
-    check_config(config)
     if not (folder / ADAPTER).is_file():
         raise CheckpointError(
             f"{folder}: no {ADAPTER}; pickles (adapter_model.bin) are not loaded: save it by PEFT anew"
         )
     with Checkpoint(folder, single=ADAPTER) as checkpoint:
-        found = _targets(model, paths := _paths(checkpoint.headers))
-        if unknown := [path for path in paths if path not in found]:
-            known = ", ".join(dict.fromkeys(map(leaf, found)))
-            raise CheckpointError(
-                f"{folder / ADAPTER}: adapts {len(unknown)} layers that are no linear layers of this model's blocks, "
-                f"such as {unknown[0]}; native LoRA adapts {known}"
-            )
-        parts = {path: _part(path, found[path], config) for path in found if path in paths}
-        layers = new_layers(model, found, parts, config.get("lora_dropout") or 0.0, dtype)
-        adapter_map(layers).load(checkpoint, _tensors(layers))
-    return insert(model, layers, trainable=is_trainable)
+        yield config, checkpoint
+
+
+def adapted_paths(config: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
+    """Path in transformers of each adapted layer -> its lora_alpha, of an adapter with tensors of these `names`.
+
+    Raises ConfigError and CheckpointError, naming the field or tensor, for one that native LoRA opens on no model.
+    """
+    check_config(config)
+    return {path: _alpha(path, config) for path in sorted(_paths(names))}
 
 
 def adapter_map(layers: Mapping[str, LoRALinear]) -> WeightMap:
     """Native names of A and B to those in PEFT's files."""
     return WeightMap([mapping for name, layer in layers.items() for mapping in layer.weight_mappings(name)])
+
+
+def lora_tensors(layers: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
+    """A and B of `layers` by native name: that of the model's parameters."""
+    return {
+        f"{name}.{own}": tensor for name, layer in layers.items() for own, tensor in layer.lora_parameters().items()
+    }
 
 
 def adapter_config(
@@ -210,6 +278,22 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise refuse(name, "must be a number above 0")
 
 
+def _layers(
+    model: CausalLM, config: Mapping[str, Any], checkpoint: Checkpoint, dtype: DtypeLike | None
+) -> dict[str, LoRALinear]:
+    """The LoRA layers of an adapter, not yet in the model and not filled; errors as of `load_adapter`."""
+    check_config(config)
+    found = _targets(model, paths := _paths(checkpoint.headers))
+    if unknown := [path for path in paths if path not in found]:
+        known = ", ".join(dict.fromkeys(map(leaf, found)))
+        raise CheckpointError(
+            f"{checkpoint.folder / ADAPTER}: adapts {len(unknown)} layers that are no linear layers of this model's "
+            f"blocks, such as {unknown[0]}; native LoRA adapts {known}"
+        )
+    parts = {path: _part(path, found[path], config) for path in found if path in paths}
+    return new_layers(model, found, parts, config.get("lora_dropout") or 0.0, dtype)
+
+
 def _positive(value: Any, whole: bool) -> bool:
     kinds = int if whole else int | float
     return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
@@ -218,8 +302,12 @@ def _positive(value: Any, whole: bool) -> bool:
 def _part(path: str, target: Target, config: Mapping[str, Any]) -> LoRAPart:
     """With the rank and scaling that the config has for this path; 8 is PEFT's default of both."""
     r = _of_pattern(config.get("rank_pattern") or {}, path, config.get("r", 8))
-    alpha = _of_pattern(config.get("alpha_pattern") or {}, path, config.get("lora_alpha", 8))
-    return LoRAPart(path, target.views, r, alpha, bool(config.get("use_rslora")))
+    return LoRAPart(path, target.views, r, _alpha(path, config), bool(config.get("use_rslora")))
+
+
+def _alpha(path: str, config: Mapping[str, Any]) -> float:
+    found: float = _of_pattern(config.get("alpha_pattern") or {}, path, config.get("lora_alpha", 8))
+    return found
 
 
 def _of_pattern(pattern: Mapping[str, Any], path: str, default: Any) -> Any:
@@ -250,10 +338,3 @@ def _targets(model: Model, paths: Collection[str]) -> dict[str, Target]:
         *family_of(whole).weight_maps(model.config),
     )
     return max((targets(model, layout) for layout in layouts), key=lambda found: len(found.keys() & set(paths)))
-
-
-def _tensors(layers: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
-    """A and B by native name."""
-    return {
-        f"{name}.{own}": tensor for name, layer in layers.items() for own, tensor in layer.lora_parameters().items()
-    }

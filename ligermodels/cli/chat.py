@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligermodels.cli import decoding, options
+from ligermodels.cli import decoding, models, options
 from ligermodels.console import say
 
 if TYPE_CHECKING:
@@ -20,13 +20,14 @@ COMMANDS = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def chat(
-    path: options.Checkpoint,
+    path: models.Model,
     heads: Annotated[
         str | None,
         typer.Option(
             "--heads", "--medusa", help="Medusa heads, a folder or a hub id: faster answers, each shown at its end."
         ),
     ] = None,
+    adapter: models.Adapter = None,
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 1024,
     sample: decoding.Sample = None,
@@ -35,7 +36,7 @@ def chat(
     top_p: decoding.TopP = None,
     seed: decoding.Seed = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")
+        Path | None, typer.Option(help="File of a chat template.  [default: the adapter's or the checkpoint's]")
     ] = None,
     dtype: options.DtypeOption = None,
     device: options.Device = None,
@@ -53,9 +54,10 @@ def chat(
     from ligermodels.generation.generate import as_eos_ids, until_eos
 
     place = options.device_named(device)
-    folder = options.folder_of(path)
-    tokenizer, template = Tokenizer(folder), ChatTemplate.from_folder(folder, chat_template)
-    model = options.load(folder, dtype, place, attention)
+    source = models.find(path, adapter)
+    tokenizer = Tokenizer(source.tokenizer)
+    template = ChatTemplate.from_folder(source.tokenizer, chat_template or source.chat_template)
+    model = source.load(dtype, place, attention)
     medusa = options.load_heads(model, heads) if heads else None
     arguments = given.arguments(model, place)
     # Some checkpoints name only the end of a text as their EOS, not that of a turn.

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligermodels.cli import options
+from ligermodels.cli import models, options
 from ligermodels.console import print_json, progress, say, show_table
 from ligermodels.errors import InputError
+
+if TYPE_CHECKING:
+    from ligermodels.convert.export_spec import Keep
+
+
+MaxShardSize = Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")]
 
 
 def verify(
@@ -78,21 +84,40 @@ def verify(
 
 
 def export(
-    path: options.Checkpoint,
+    path: models.Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    adapter: models.Adapter = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(help="Medusa heads to write into the checkpoint (full-hf).  [default: those in PATH, if any]"),
+    ] = None,
     dtype: options.DtypeOption = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")] = "5GB",
+    max_shard_size: MaxShardSize = "5GB",
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Write tensors outside the language model too, such as a vision tower.")
     ] = False,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Write a checkpoint in another dtype or with other shards.
+    """Write a checkpoint in another dtype or with other shards, with an adapter merged into its weights.
 
-    The tokenizer is copied; any Hugging Face loader opens the result.
+    The tokenizer is copied; any Hugging Face loader opens the result. `medusa export` writes heads alone.
     """
-    model = options.load(path, dtype, "cpu")
-    model.save_pretrained(out, max_shard_size=max_shard_size, overwrite=overwrite, keep="all" if keep_all else "model")
+    source = models.find(path, adapter)
+    if heads is None and models.holds_heads(source.folder):
+        heads = str(source.folder)
+    if heads is not None and keep_all:
+        raise typer.BadParameter("cannot be written together with Medusa heads", param_hint="--keep-all")
+    model = source.load(dtype, "cpu")
+    if source.adapter is not None:
+        from ligermodels.archs.lora import merge_lora
+
+        merge_lora(model)
+    if heads is None:
+        keep: Keep = "all" if keep_all else "model"
+        model.save_pretrained(out, max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
+    else:
+        medusa = options.load_heads(model, heads)
+        medusa.export(out, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
     say(f"wrote {out}")
 
 

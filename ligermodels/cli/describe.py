@@ -1,15 +1,22 @@
-"""`ligermodels info`: a summary of a checkpoint, from its config and the headers of its files."""
+"""`ligermodels info`: a summary of a checkpoint, an adapter or Medusa heads, from configs and headers of files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligermodels.cli.options import AsJson, Checkpoint
+from ligermodels.cli import models
+from ligermodels.cli.options import AsJson
 from ligermodels.console import print_json, readable_bytes, show_table
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+
+if TYPE_CHECKING:
+    from ligermodels.convert.loading import Spec
 
 ADAMW_COPIES = 4
 """Copies of each parameter in AdamW training: weight, gradient and two moments."""
@@ -25,36 +32,58 @@ LABELS = {
 
 
 def info(
-    path: Checkpoint,
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint, an adapter or Medusa heads: a folder or a hub id.")
+    ],
     weights: Annotated[
         bool, typer.Option("--weights", help="Of a hub id: download the weights and inspect them too.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the architecture, sizes and memory of a checkpoint; loads no weights."""
+    """Show the architecture, sizes and memory of a checkpoint, or of an adapter or Medusa heads; loads no weights."""
     found = describe(path, weights)
     if as_json:
         print_json(found)
         return
-    show_table(
-        ["", ""], [(LABELS.get(name, name.replace("_", " ")), _readable(name, value)) for name, value in found.items()]
-    )
+    show_table(["", ""], list(_rows(found)))
 
 
 def describe(path: str, weights: bool = False) -> dict[str, Any]:
     """The facts that `info` shows; those of weight files only where they are on this machine.
 
-    Raises ConfigError, CheckpointError and HubError as `from_pretrained` does.
+    Raises ConfigError, CheckpointError and HubError as `from_pretrained` does; InputError for heads on the hub whose
+    file is not to be downloaded.
     """
+    folder = models.locate(path, weights=False)
+    if models.is_adapter(folder):
+        return {"adapter": str(path), **adapter_facts(folder)}
+    if models.holds_only_heads(folder):
+        if folder != Path(path).expanduser():
+            if not weights:
+                raise InputError(f"{path}: Medusa heads, which only their file describes; --weights downloads it")
+            from ligermodels.speculative.hub import heads_folder
+
+            folder = heads_folder(path)
+        return {"medusa_heads": str(path), **heads_facts(folder)}
+    if weights:
+        folder = models.locate(path)
+    found = {"checkpoint": str(path), **checkpoint_facts(folder)}
+    if "tensors" in found and models.holds_heads(folder):
+        found["medusa_heads"] = heads_facts(folder)
+    if models.holds_adapter(folder):
+        found["adapter"] = adapter_facts(folder)
+    return found
+
+
+def checkpoint_facts(folder: Path) -> dict[str, Any]:
+    """Of the checkpoint in `folder`; errors as of `describe`."""
     from ligermodels.archs import family_of
     from ligermodels.archs.fields import FULL
-    from ligermodels.convert import hub
     from ligermodels.convert.config_json import dtype_of, read_json, rope_parameters
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.config import persistent_tensors
     from ligermodels.pretrained import choose_layout, from_config
 
-    folder = hub.resolve(path, weights=weights)
     hf_config = read_json(folder / "config.json")
     model = from_config(hf_config, device="meta")
     config = model.config
@@ -66,7 +95,6 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     cache = sum(mixer.state_elements(2) - mixer.state_elements(1) for mixer in mixers) * width
     layers = [{**block.mixer.info(), **block.mlp.info()} for block in config.blocks]
     found: dict[str, Any] = {
-        "checkpoint": str(path),
         "model_type": hf_config["model_type"],
         "layers": len(config.blocks),
         "hidden_size": config.hidden_size,
@@ -87,17 +115,94 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     if any(folder.glob("*.safetensors*")):
         with Files(folder) as files:
             choose_layout(hf_config, config, files.headers).plan(files.headers, persistent_tensors(model))
-            found["tensors"] = len(files.headers)
-            found["stored_dtypes"] = sorted(
-                {str(header.dtype).removeprefix("torch.") for header in files.headers.values()}
-            )
+            found |= _stored(files.headers.values())
     return found
+
+
+def adapter_facts(folder: Path) -> dict[str, Any]:
+    """Of the adapter in `folder`: what its tensors say, and the config where they do not. One that native LoRA does not
+    open has the reason in `not_opened`.
+
+    Raises ConfigError and CheckpointError for files that are missing or damaged.
+    """
+    from ligermodels.archs.adapter import adapted_paths, open_adapter
+    from ligermodels.archs.lora import leaf
+
+    with open_adapter(folder) as (config, checkpoint):
+        headers = checkpoint.headers
+        found: dict[str, Any] = {
+            "base_model": config.get("base_model_name_or_path"),
+            "type": config.get("peft_type"),
+            "rank": config.get("r"),
+            "alpha": config.get("lora_alpha"),
+            "use_rslora": bool(config.get("use_rslora")),
+            "targets": config.get("target_modules"),
+        }
+        try:
+            alphas = adapted_paths(config, headers)
+        except (ConfigError, CheckpointError) as error:
+            found["not_opened"] = str(error)
+        else:
+            found["rank"] = _distinct(h.shape[0] for name, h in headers.items() if name.endswith(".lora_A.weight"))
+            found["alpha"] = _distinct(alphas.values())
+            found["targets"] = list(dict.fromkeys(map(leaf, alphas)))
+            found["adapted_layers"] = len(alphas)
+        return found | _sizes(headers.values()) | _stored(headers.values())
+
+
+def heads_facts(folder: Path) -> dict[str, Any]:
+    """Of the Medusa heads in `folder`; CheckpointError as of `open_heads`."""
+    from ligermodels.convert.config_json import read_json
+    from ligermodels.speculative.files import open_heads
+
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    with open_heads(folder) as heads:
+        profile, count, layers = heads.profile, heads.num_heads, heads.num_layers
+        own = {name: header for name, header in heads.reader.headers.items() if name.startswith(profile.prefix)}
+        return {
+            "format": profile.name,
+            "base_model": config.get("base_model_name_or_path"),
+            "heads": count,
+            "layers": layers,
+            "hidden_size": own[profile.linear.format(head=0, layer=0, part="weight")].shape[0],
+            "lm_heads": sum(profile.lm_head.format(head=i, layers=layers) in own for i in range(count)),
+            **_sizes(own.values()),
+            **_stored(own.values()),
+        }
+
+
+def _sizes(specs: Iterable[Spec]) -> dict[str, Any]:
+    counts = [(math.prod(spec.shape), spec.dtype.itemsize) for spec in specs]
+    return {
+        "parameters": sum(count for count, _ in counts),
+        "weights_bytes": sum(count * width for count, width in counts),
+    }
+
+
+def _stored(specs: Collection[Spec]) -> dict[str, Any]:
+    return {"tensors": len(specs), "stored_dtypes": sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})}
 
 
 def _common(values: Iterable[int]) -> int | list[int]:
     """The value of all layers if they have the same, else each layer's."""
     each = list(values)
     return each[0] if len(set(each)) == 1 else each
+
+
+def _distinct(values: Iterable[float]) -> float | list[float]:
+    """The one value, or all that there are, ascending."""
+    each = sorted(set(values))
+    return each[0] if len(each) == 1 else each
+
+
+def _rows(found: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in found.items():
+        label = of + LABELS.get(name, name.replace("_", " "))
+        if isinstance(value, dict):
+            yield from _rows(value, f"{label}: ")
+        elif value is not None:
+            yield label, _readable(name, value)
 
 
 def _readable(name: str, value: Any) -> str:

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ligermodels.cli import decoding, options
+from ligermodels.cli import decoding, models, options
 from ligermodels.console import print_json, say
 from ligermodels.errors import InputError
 
 
 def generate(
-    path: options.Checkpoint,
+    path: models.Model,
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated.  [default: standard input]")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     sample: decoding.Sample = None,
@@ -23,8 +23,10 @@ def generate(
     top_p: decoding.TopP = None,
     seed: decoding.Seed = None,
     medusa: Annotated[
-        str | None, typer.Option(help="Medusa heads, a folder or a hub id: the same tokens in fewer steps.")
+        str | None,
+        typer.Option("--medusa", "--heads", help="Medusa heads, a folder or a hub id: the same tokens in fewer steps."),
     ] = None,
+    adapter: models.Adapter = None,
     dtype: options.DtypeOption = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
@@ -44,10 +46,10 @@ def generate(
     from ligermodels.generation.generate import as_eos_ids, until_eos
 
     place = options.device_named(device)
-    folder = options.folder_of(path)
-    tokenizer = Tokenizer(folder)
+    source = models.find(path, adapter)
+    tokenizer = Tokenizer(source.tokenizer)
     ids = [tokenizer.encode(text) for text in prompts]
-    model = options.load(folder, dtype, place, attention)
+    model = source.load(dtype, place, attention)
     heads = options.load_heads(model, medusa) if medusa else None
 
     arguments = given.arguments(model, place)

@@ -7,23 +7,88 @@ from typing import Annotated
 
 import typer
 
-from ligermodels.cli import options
+from ligermodels.cli import checkpoint, models, options
 from ligermodels.console import say
+from ligermodels.errors import InputError
 
 app = typer.Typer(no_args_is_help=True)
+
+Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="A folder, or a hub id, in PEFT's format.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
+Base = Annotated[
+    str | None, typer.Option(help="The base model, a folder or a hub id.  [default: the one that is named there]")
+]
 
 
 @app.command()
 def merge(
     path: options.Checkpoint,
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A folder, or a hub id, in PEFT's format.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    adapter: Adapter,
+    out: Out,
     dtype: options.DtypeOption = None,
+    max_shard_size: checkpoint.MaxShardSize = "5GB",
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Write a checkpoint with a LoRA adapter added to its weights."""
-    import ligermodels as lm
+    """Write a checkpoint with a LoRA adapter added to its weights: `export --adapter`."""
+    checkpoint.export(path, out, adapter=adapter, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
-    model = options.load(path, dtype, "cpu")
-    lm.merge_lora(lm.load_adapter(model, adapter)).save_pretrained(out, overwrite=overwrite)
+
+@app.command()
+def to_hf(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="The folder of a run of `train --lora-rank`; or an adapter, which is written again."
+        ),
+    ],
+    out: Out,
+    step: Annotated[int | None, typer.Option(min=1, help="Of a run: its checkpoint.  [default: the newest]")] = None,
+    base: Base = None,
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Write the adapter of a checkpoint of a run in PEFT's format, as the run itself does at its end.
+
+    The run may be going on, or have been stopped or killed. `train --keep-checkpoints` keeps more of them.
+    """
+    from ligermodels.training.folder import has_checkpoints
+
+    if not has_checkpoints(Path(source)):
+        if step is not None:
+            raise InputError(f"--step: there are no checkpoints of a run in {source}")
+        _rewrite(source, out, base, None, overwrite)
+        return
+    from ligermodels.training.fine_tuning import export_adapter
+
+    step = export_adapter(source, out, step=step, base=base, overwrite=overwrite)
+    say(f"wrote {out}, of step {step:,}")
+
+
+@app.command()
+def from_hf(
+    adapter: Adapter,
+    out: Out,
+    base: Base = None,
+    dtype: Annotated[
+        options.Dtype | None, typer.Option("--dtype", help="Dtype of A and B.  [default: as they are stored]")
+    ] = None,
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Check that an adapter of PEFT's opens on its base model, and write it as ligermodels does, exactly.
+
+    Every tensor must be an A or a B of a linear layer of the base model, in the rank that the config says; what is not
+    implemented is an error that names the field. No weights of the base model are read. The native format is PEFT's, so
+    that other commands take an adapter as it is.
+    """
+    _rewrite(adapter, out, base, dtype, overwrite)
+
+
+def _rewrite(adapter: str, out: Path, base: str | None, dtype: options.Dtype | None, overwrite: bool) -> None:
+    from ligermodels.archs.adapter import rewrite_adapter
+    from ligermodels.pretrained import from_pretrained
+
+    options.require_free(out, overwrite)
+    folder = models.adapter_folder(adapter)
+    name, revision = (base, None) if base else models.base_named(folder)
+    model = models.export_with_tokenizer(from_pretrained(name, revision=revision, device="meta"), folder)
+    rewrite_adapter(model, folder, out, dtype=dtype, overwrite=overwrite)
     say(f"wrote {out}")

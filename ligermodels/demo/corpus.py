@@ -13,6 +13,10 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import InputError
 
 END = "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:\n{{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
 
 
 def python_sources(limit: int) -> list[Path]:
@@ -41,6 +45,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Toke
     bpe.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return Tokenizer(folder)

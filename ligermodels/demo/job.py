@@ -22,6 +22,7 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents, TokenDocuments
 from ligermodels.data.packing import PackedBatches
+from ligermodels.demo.chats import ASKED, descriptions, fine_tune, right_answers, write_chats
 from ligermodels.demo.corpus import END, python_sources, train_tokenizer
 from ligermodels.demo.report import claim, show, stage, write_results
 from ligermodels.errors import LigerModelsError
@@ -38,7 +39,7 @@ TOP_K = (1, 5)
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Sizes of the demo. The defaults take about four minutes."""
+    """Sizes of the demo. The defaults take about five minutes."""
 
     seed: int = 0
     corpus_bytes: int = 8_000_000
@@ -65,6 +66,10 @@ class DemoSettings:
     """Half of them to fit the tree, half to benchmark it. Fewer give more than 5 % noise in tokens per step."""
     prompt_tokens: int = 48
     new_tokens: int = 24
+    chat_steps: int = 250
+    chat_learning_rate: float = 4e-3
+    lora_rank: int = 16
+    lora_learning_rate: float = 1e-2
     tokens_per_step: float = 1.5
     """The demo fails below this."""
     check_accuracy: bool = True
@@ -72,12 +77,14 @@ class DemoSettings:
 
 
 def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSettings | None = None) -> dict[str, Any]:
-    """Train a model and Medusa heads on Python's own sources, decode with them, export them, and check the results.
+    """Train a model and Medusa heads on Python's own sources, decode with them, export them, fine-tune the model on
+    chats, and check the results.
 
     Args:
         output: folder for `model` (a Hugging Face checkpoint), `exported` (the same, loaded and written again),
-            `medusa` (the heads, in vLLM's format), `joint` (model and heads of stage 2) and demo.json. An earlier
-            demo's is replaced.
+            `medusa` (the heads, in vLLM's format), `joint` (model and heads of stage 2), `chat` and `adapter` (the
+            model fine-tuned on the chats in `chats.jsonl`, whole and by LoRA) and demo.json. An earlier demo's is
+            replaced.
         settings: sizes, and the seed of everything random.
 
     Returns the results, as in demo.json.
@@ -187,6 +194,16 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
         joint.export(folder / "joint", profile="full-hf", overwrite=True)
         written, again = (load_file(folder / name / "model.safetensors") for name in ("model", "exported"))
 
+    known, chats, tuned = descriptions(), folder / "chats.jsonl", {}
+    write_chats(chats, known)
+    for name, title, rate, flags in (
+        ("chat", "the whole model, fine-tuned on chats", s.chat_learning_rate, []),
+        ("adapter", "LoRA on the same chats", s.lora_learning_rate, ["--lora-rank", s.lora_rank]),
+    ):
+        with stage(name, title, seconds):
+            losses = fine_tune(checkpoint, chats, folder / name, [*flags, "--steps", s.chat_steps, "--lr", rate])
+            tuned[name] = {**losses, "right_answers": right_answers(folder / name, known)}
+
     results = {
         "settings": asdict(s),
         "seconds": seconds,
@@ -201,6 +218,7 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
         },
         "longer": _accuracies(longer_scores),
         "joint": {**_accuracies(joint_scores), "perplexity_change": kl.perplexity_change, "kl": kl.kl},
+        "fine_tuning": tuned,
         "decoding": {
             **asdict(fit.benchmark),
             "predicted_tokens_per_step": fit.predicted,
@@ -226,6 +244,12 @@ def _checks(s: DemoSettings, results: dict[str, Any], is_same_checkpoint: bool) 
     }
     if not s.check_accuracy:
         return found
+    tuned = results["fine_tuning"]
+    for name, what in (("chat", "fine-tuning on chats"), ("adapter", "LoRA")):
+        found[f"{what} lowers the loss to less than a fifth"] = tuned[name]["loss"] < tuned[name]["first_loss"] / 5
+        found[f"after {what} at least 3 of {ASKED} answers are right, word for word"] = (
+            tuned[name]["right_answers"] >= 3
+        )
     return found | {
         "tokens per step are within 5 % of the prediction from other prompts": (
             abs(decoding["tokens_per_step"] / decoding["predicted_tokens_per_step"] - 1) <= 0.05

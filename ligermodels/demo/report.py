@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.console import ProgressUpdate, progress, say, show_table
+from ligermodels.demo.chats import ASKED
 from ligermodels.errors import CheckpointError
 from ligermodels.training.folder import write_atomically
 
-STAGES = 8
+STAGES = 10
 RESULTS = "demo.json"
 """The file of results; it marks a folder as a demo's, which another demo may replace."""
 WRITTEN = {
@@ -22,12 +23,16 @@ WRITTEN = {
     "exported": "the same, loaded and written again",
     "medusa": "the heads of stage 1, as vLLM loads them",
     "joint": "the model and the heads of stage 2, in one checkpoint",
+    "chat": "the model, fine-tuned on chats: a Hugging Face checkpoint",
+    "adapter": "LoRA of the same chats, in PEFT's format",
     RESULTS: "these results",
 }
 NEXT = """
 Next, with what is there now:
   ligermodels generate {out}/model --medusa {out}/medusa --prompt "def main("
   ligermodels generate {out}/joint --medusa {out}/joint --prompt "def main("
+  ligermodels chat {out}/chat
+  ligermodels chat {out}/adapter
   ligermodels verify {out}/model
 With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
   ligermodels medusa train meta-llama/Llama-3.2-1B --data texts.jsonl --out heads
@@ -91,6 +96,14 @@ def show(folder: Path, results: dict[str, Any]) -> None:
                 f"{decoding['tokens_per_step']:.2f} (predicted from other prompts: "
                 f"{decoding['predicted_tokens_per_step']:.2f}, if heads err independently: "
                 f"{decoding['expected_tokens_per_step']:.2f}, without: 1)",
+            ),
+            *(
+                (
+                    f"fine-tuned on chats, {what}: loss before and after, right answers",
+                    f"{found['first_loss']:.2f}, {found['loss']:.2f} on the validation split, "
+                    f"{found['right_answers']} of {ASKED}",
+                )
+                for what, found in zip(("whole", "by LoRA"), results["fine_tuning"].values(), strict=True)
             ),
             ("accuracy of always guessing the most frequent token", f"{results['baseline']['top-1']:.1%}"),
             ("tokens per second", f"{medusa:.0f} with Medusa, {plain:.0f} without"),

@@ -65,7 +65,9 @@ class Base:
         """Fingerprints of config, tokenizer and weights. Raises CheckpointError for unreadable weights."""
         return fingerprint.of_checkpoint(self.config, self.tokenizer, self.weights)
 
-    def load(self, recipe: TrainingRecipe, *, device: str, attention: str, progress: Progress) -> CausalLM:
+    def load(
+        self, recipe: TrainingRecipe, *, device: str, attention: str, progress: Progress | None = None
+    ) -> CausalLM:
         """The model, in the recipe's dtype; random weights are decided by its seed. It is exported with the recipe's
         tokenizer and chat template.
 

@@ -31,6 +31,8 @@ RUN = "run.json"
 MANIFEST = "manifest.json"
 """The format, and size and CRC-32 of every other file; written last."""
 FORMAT = 2
+MODEL = "model."
+"""Prefix of the names of parameters."""
 
 
 class Checkpoints:
@@ -109,6 +111,13 @@ class Checkpoints:
         _verify(path, [RUN])
         return _read_json(path / RUN)
 
+    def parameters(self, step: int, model: nn.Module) -> dict[str, Tensor]:
+        """The parameters of a checkpoint by name, on the CPU: those that require gradients in `model`, which may be on
+        the meta device. Errors as of `load`."""
+        path = self._folder / f"step-{step}"
+        _verify(path)
+        return _parameters(path, _read_tensors(path, MODEL), dict(_trained(model)))
+
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Restore parameters, optimizer and random generators, and remove checkpoints beyond `keep`.
 
@@ -117,27 +126,9 @@ class Checkpoints:
         path = self._folder / f"step-{step}"
         _verify(path)
         about = _read_json(path / RUN)
-        try:
-            stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-            tensors = {
-                name: torch.empty(it.size, dtype=it.properties.dtype)
-                for name, it in stored.items()
-                if isinstance(it, TensorStorageMetadata)
-            }
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                dcp.load(tensors, checkpoint_id=path)
-        except (Exception, CheckpointException) as error:  # The library raises many kinds.
-            raise CheckpointError(
-                f"{path}: cannot be read: {_reason(error)}; remove it to resume from another"
-            ) from error
-        parameters = {f"model.{name}": p for name, p in _trained(model)}
-        found = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        if {name: (t.shape, t.dtype) for name, t in found.items()} != {
-            name: (p.shape, p.dtype) for name, p in parameters.items()
-        }:
-            wrong = sorted(found.keys() ^ parameters.keys()) or sorted(found)
-            raise CheckpointError(f"{path}: is of another model: {', '.join(wrong[:5])} do not fit")
+        tensors = _read_tensors(path)
+        parameters = dict(_trained(model))
+        found = _parameters(path, tensors, parameters)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(found[name])
@@ -157,12 +148,40 @@ class Checkpoints:
         self._remove_old()  # the process that wrote this one may have been killed before it did so
 
 
+def _read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names start with `prefix`."""
+    try:
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(it.size, dtype=it.properties.dtype)
+            for name, it in stored.items()
+            if isinstance(it, TensorStorageMetadata) and name.startswith(prefix)
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(tensors, checkpoint_id=path)
+    except (Exception, CheckpointException) as error:  # The library raises many kinds.
+        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}; remove it to resume from another") from error
+    return tensors
+
+
+def _parameters(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Those of `tensors` that are parameters, by name; CheckpointError unless they are like `wanted`."""
+    found = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    if {name: (t.shape, t.dtype) for name, t in found.items()} != {
+        name: (p.shape, p.dtype) for name, p in wanted.items()
+    }:
+        wrong = sorted(found.keys() ^ wanted.keys()) or sorted(found)
+        raise CheckpointError(f"{path}: is of another model: {', '.join(wrong[:5])} do not fit")
+    return found
+
+
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    yield from ((f"model.{name}", p) for name, p in _trained(model))
+    yield from ((f"{MODEL}{name}", p) for name, p in _trained(model))
     for index, state in optimizer.state_dict()["state"].items():
         yield from ((f"optimizer.{index}.{key}", torch.as_tensor(value)) for key, value in state.items())
 

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.archs.adapter import save_adapter
+from ligermodels.archs.adapter import save_adapter, write_adapter
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.lora import add_lora, lora_layers
 from ligermodels.data.batches import Batch
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.speculative.evaluation import evaluate
+from ligermodels.training.base import Base
+from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
+from ligermodels.training.folder import CHECKPOINTS, RECIPE
 from ligermodels.training.loop import OutputMetrics, Trainable
 from ligermodels.training.run import Console, Outcome, run_job
 
@@ -39,6 +43,47 @@ def fine_tune(
     Arguments and errors are those of `run_job`; the outcome's evaluation is a `LossEvaluation`.
     """
     return run_job(FineTuningJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
+
+
+def export_adapter(
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    base: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Write the LoRA of a checkpoint of a run as an adapter in PEFT's format; returns its step.
+
+    No weights of the base model are read.
+
+    Args:
+        run: the folder of the run, which may be going on, or have been stopped or killed.
+        out, overwrite: as of `save_adapter`.
+        step: of the checkpoint, by default of the newest.
+        base: the base model, a folder or a hub id, by default the one in the run's recipe.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or `out` cannot be written.
+        ConfigError: the run did not train LoRA.
+        HubError: as `hub.resolve` for the base.
+    """
+    folder = Path(run)
+    checkpoints = Checkpoints(folder / CHECKPOINTS)
+    recipe = FineTuningRecipe.read(folder / RECIPE)
+    if recipe.lora_rank is None:
+        raise ConfigError(f"{folder / RECIPE}: lora_rank: is not set, so the run trains no adapter but the whole model")
+    steps = checkpoints.steps()
+    if not steps or step not in (None, *steps):
+        wanted = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{folder}: no checkpoint{wanted}; there are: {', '.join(map(str, steps)) or 'none'}")
+    step = steps[-1] if step is None else step
+    recipe = recipe if base is None else recipe.changed({"base": base})
+    model = Base.find(recipe).load(recipe, device="meta", attention="auto")
+    FineTuningJob(recipe, model, resuming=True)
+    tensors = checkpoints.parameters(step, model)
+    write_adapter(model, lora_layers(model), tensors, out, overwrite=overwrite)
+    return step
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import tiny
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = [
     pytest.param(code, id=f"{page}-{i}")
-    for page in ("transformers", "trainers", "peft", "evaluation", "several-gpus", "objectives")
+    for page in ("transformers", "trainers", "peft", "evaluation", "several-gpus")
     for i, code in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL))
 ]
 
