@@ -1,0 +1,402 @@
+"""FP8 and mxfp4 checkpoints: loaded as the model that they stand for, and written as that."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_keep import HUB, make_gemma3, stored
+from test_loading import mapped
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from typer.testing import CliRunner
+from zoo import CONFIGS, make_checkpoint, relative_error
+
+import ligermodels as lm
+from ligermodels.cli import app
+from ligermodels.convert import dequantize, loading
+from ligermodels.convert.dequantize import Dequantized
+from ligermodels.convert.files import SINGLE
+from ligermodels.convert.quantization import Quantization, without_quantization
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.safetensors_writer import save_checkpoint
+from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
+
+LARGEST = 448.0
+"""Of float8_e4m3fn."""
+BLOCK = (16, 24)
+"""That divides no size of the tests' models."""
+PROJECTIONS = ("_proj.weight", "_proj", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
+def expand(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """The scale of each element of a matrix, or of each matrix of a stack."""
+    rows, columns = (torch.arange(size) // wide for size, wide in zip(shape[-2:], block, strict=True))
+    return scales[..., rows[:, None], columns]
+
+
+def quantise(tensor: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """A tensor (..., r, c) in FP8, and its scales (..., ceil(r / block[0]), ceil(c / block[1])): absmax / 448."""
+    high, wide = block
+    rows, columns = tensor.shape[-2:]
+    padded = torch.nn.functional.pad(tensor.float(), (0, -columns % wide, 0, -rows % high))
+    scales = padded.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high)).abs().amax((-1, -3)) / LARGEST
+    if power_of_two:
+        scales = scales.log2().ceil().exp2()
+    return (tensor.float() / expand(scales, block, tensor.shape)).to(torch.float8_e4m3fn), scales
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+
+
+def groups(strategy: str, **fields: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **fields}
+    return {**COMPRESSED, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+FORMS: dict[str, tuple[dict[str, Any], tuple[int, int] | None, str, str]] = {
+    "block": ({**FP8, "weight_block_size": list(BLOCK)}, BLOCK, "float32", "_scale_inv"),
+    "block-128": ({**FP8, "modules_to_not_convert": ["lm_head"]}, (128, 128), "bfloat16", "_scale_inv"),
+    "ue8m0": ({**FP8, "weight_block_size": list(BLOCK), "scale_fmt": "ue8m0"}, BLOCK, "uint8", "_scale_inv"),
+    "e8m0": ({**FP8, "weight_block_size": [1, 32]}, (1, 32), "float8_e8m0fnu", "_scale_inv"),
+    "tensor": ({**FP8, "weight_block_size": None, "activation_scheme": "static"}, None, "bfloat16", "_scale_inv"),
+    "channel": (groups("channel"), (1, 10**6), "bfloat16", "_scale"),
+    "compressed-tensor": (groups("tensor"), None, "float32", "_scale"),
+    "compressed-block": (groups("block", block_structure=list(BLOCK)), BLOCK, "float32", "_scale"),
+    "compressed-group": (groups("group", group_size=20), (1, 20), "float16", "_scale"),
+}
+"""quantization_config, block (None: one scale for the tensor), dtype of the scales, and what they are called."""
+
+
+def make_quantised(folder: Path, config: dict[str, Any], form: str, *, nested: bool = False) -> dict[str, Tensor]:
+    """Turn the checkpoint in `folder` into an FP8 one in shards; returns its tensors, dequantised in plain torch to
+    float32. `nested`: the quantization_config is written into text_config."""
+    quantization, block, kind, suffix = FORMS[form]
+    stored, plain = {}, {}
+    for name, tensor in load_file(folder / SINGLE).items():
+        if not name.endswith(PROJECTIONS) or "vision" in name:
+            stored[name] = plain[name] = tensor
+            continue
+        own = tuple(tensor.shape[-2:]) if block is None else block
+        codes, scales = quantise(tensor, own, power_of_two="e8m0" in form)
+        factors = scales
+        if "e8m0" in form:
+            scales = (scales.log2() + 127).to(torch.uint8).view(getattr(torch, kind))
+        else:
+            scales = scales.to(getattr(torch, kind))
+            factors = scales.float()
+        plain[name] = codes.float() * expand(factors, own, tensor.shape)
+        if block is None and tensor.ndim == 2:
+            scales = scales.view(())
+            if suffix == "_scale_inv":
+                stored[name.removesuffix("weight") + "activation_scale"] = torch.tensor(0.5)
+        stored |= {name: codes, name + suffix: scales}
+    assert stored.keys() != plain.keys()
+    save_checkpoint(
+        folder, [(n, tuple(t.shape), t.dtype, lambda t=t: t) for n, t in stored.items()], overwrite=True,
+        files={"config.json": json.dumps(config)}, max_shard_size="60KB",
+    )  # fmt: skip
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    where = {**config["text_config"]} if nested else {**config}
+    where["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": where} if nested else where))
+    return plain
+
+
+def logits(model: Any, vocabulary: int = 131) -> Tensor:
+    ids = torch.randint(3, vocabulary, (2, 41), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(ids).logits  # type: ignore[no-any-return]
+
+
+def plain_twin(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> Path:
+    """A checkpoint that is not quantised, of these tensors rounded once."""
+    folder.mkdir()
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+FAMILIES = ("llama-3.2", "phi3", "qwen3_moe", "mixtral", "gemma2")
+
+
+@pytest.mark.parametrize(
+    ("form", "family"), [*((form, "llama-3") for form in FORMS), *(("block", name) for name in FAMILIES)]
+)
+def test_logits_are_those_of_the_dequantised_weights(
+    form: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; in the config's dtype and in another one, read in slices that end anywhere."""
+    monkeypatch.setattr(loading, "SLICE_ELEMENTS", 250)
+    monkeypatch.setattr(dequantize, "AT_A_TIME", 130)
+    config = {**CONFIGS[family], "dtype": "bfloat16"}
+    make_checkpoint(tmp_path / "model", config)
+    tensors = make_quantised(tmp_path / "model", config, form)
+    for dtype in (None, torch.float32):
+        model = lm.from_pretrained(tmp_path / "model", dtype=dtype)
+        kind = dtype or torch.bfloat16
+        twin = lm.from_pretrained(plain_twin(tmp_path / f"plain-{dtype}", config, tensors, kind), dtype=dtype)
+        assert model.dtype == kind
+        assert all(torch.equal(model.state_dict()[name], each) for name, each in twin.state_dict().items())
+        assert torch.equal(logits(model), logits(twin))
+
+    # Out again: not quantised, byte for byte what the twin writes, and open to transformers.
+    model.save_pretrained(tmp_path / "out")
+    twin.save_pretrained(tmp_path / "wanted")
+    for name in ("config.json", SINGLE):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager", dtype=torch.float32)
+    if "num_experts_per_tok" in config:
+        oracle.set_experts_implementation("eager")
+    assert getattr(oracle.config, "quantization_config", None) is None
+    assert relative_error(logits(model), logits(oracle)) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["block", "tensor", "ue8m0"])
+def test_fused_experts(form: str, tmp_path: Path) -> None:
+    """Scales [E, ...] of experts that are one tensor, one scale for gate and one for up among them."""
+    config = CONFIGS["qwen3_moe"]
+    oracle = make_checkpoint(tmp_path / "model", config)
+    save_file({n: t.contiguous() for n, t in oracle.state_dict().items()}, tmp_path / "model" / SINGLE)
+    tensors = make_quantised(tmp_path / "model", config, form)
+    if form == "tensor":
+        halves = {name: tensor for name, tensor in stored(tmp_path / "model").items() if "gate_up_proj" in name}
+        assert {tuple(halves[n].shape) for n in halves if n.endswith("_inv")} == {(6, 1, 1)}
+        shard = next(path for path in (tmp_path / "model").glob("model-*") if "scale_inv" in str(load_file(path)))
+        held = load_file(shard)
+        for name in [name for name in held if name.endswith("gate_up_proj_scale_inv")]:
+            held[name] = torch.rand(6, 2, 1)
+            weight = name.removesuffix("_scale_inv")
+            codes = halves[weight].float()
+            tensors[weight] = codes * held[name].repeat_interleave(codes.shape[1] // 2, dim=1)
+        save_file(held, shard)
+    model = lm.from_pretrained(tmp_path / "model")
+    twin = lm.from_pretrained(plain_twin(tmp_path / "plain", config, tensors, torch.float32))
+    assert torch.equal(logits(model), logits(twin))
+
+
+@pytest.mark.parametrize(("shape", "block"), [((48, 64), (24, 16)), ((3, 32, 40), (16, 8)), ((7, 20), (7, 20))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_to_the_bit_as_transformers_dequantises(
+    shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    codes, scales = quantise(torch.randn(shape), block)
+    save_file({"x.weight": codes, "x.weight_scale_inv": scales}, tmp_path / SINGLE)
+    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
+    with Checkpoint(tmp_path) as files:
+        reader = Dequantized(files, Quantization("fp8", block), dtype)
+        assert list(reader.headers) == ["x.weight"] and reader.headers["x.weight"].shape == shape
+        assert torch.equal(reader.read("x.weight"), wanted)
+        assert torch.equal(Dequantized(files, Quantization("fp8"), dtype).read("x.weight"), wanted)
+
+
+def test_reading_in_part(tmp_path: Path) -> None:
+    """Slices and bytes from any element on, as uploads to a GPU read them; and of tensors that are not quantised."""
+    codes, scales = quantise(torch.randn(2, 13, 9), (4, 5))
+    tensors = {"x": codes, "x_scale_inv": scales.bfloat16(), "y": torch.randn(11), "z": torch.randn(3)}
+    save_file(tensors, tmp_path / SINGLE)
+    wanted = (codes.float() * expand(scales.bfloat16().float(), (4, 5), codes.shape)).bfloat16().reshape(-1)
+    with Checkpoint(tmp_path) as files:
+        reader = Dequantized(files, Quantization("fp8", (4, 5)), torch.bfloat16)
+        assert isinstance(reader, loading.FileReader) and isinstance(reader, loading.SliceReader)
+        for start, count in ((0, 234), (1, 1), (8, 2), (100, 60), (116, 2), (117, 117), (233, 1), (5, 0)):
+            assert torch.equal(reader.read_slice("x", start, count), wanted[start : start + count])
+            buffer = bytearray(2 * count)
+            reader.read_into("x", 2 * start, memoryview(buffer))
+            assert buffer == wanted[start : start + count].view(torch.uint8).numpy().tobytes()
+        assert torch.equal(reader.read_slice("y", 2, 5), tensors["y"][2:7])
+        buffer = bytearray(8)
+        reader.read_into("y", 8, memoryview(buffer))
+        assert buffer == tensors["y"][2:4].numpy().tobytes()
+        assert reader.read_together(["x"]) is None and reader.read_together(["y"]) is not None
+        with pytest.raises(CheckpointError, match="holds no tensor 'gone'"):
+            reader.read("gone")
+
+
+def test_what_is_not_quantised_stays_mapped(tmp_path: Path) -> None:
+    config = CONFIGS["llama-3"]
+    make_checkpoint(tmp_path, config)
+    make_quantised(tmp_path, config, "block")
+    model = lm.from_pretrained(tmp_path)
+    found = {name for shard in tmp_path.glob("model-*.safetensors") for name in mapped(model, shard)}
+    assert found == {name for name, _ in model.named_parameters() if "mixer." not in name and "mlp." not in name}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_of_several_models(nested: bool, tmp_path: Path) -> None:
+    """Its quantization_config at the top or in text_config; the other tensors are kept, those in FP8 dequantised."""
+    folder = tmp_path / "model"
+    make_gemma3(folder)
+    tensors = make_quantised(folder, config := json.loads((folder / "config.json").read_text()), "block", nested=nested)
+    extra = "multi_modal_projector.mm_input_projection_weight"
+    codes, scales = quantise(tensors[extra], BLOCK)
+    shard = next(path for path in folder.glob("model-*.safetensors") if extra in load_file(path))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"][extra + "_scale_inv"] = shard.name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({**load_file(shard), extra: codes, extra + "_scale_inv": scales}, shard)
+    tensors[extra] = codes.float() * expand(scales, BLOCK, codes.shape)
+
+    model = lm.from_pretrained(folder, dtype=torch.bfloat16)
+    assert "quantization_config" not in model.hf_config
+    model.save_pretrained(tmp_path / "out", keep="all")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in {**written, **written["text_config"]}
+    assert written["vision_config"] == config["vision_config"]
+    found = stored(tmp_path / "out")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        kind = torch.bfloat16 if name.startswith(HUB[0]) or name == extra else torch.float32
+        assert found[name].dtype == kind and torch.equal(found[name], tensor.to(kind)), name
+    _, info = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    # Written over where it came from, it is still whole.
+    model.save_pretrained(folder, keep="all", overwrite=True)
+    model.save_pretrained(folder, keep="all", overwrite=True)
+    assert stored(folder).keys() == tensors.keys()
+
+
+def test_commands(tmp_path: Path) -> None:
+    config = CONFIGS["llama-3"]
+    make_checkpoint(tmp_path / "model", config)
+    make_quantised(tmp_path / "model", config, "tensor")
+    for command in (["export", tmp_path / "model", tmp_path / "out"], ["verify", tmp_path / "model"]):
+        result = CliRunner().invoke(app, [str(each) for each in command])
+        assert result.exit_code == 0, result.output
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method = 'awq' is not implemented; implemented: fp8.*Load the"),
+        ({"quant_method": "gptq"}, "quant_method = 'gptq' is not implemented"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method = 'bitsandbytes' is not implemented"),
+        ({"bits": 4}, "quant_method = None is not implemented"),
+        ({"quant_method": ["fp8"]}, r"quant_method = \['fp8'\] is not implemented"),
+        ("fp8", "must be an object, got 'fp8'"),
+        ({**FP8, "fmt": "int8"}, "fmt = 'int8' is not implemented"),
+        ({**FP8, "scale_fmt": "log"}, "scale_fmt = 'log' is not implemented"),
+        ({**FP8, "expert_dtype": "fp4"}, "expert_dtype = 'fp4' is not implemented"),
+        ({**FP8, "weight_block_size": [128]}, r"weight_block_size: a block must have two sizes above 0.* got \[128\]"),
+        ({**FP8, "weight_block_size": [0, 4]}, r"weight_block_size: a block .* got \[0, 4\]"),
+        ({**FP8, "weight_block_size": 128}, "weight_block_size: a block .* got 128"),
+        ({**groups("tensor"), "format": "nvfp4-pack-quantized"}, "format = 'nvfp4-pack-quantized' is not implemented"),
+        (groups("tensor", num_bits=4, type="int"), r"group_0\.weights: must be of type 'float' with num_bits 8"),
+        (groups("token"), r"group_0\.weights: strategy = 'token' is not implemented; implemented: tensor, channel"),
+        (groups("block"), r"group_0\.weights: a block must have two sizes above 0, rows and columns; got None"),
+        (groups("group"), r"group_0\.weights: a block must have two sizes above 0, rows and columns; got \[1, None\]"),
+        ({**groups("tensor"), "transform_config": {"r1": {}}}, "transform_config is not implemented"),
+        ({**groups("tensor"), "sparsity_config": {"format": "bitmask"}}, "sparsity_config: format = 'bitmask' is not"),
+        (COMPRESSED, r"config_groups: must have groups of one block size, got set\(\)"),
+        ({**COMPRESSED, "config_groups": {"g": 1}}, r"config_groups\.g\.weights: must be of type 'float'"),
+        ({**COMPRESSED, "config_groups": [1]}, r"config_groups: must be an object, got \[1\]"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["quantization_config", "text_config.quantization_config"])
+def test_configs_that_are_refused(config: Any, message: str, where: str) -> None:
+    whole: dict[str, Any] = {"model_type": "llama", "quantization_config": config}
+    if where.startswith("text_config"):
+        whole = {"model_type": "gemma3", "text_config": whole}
+    with pytest.raises(ConfigError, match=rf"config\.json: {where}.*{message}"):
+        lm.from_config(whole)
+
+
+def test_two_configs_and_unknown_fields() -> None:
+    both = {"quantization_config": {**FP8, "weight_block_size": None}, "text_config": {"quantization_config": FP8}}
+    with pytest.raises(ConfigError, match=r"quantization_config and text_config\.quantization_config contradict"):
+        without_quantization(both)
+    both["quantization_config"] = FP8
+    assert without_quantization(both) == ({"text_config": {}}, Quantization("fp8", (128, 128)))
+    with pytest.warns(ConfigWarning, match="quantization_config: rotation: unknown and not used"):
+        without_quantization({"quantization_config": {**FP8, "rotation": 1}})
+    for empty in (None, {}):
+        assert without_quantization({"quantization_config": empty}) == ({"quantization_config": empty}, None)
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+SCALE = NAME + "_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({SCALE: None}, rf"1 in FP8 without scales, which are called \.\.\._scale_inv or \.\.\._scale: {NAME}$"),
+        ({NAME: None}, rf"1 scales without a tensor in FP8: {SCALE}$"),
+        ({NAME: torch.zeros(97, 60)}, rf"1 scales without a tensor in FP8: {SCALE}$"),
+        ({SCALE: torch.ones(7, 2)}, rf"wrong shape: {SCALE} \[7, 2\] of {NAME} \[97, 60\] in blocks of \[16, 24\]"),
+        ({SCALE: torch.ones(7)}, rf"1 scales of the wrong shape: {SCALE} \[7\]"),
+        ({SCALE: torch.ones(7, 3).int()}, rf"1 of a dtype that scales and blocks do not have: {SCALE} int32$"),
+        ({SCALE: torch.ones(7, 3).to(torch.float8_e4m3fn)}, f"not have: {SCALE} float8_e4m3fn$"),
+        ({NAME: torch.zeros(97, 61).to(torch.float8_e4m3fn)}, rf"wrong shape: {NAME} \[97, 61\] instead of \[97, 60\]"),
+        ({"model.layers.1.mlp.up_proj.weight_zero_point": torch.ones(7, 3)}, "not expected in the checkpoint: .*point"),
+        ({"model.layers.1.mlp.up_proj.weight_scale": torch.ones(7, 3)}, "1 scales without a tensor in FP8: .*scale$"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_refused(change: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
+    config = CONFIGS["llama-3"]
+    make_checkpoint(tmp_path, config)
+    make_quantised(tmp_path, config, "block")
+    tensors = {name: tensor for name, tensor in {**stored(tmp_path), **change}.items() if tensor is not None}
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=message):
+        lm.from_pretrained(tmp_path)
+
+
+def test_fp8_without_a_quantization_config_is_refused(tmp_path: Path) -> None:
+    config = CONFIGS["llama-3"]
+    make_checkpoint(tmp_path, config)
+    make_quantised(tmp_path, config, "block")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-3"]))
+    with pytest.raises(
+        CheckpointError, match=r"quantised ones need a quantization_config\): .*float8_e4m3fn to float32"
+    ):
+        lm.from_pretrained(tmp_path)
+
+
+# -- mxfp4 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp4_as_transformers_dequantises_it(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of gpt_oss, whole and in slices that begin within a block of 32 rows."""
+    monkeypatch.setattr(dequantize, "AT_A_TIME", 50)
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, 7, 5, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 140, (3, 7, 5), dtype=torch.uint8, generator=generator)
+    tensors = {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales, "bias": torch.randn(3)}
+    save_file(tensors, tmp_path / SINGLE)
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    with Checkpoint(tmp_path) as files:
+        reader = Dequantized(files, Quantization("mxfp4"), dtype)
+        assert {name: tuple(each.shape) for name, each in reader.headers.items()} == {
+            "bias": (3,), "experts.down_proj": (3, 160, 7)
+        }  # fmt: skip
+        assert torch.equal(reader.read("experts.down_proj"), wanted)
+        for start, count in ((0, 1), (7 * 33 + 2, 700), (7 * 160 - 3, 9)):
+            found = reader.read_slice("experts.down_proj", start, count)
+            assert torch.equal(found, wanted.reshape(-1)[start : start + count])
+    assert without_quantization({"quantization_config": {"quant_method": "mxfp4"}})[1] == Quantization("mxfp4")
+    for change, message in (
+        ({"experts.down_proj_scales": None}, "1 missing from the checkpoint: experts.down_proj_scales"),
+        ({"experts.down_proj_scales": scales[:, :, :4].contiguous()}, r"do not match: .*_blocks \[3, 7, 5, 16\] and"),
+        ({"experts.down_proj_scales": scales.int()}, "experts.down_proj_scales int32"),
+    ):
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        (tmp_path / "bad").mkdir()
+        save_file({n: t for n, t in {**tensors, **change}.items() if t is not None}, tmp_path / "bad" / SINGLE)
+        with Checkpoint(tmp_path / "bad") as files, pytest.raises(CheckpointError, match=message):
+            Dequantized(files, Quantization("mxfp4"), dtype)
