@@ -59,6 +59,7 @@ def from_pretrained(
     """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
 
     Of one that holds Medusa heads too (`full-hf`) this is the model alone; `MedusaModel.from_pretrained` loads those.
+    Tensors in FP8 are dequantised to `dtype`, and the model is written without `quantization_config`.
 
     Args:
         name_or_path: a hub repo id or a local folder.
@@ -118,7 +119,8 @@ def from_config(
     """A model with random weights from a Hugging Face config.
 
     Args:
-        config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`.
+        config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`. Its
+            `quantization_config`, if any, is left out: it is of stored weights.
         dtype, device, torch_dtype, device_map, attention: as of `from_pretrained`.
 
     Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached; InputError as

@@ -22,6 +22,7 @@ from ligermodels.cli import app
 from ligermodels.convert import dequantize, loading
 from ligermodels.convert.dequantize import Dequantized
 from ligermodels.convert.files import SINGLE
+from ligermodels.convert.fp8 import ScaledFP8
 from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
@@ -226,6 +227,30 @@ def test_what_is_not_quantised_stays_mapped(tmp_path: Path) -> None:
     model = lm.from_pretrained(tmp_path)
     found = {name for shard in tmp_path.glob("model-*.safetensors") for name in mapped(model, shard)}
     assert found == {name for name, _ in model.named_parameters() if "mixer." not in name and "mlp." not in name}
+
+
+def test_only_a_few_rows_are_float32_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of no tensor the whole is in memory a second time."""
+    monkeypatch.setattr(loading, "SLICE_ELEMENTS", 200)
+    monkeypatch.setattr(dequantize, "AT_A_TIME", 130)
+    make_checkpoint(tmp_path, CONFIGS["llama-3"])
+    make_quantised(tmp_path, CONFIGS["llama-3"], "block")
+    decode, read_slice = ScaledFP8.decode, Dequantized.read_slice
+    decoded: list[int] = []
+    read: list[int] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        found = decode(*arguments)
+        decoded.append(found.numel())
+        return found
+
+    monkeypatch.setattr(ScaledFP8, "decode", counted)
+    monkeypatch.setattr(Dequantized, "read_slice", lambda *all: read.append(all[-1]) or read_slice(*all))
+    monkeypatch.setattr(Dequantized, "read", lambda self, name: pytest.fail(f"read the whole of {name}"))
+    lm.from_pretrained(tmp_path)
+    assert 0 < max(decoded) <= 130 and 0 < max(read) <= 200
+    sizes = [tensor.numel() for tensor in stored(tmp_path).values() if tensor.dtype == torch.float8_e4m3fn]
+    assert sum(sizes) <= sum(decoded) < 2 * sum(sizes) and min(sizes) > 200
 
 
 @pytest.mark.parametrize("nested", [False, True])
