@@ -22,6 +22,9 @@ from ligermodels.errors import CheckpointError
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 """Dtypes that are cast to each other on loading. Narrower ones need scales, which a cast does not apply."""
 
+UNCASTABLE = "of a dtype that cannot be cast (quantised tensors load from files with a quantization_config)"
+"""Of tensors outside FLOATS: what is wrong, and what to do."""
+
 LISTED = 20
 """Faults of one kind that an error lists before it only counts."""
 
@@ -75,9 +78,7 @@ class WeightMap:
                 if found != wanted:
                     faults["of the wrong shape"].append(f"{name} {list(found)} instead of {list(wanted)}")
                 if dtype != native and not {dtype, native} <= FLOATS:
-                    faults["of a dtype that cannot be cast (quantised ones need a quantization_config)"].append(
-                        f"{name} {_short(dtype)} to {_short(native)} of {parts[-1].target}"
-                    )
+                    faults[UNCASTABLE].append(f"{name} {_short(dtype)} to {_short(native)} of {parts[-1].target}")
         raise_faults("the checkpoint does not fit the model", faults)
 
     def check_aliases(self, reader: Reader) -> None:

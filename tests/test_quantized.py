@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_keep import HUB, make_gemma3, stored
-from test_loading import mapped
+from test_loading import mapped, upload_on_the_host
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -84,7 +84,8 @@ def make_quantised(folder: Path, config: dict[str, Any], form: str, *, nested: b
         if not name.endswith(PROJECTIONS) or "vision" in name:
             stored[name] = plain[name] = tensor
             continue
-        own = tuple(tensor.shape[-2:]) if block is None else block
+        rows, columns = tensor.shape[-2:]
+        own = (rows, columns) if block is None else (min(block[0], rows), min(block[1], columns))
         codes, scales = quantise(tensor, own, power_of_two="e8m0" in form)
         factors = scales
         if "e8m0" in form:
@@ -183,11 +184,13 @@ def test_fused_experts(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shape", "block"), [((48, 64), (24, 16)), ((3, 32, 40), (16, 8)), ((7, 20), (7, 20))])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_to_the_bit_as_transformers_dequantises(
-    shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype, tmp_path: Path
+    shape: tuple[int, ...], block: tuple[int, int], kind: torch.dtype, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     codes, scales = quantise(torch.randn(shape), block)
+    codes = codes.float().to(kind)
     save_file({"x.weight": codes, "x.weight_scale_inv": scales}, tmp_path / SINGLE)
     wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
     with Checkpoint(tmp_path) as files:
@@ -195,6 +198,23 @@ def test_to_the_bit_as_transformers_dequantises(
         assert list(reader.headers) == ["x.weight"] and reader.headers["x.weight"].shape == shape
         assert torch.equal(reader.read("x.weight"), wanted)
         assert torch.equal(Dequantized(files, Quantization("fp8"), dtype).read("x.weight"), wanted)
+
+
+def test_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As to a GPU: into memory in the order of the file and in another one, from any element on."""
+    upload_on_the_host(monkeypatch)
+    codes, scales = quantise(torch.randn(13, 18), (4, 5))
+    save_file({"x": codes, "x_scale_inv": scales, "y": torch.randn(13, 18)}, tmp_path / SINGLE)
+    views = {"x": (torch.empty(12, 18), torch.empty(13, 2, 9).bfloat16()[:, 1]), "y": (torch.empty(7),)}
+    with Checkpoint(tmp_path) as files:
+        reader = Dequantized(files, Quantization("fp8", (4, 5)), torch.bfloat16)
+        pieces = [
+            loading.Piece(view, name, 11, reader.headers[name].dtype, False) for name in views for view in views[name]
+        ]
+        assert sum(loading.upload(reader, pieces, torch.device("cpu"))) == sum(piece.bytes for piece in pieces)
+        for piece in pieces:
+            wanted = reader.read(piece.name).reshape(-1)[11 : 11 + piece.view.numel()].view(piece.view.shape)
+            assert torch.equal(piece.view, wanted.to(piece.view.dtype))
 
 
 def test_reading_in_part(tmp_path: Path) -> None:
@@ -247,7 +267,9 @@ def test_only_a_few_rows_are_float32_at_a_time(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(ScaledFP8, "decode", counted)
     monkeypatch.setattr(Dequantized, "read_slice", lambda *all: read.append(all[-1]) or read_slice(*all))
     monkeypatch.setattr(Dequantized, "read", lambda self, name: pytest.fail(f"read the whole of {name}"))
-    lm.from_pretrained(tmp_path)
+    seen: list[tuple[int, int]] = []
+    model = lm.from_pretrained(tmp_path, progress=lambda *done: seen.append(done))
+    assert seen[-1] == (total := sum(parameter.nbytes for parameter in model.parameters()), total)
     assert 0 < max(decoded) <= 130 and 0 < max(read) <= 200
     sizes = [tensor.numel() for tensor in stored(tmp_path).values() if tensor.dtype == torch.float8_e4m3fn]
     assert sum(sizes) <= sum(decoded) < 2 * sum(sizes) and min(sizes) > 200
@@ -385,7 +407,8 @@ def test_fp8_without_a_quantization_config_is_refused(tmp_path: Path) -> None:
     make_quantised(tmp_path, config, "block")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-3"]))
     with pytest.raises(
-        CheckpointError, match=r"quantised ones need a quantization_config\): .*float8_e4m3fn to float32"
+        CheckpointError,
+        match=r"quantised tensors load from files with a quantization_config\): .*float8_e4m3fn to float32",
     ):
         lm.from_pretrained(tmp_path)
 
