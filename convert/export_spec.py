@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.config_json import check_generation, for_export
+from ligermodels.convert.dequantize import dequantized
+from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
@@ -37,6 +39,7 @@ class SourceCheckpoint:
         nested: whether the language model's config is the `text_config` of `hf_config`.
         files: name -> path of further files that belong to the extra tensors.
         repo_id: its name on the hub, if it came from there.
+        quantization: how its quantised tensors are stored, which its `hf_config` does not say any more.
     """
 
     folder: Path
@@ -46,6 +49,7 @@ class SourceCheckpoint:
     nested: bool = False
     files: Mapping[str, Path] = field(default_factory=dict)
     repo_id: str | None = None
+    quantization: Quantization | None = None
 
     def exported_config(self, export: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         """`hf_config` with `export` applied to the language model's config."""
@@ -55,10 +59,11 @@ class SourceCheckpoint:
         dtypes = {name: text[name] for name in ("dtype", "torch_dtype")}
         return {**self.hf_config, **dtypes, "text_config": text}
 
-    def extra_tensors(self, opened: ExitStack) -> list[LazyTensor]:
-        """The extra tensors, mapped from their files, which `opened` closes."""
+    def extra_tensors(self, opened: ExitStack, dtype: torch.dtype) -> list[LazyTensor]:
+        """The extra tensors, mapped from their files, which `opened` closes; quantised ones dequantised to `dtype`."""
         try:
-            checkpoint = opened.enter_context(Checkpoint(self.folder))
+            files = opened.enter_context(Checkpoint(self.folder))
+            checkpoint = dequantized(files, self.quantization, dtype)
             if lost := [name for name in self.extra if name not in checkpoint.headers]:
                 raise CheckpointError(f"{self.folder}: no longer holds {len(lost)} of them, such as {lost[0]}")
         except CheckpointError as error:
@@ -67,7 +72,7 @@ class SourceCheckpoint:
                 "put that checkpoint back, or write the model alone"
             ) from error
         found = [(name, checkpoint.headers[name]) for name in self.extra]
-        return [LazyTensor(name, each.shape, each.dtype, partial(checkpoint.read, name)) for name, each in found]
+        return [LazyTensor(name, tuple(each.shape), each.dtype, partial(checkpoint.read, name)) for name, each in found]
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ class ExportSpec:
                             "keep='all': the model was not loaded from a checkpoint, so there is no more to keep"
                         )
                     config, weight_map = source.exported_config(export), source.weight_map
-                    files, extra = {**files, **source.files}, source.extra_tensors(opened)
+                    files, extra = {**files, **source.files}, source.extra_tensors(opened, dtype)
             written: dict[str, Any] = {"config.json": as_json(config)}
             if self.generation_config is not None:
                 written["generation_config.json"] = as_json(self.generation_config)

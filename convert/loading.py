@@ -15,6 +15,8 @@ from torch import Tensor
 
 COPY_THREADS = 4
 """Threads that copy on the host: pages of one tensor are read from disk while another is copied."""
+SLICE_ELEMENTS = 2**21
+"""Elements that a thread copies at once."""
 UPLOAD_THREADS = 8
 BUFFERS = 2
 """Pinned buffers of each upload thread: one is filled while the other is copied to the GPU."""
@@ -38,6 +40,13 @@ class Reader(Protocol):
     def headers(self) -> Mapping[str, Spec]: ...
     def read(self, name: str) -> Tensor: ...
     def read_together(self, names: Sequence[str]) -> Tensor | None: ...
+
+
+@runtime_checkable
+class SliceReader(Reader, Protocol):
+    """A reader of files or of what is made of them, of which no whole tensor need be in memory."""
+
+    def read_slice(self, name: str, start: int, count: int) -> Tensor: ...
 
 
 @runtime_checkable
@@ -103,9 +112,25 @@ def _as_stored(reader: Reader, tensor: Tensor, pieces: Sequence[Piece]) -> Tenso
 
 def _copy(reader: Reader, inference: bool, piece: Piece) -> int:
     with torch.inference_mode(inference):
-        elements = reader.read(piece.name).reshape(-1)[piece.start : piece.start + piece.view.numel()]
-        piece.view.copy_(elements.view(piece.view.shape))
+        if isinstance(reader, SliceReader):
+            for view, start in _slices(piece.view, piece.start):
+                view.copy_(reader.read_slice(piece.name, start, view.numel()).view(view.shape))
+        else:
+            elements = reader.read(piece.name).reshape(-1)[piece.start : piece.start + piece.view.numel()]
+            piece.view.copy_(elements.view(piece.view.shape))
     return piece.bytes
+
+
+def _slices(view: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+    """`view` in parts of at most SLICE_ELEMENTS, and of which element on each is, `start` being that of `view`."""
+    if view.numel() <= SLICE_ELEMENTS:
+        yield view, start
+        return
+    row = view[0].numel()
+    rows = max(1, SLICE_ELEMENTS // row)
+    for first in range(0, len(view), rows):
+        part = view[first : first + rows]
+        yield from _slices(part[0] if rows == 1 else part, start + first * row)
 
 
 def upload(reader: FileReader, pieces: Sequence[Piece], device: torch.device) -> Iterator[int]:

@@ -117,11 +117,17 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Tensor `name`, on the CPU, as stored: mapped from its file, so that its bytes are read as they are used."""
+        shape = self._header(name).shape
+        return self.read_slice(name, 0, math.prod(shape)).view(shape)
+
+    def read_slice(self, name: str, start: int, count: int) -> Tensor:
+        """Elements `start` to `start + count` of tensor `name`, flat, as by `read`."""
         header = self._header(name)
-        found = self._bytes(header.file, header.start, header.end)
-        if header.start % header.dtype.itemsize:
+        size = header.dtype.itemsize
+        found = self._bytes(header.file, header.start + start * size, header.start + (start + count) * size)
+        if header.start % size:
             found = found.clone()  # The format does not align tensors; the processor may need it.
-        return found.view(header.dtype).view(header.shape)
+        return found.view(header.dtype)
 
     def read_together(self, names: Sequence[str]) -> Tensor | None:
         """The bytes of tensors that lie in one file one after another, mapped as by `read`; None when they do not."""

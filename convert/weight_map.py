@@ -22,6 +22,9 @@ from ligermodels.errors import CheckpointError
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 """Dtypes that are cast to each other on loading. Narrower ones need scales, which a cast does not apply."""
 
+UNCASTABLE = "of a dtype that cannot be cast (quantised tensors load from files with a quantization_config)"
+"""Of tensors outside FLOATS: what is wrong, and what to do."""
+
 LISTED = 20
 """Faults of one kind that an error lists before it only counts."""
 
@@ -75,10 +78,8 @@ class WeightMap:
                 if found != wanted:
                     faults["of the wrong shape"].append(f"{name} {list(found)} instead of {list(wanted)}")
                 if dtype != native and not {dtype, native} <= FLOATS:
-                    faults["of a dtype that cannot be cast (quantised checkpoints are not supported)"].append(
-                        f"{name} {_short(dtype)} to {_short(native)} of {parts[-1].target}"
-                    )
-        _raise("the checkpoint does not fit the model", faults)
+                    faults[UNCASTABLE].append(f"{name} {_short(dtype)} to {_short(native)} of {parts[-1].target}")
+        raise_faults("the checkpoint does not fit the model", faults)
 
     def check_aliases(self, reader: Reader) -> None:
         """CheckpointError when an alias differs from what it repeats."""
@@ -155,7 +156,7 @@ class WeightMap:
         Raises one CheckpointError that lists mappings or native tensors without their counterpart.
         """
         views, faults = self._split(state)
-        _raise("the model does not fit its weight map", faults)
+        raise_faults("the model does not fit its weight map", faults)
         gather = Gather()
         return [
             LazyTensor(source, _shape(parts), parts[0].tensor.dtype, partial(_read, parts, state, gather))
@@ -217,7 +218,7 @@ def _read(parts: Sequence[_Part], state: Mapping[str, Tensor], gather: Gather) -
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _raise(what: str, faults: Mapping[str, Sequence[str]]) -> None:
+def raise_faults(what: str, faults: Mapping[str, Sequence[str]]) -> None:
     """CheckpointError with every fault, if there is any."""
     lines = []
     for kind, names in faults.items():

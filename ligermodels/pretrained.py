@@ -17,9 +17,11 @@ from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import dtype_of, read_json
+from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
 from ligermodels.convert.placement import DeviceLike, DeviceMap, DtypeLike, resolve_device, resolve_dtype
+from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError
@@ -57,6 +59,7 @@ def from_pretrained(
     """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
 
     Of one that holds Medusa heads too (`full-hf`) this is the model alone; `MedusaModel.from_pretrained` loads those.
+    Tensors in FP8 are dequantised to `dtype`, and the model is written without `quantization_config`.
 
     Args:
         name_or_path: a hub repo id or a local folder.
@@ -83,20 +86,23 @@ def from_pretrained(
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    found = read_json(folder / "config.json")
+    found, quantization = without_quantization(read_json(folder / "config.json"))
     hf_config, _ = without_heads(found)
     config = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
-    with Checkpoint(folder) as checkpoint:
+    kind = kind or dtype_of(hf_config)
+    with Checkpoint(folder) as files:
+        checkpoint = dequantized(files, quantization, kind)
         weight_map = choose_layout(found, config, checkpoint.headers)
         extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
         nested = family_of(hf_config).text is not None
         repo_id = None if Path(name_or_path).expanduser().is_dir() else os.fspath(name_or_path)
+        processors = _present(folder, PROCESSORS)
         source = SourceCheckpoint(
-            folder.absolute(), found, weight_map, sorted(extra), nested, _present(folder, PROCESSORS), repo_id
+            folder.absolute(), found, weight_map, sorted(extra), nested, processors, repo_id, quantization
         )
         model = _skeleton(config, replace(_export_spec(hf_config, config, folder, weight_map), source=source))
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
-        allocate(model, kind or dtype_of(hf_config), place)
+        allocate(model, kind, place)
         initialize_buffers(model, config.initializer_range)
         if place.type != "meta":
             weight_map.load(checkpoint, persistent_tensors(model), progress=progress, mapped=mapped)
@@ -115,7 +121,8 @@ def from_config(
     """A model with random weights from a Hugging Face config.
 
     Args:
-        config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`.
+        config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`. Its
+            `quantization_config`, if any, is left out: it is of stored weights.
         dtype, device, torch_dtype, device_map, attention: as of `from_pretrained`.
 
     Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached; InputError as
@@ -132,6 +139,7 @@ def from_config(
     else:
         folder = hub.resolve(config, weights=False)
         hf_config = read_json(folder / "config.json")
+    hf_config, _ = without_quantization(hf_config)
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
     model = _skeleton(composed, _export_spec(hf_config, composed, folder, family.weight_maps(composed)[0]))
@@ -170,7 +178,7 @@ def from_transformers(
     first = next(hf_model.parameters())
     kind, place = resolve_dtype(dtype, torch_dtype) or first.dtype, resolve_device(device, device_map, first.device)
     state = hf_model.state_dict(keep_vars=True)
-    hf_config = dict(hf_model.config.to_dict())
+    hf_config, _ = without_quantization(hf_model.config.to_dict())
     family = family_of(hf_config)
     config = _with_attention(family.decoder_config(hf_config), attention)
     spec = _export_spec(hf_config, config, None, family.weight_maps(config)[0])

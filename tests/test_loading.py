@@ -183,9 +183,8 @@ class Standin:
     synchronize = __init__
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_uploading_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code as for a GPU; what is in a row or not, of other dtypes, smaller and larger than a buffer."""
+def upload_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `loading.upload` fill tensors on the CPU, by buffers of 60 bytes."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -193,6 +192,12 @@ def test_uploading_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "Stream", Standin)
     monkeypatch.setattr(torch.cuda, "Event", Standin)
     monkeypatch.setattr(loading, "BUFFER_BYTES", 60)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uploading_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code as for a GPU; what is in a row or not, of other dtypes, smaller and larger than a buffer."""
+    upload_on_the_host(monkeypatch)
     wide = torch.zeros(5, 4, 9, dtype=dtype)
     targets = [wide[:, 1:3], wide[:, 0], torch.zeros(15), torch.zeros(16), torch.zeros(()), torch.zeros(0, 3)]
     sources = [torch.randn(target.shape) for target in targets]
