@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from zoo import BASE, CONFIGS, make_checkpoint, plain, relative_error, stored_as
+from zoo import BASE, CONFIGS, gradients_of, make_checkpoint, plain, relative_error, stored_as
 
 import ligermodels as lm
 from ligermodels.verify import verify
@@ -46,9 +46,8 @@ def test_logits_loss_and_every_gradient(pair: Pair) -> None:
     output.loss.backward()
     assert relative_error(output.logits, wanted.logits) < TOLERANCE
     assert relative_error(output.loss, wanted.loss) < TOLERANCE
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    ours = stored_as(oracle, {name: read() for name, _, _, read in model.export_spec.weight_map.export(gradients)})
+    ours = stored_as(oracle, gradients_of(model))
     assert set(ours) == set(theirs)
     errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
     assert max(errors.values()) < TOLERANCE, errors
@@ -143,8 +142,7 @@ def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixe
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in side.named_parameters()}
         if isinstance(side, lm.CausalLM):
-            exported = side.export_spec.weight_map.export(gradients)
-            gradients = stored_as(oracle, {name: read() for name, _, _, read in exported})
+            gradients = stored_as(oracle, gradients_of(side))
         found.append({"loss": loss.detach()} | gradients)
     exact, theirs, ours = found
     errors = {

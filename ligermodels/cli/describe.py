@@ -86,7 +86,8 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     }
     if any(folder.glob("*.safetensors*")):
         with Files(folder) as files:
-            choose_layout(hf_config, config, files.headers).plan(files.headers, persistent_tensors(model))
+            state = persistent_tensors(model)
+            choose_layout(hf_config, config, files.headers, state).plan(files.headers, state)
             found["tensors"] = len(files.headers)
             found["stored_dtypes"] = sorted(
                 {str(header.dtype).removeprefix("torch.") for header in files.headers.values()}
