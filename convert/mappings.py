@@ -131,6 +131,16 @@ def experts_gate_up_in_one(target: str, source: str) -> WeightMapping:
     return WeightMapping(target, (TensorView(source, partial(_pairs, dim=1), flatten=(1, 2)),))
 
 
+def experts_gate_up_transposed(target: str, source: str) -> WeightMapping:
+    """`target` (E, 2 I, H) as in `experts_gate_up`; `source[i]` (H, 2 I) has the columns of gate, then those of up."""
+    return WeightMapping(target, (TensorView(source, _pairs_transposed, flatten=(2, 3)),))
+
+
+def transposed(target: str, source: str) -> WeightMapping:
+    """`source` is `target` with its last two dimensions exchanged."""
+    return WeightMapping(target, (TensorView(source, partial(torch.transpose, dim0=-2, dim1=-1)),))
+
+
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -147,6 +157,11 @@ def _pair(tensor: Tensor, index: int) -> Tensor:
 def _pairs(tensor: Tensor, dim: int) -> Tensor:
     """The even rows, then the odd ones: (..., 2 I, ...) -> (..., 2, I, ...)."""
     return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1)
+
+
+def _pairs_transposed(tensor: Tensor) -> Tensor:
+    """(E, 2 I, H) -> (E, H, 2, I)."""
+    return _pairs(tensor, dim=1).movedim(-1, 1)
 
 
 def _expert_pair(tensor: Tensor, expert: int, index: int) -> Tensor:

@@ -81,6 +81,11 @@ class WeightMap:
                     faults[UNCASTABLE].append(f"{name} {_short(dtype)} to {_short(native)} of {parts[-1].target}")
         raise_faults("the checkpoint does not fit the model", faults)
 
+    def misshapen(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> int:
+        """How many tensors of a checkpoint with these `headers` have another shape than those of `state` need."""
+        sources = _by_source(self._split(state)[0])
+        return sum(tuple(headers[name].shape) != _shape(parts) for name, parts in sources.items() if name in headers)
+
     def check_aliases(self, reader: Reader) -> None:
         """CheckpointError when an alias differs from what it repeats."""
         for alias, original in self.aliases.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
@@ -20,6 +20,7 @@ from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
+from ligermodels.convert.loading import Spec
 from ligermodels.convert.placement import DeviceLike, DeviceMap, DtypeLike, resolve_device, resolve_dtype
 from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -91,8 +92,8 @@ def from_pretrained(
     config = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
     kind = kind or dtype_of(hf_config)
     with Checkpoint(folder) as files:
-        checkpoint = dequantized(files, quantization, kind)
-        weight_map = choose_layout(found, config, checkpoint.headers)
+        checkpoint, model = dequantized(files, quantization, kind), _skeleton(config)
+        weight_map = choose_layout(found, config, checkpoint.headers, persistent_tensors(model))
         extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
         nested = family_of(hf_config).text is not None
         repo_id = None if Path(name_or_path).expanduser().is_dir() else os.fspath(name_or_path)
@@ -100,7 +101,9 @@ def from_pretrained(
         source = SourceCheckpoint(
             folder.absolute(), found, weight_map, sorted(extra), nested, processors, repo_id, quantization
         )
-        model = _skeleton(config, replace(_export_spec(hf_config, config, folder, weight_map), source=source))
+        spec = _export_spec(hf_config, config, folder, weight_map)
+        dtypes = _own_dtypes(weight_map, persistent_tensors(model), checkpoint.headers)
+        model.export_spec = replace(spec, source=source, dtypes=dtypes)
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
         allocate(model, kind, place)
         initialize_buffers(model, config.initializer_range)
@@ -188,21 +191,25 @@ def from_transformers(
     model = _skeleton(config, spec)
 
     def empty(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=kind if tensor.is_floating_point() else tensor.dtype, device=place)
+        cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        return torch.empty(tensor.shape, dtype=kind if cast else tensor.dtype, device=place)
 
-    move_state_dict(model, choose_layout(hf_config, config, state.keys()), state, empty, consume=consume)
+    weight_map = choose_layout(hf_config, config, state, persistent_tensors(model))
+    move_state_dict(model, weight_map, state, empty, consume=consume)
     return model.train(hf_model.training)
 
 
-def choose_layout(hf_config: Mapping[str, Any], config: DecoderConfig, names: Collection[str]) -> WeightMap:
-    """Of the layouts in which this family's checkpoints are found, the one that lacks the fewest of its tensors."""
+def choose_layout(
+    hf_config: Mapping[str, Any], config: DecoderConfig, headers: Mapping[str, Spec], state: Mapping[str, Tensor]
+) -> WeightMap:
+    """Of the layouts in which this family's checkpoints are found, the one that fits best: see `nearest_layout`."""
     _, heads = without_heads(hf_config)
     layouts = family_of(hf_config).weight_maps(config)
-    layout = nearest_layout(layouts, names)
+    layout = nearest_layout(layouts, headers, state)
     return replace(layout, ignored=[*layout.ignored, *heads])
 
 
-def _skeleton(config: DecoderConfig, spec: ExportSpec) -> CausalLM:
+def _skeleton(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM:
     """The model on the meta device; ConfigError when a tensor would have more elements than can be counted."""
     try:
         with torch.device("meta"), skip_init():
@@ -210,6 +217,15 @@ def _skeleton(config: DecoderConfig, spec: ExportSpec) -> CausalLM:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config.json: hidden_size, or a size beside it, is too large: {reason}") from None
+
+
+def _own_dtypes(
+    weight_map: WeightMap, state: Mapping[str, Tensor], headers: Mapping[str, Spec]
+) -> dict[str, torch.dtype]:
+    """The stored dtypes of the tensors that are cast to no dtype of the model's: see `allocate`."""
+    kept = {name for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+    sources = {view.source for each in weight_map.mappings if each.target in kept for view in each.views}
+    return {source: headers[source].dtype for source in sorted(sources & headers.keys())}
 
 
 def _export_spec(

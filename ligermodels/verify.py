@@ -158,7 +158,8 @@ def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, T
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            found[name] = (output if isinstance(output, Tensor) else output[0]).cpu()
+            output = output if isinstance(output, Tensor) else output[0]
+            found[name] = output.flatten(0, -2).cpu()  # some modules see tokens without their batch
 
         return hook
 

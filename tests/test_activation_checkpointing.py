@@ -16,7 +16,8 @@ from ligermodels.errors import InputError
 
 def make(name: str) -> lm.CausalLM:
     config = CONFIGS[name]
-    if "num_experts_per_tok" in config:  # the load-balancing loss leaves the blocks by another way
+    mixture = "num_experts_per_tok" in config and config["model_type"] != "glm4_moe"
+    if mixture:  # the load-balancing loss leaves the blocks by another way; GLM has none
         config = {**config, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     torch.manual_seed(0)
     return lm.from_config(config, dtype=torch.float32)

@@ -159,6 +159,9 @@ def oracle_in(folder: Path) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | N
         for name, parameter in oracle.named_parameters():
             mean = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
             parameter.data.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
+        for name, buffer in oracle.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.3)
         ids = torch.randint(0, min(oracle.get_input_embeddings().num_embeddings, 128), (2, 41))
         found = outcome(oracle, ids)
         oracle.save_pretrained(folder)

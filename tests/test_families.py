@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from zoo import BASE, CONFIGS, make_checkpoint, plain, relative_error, stored_as
+from zoo import BASE, CONFIGS, MIXTURES, gradients_of, make_checkpoint, plain, relative_error, stored_as
 
 import ligermodels as lm
 from ligermodels.verify import verify
@@ -46,9 +46,8 @@ def test_logits_loss_and_every_gradient(pair: Pair) -> None:
     output.loss.backward()
     assert relative_error(output.logits, wanted.logits) < TOLERANCE
     assert relative_error(output.loss, wanted.loss) < TOLERANCE
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    ours = stored_as(oracle, {name: read() for name, _, _, read in model.export_spec.weight_map.export(gradients)})
+    ours = stored_as(oracle, gradients_of(model))
     assert set(ours) == set(theirs)
     errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
     assert max(errors.values()) < TOLERANCE, errors
@@ -143,8 +142,7 @@ def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixe
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in side.named_parameters()}
         if isinstance(side, lm.CausalLM):
-            exported = side.export_spec.weight_map.export(gradients)
-            gradients = stored_as(oracle, {name: read() for name, _, _, read in exported})
+            gradients = stored_as(oracle, gradients_of(side))
         found.append({"loss": loss.detach()} | gradients)
     exact, theirs, ours = found
     errors = {
@@ -178,11 +176,18 @@ def test_gemma3_beside_a_vision_tower(prefix: str, tmp_path: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
 
 
-def test_experts_in_one_tensor(tmp_path: Path) -> None:
-    """The layout that transformers 5 may save: loaded, and written back as it came."""
-    oracle = make_checkpoint(tmp_path / "model", CONFIGS["qwen3_moe"])
+@pytest.mark.parametrize("how", ["as it is", "transposed", "transposed, H = 2 I", "transposed, H = I"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", *MIXTURES])
+def test_experts_in_one_tensor(name: str, how: str, tmp_path: Path) -> None:
+    """The layout that transformers 5 may save, and that of some hubs: loaded, and written back as it came."""
+    size = "moe_intermediate_size" if "moe_intermediate_size" in CONFIGS[name] else "intermediate_size"
+    sizes = {"transposed, H = 2 I": {size: 30}, "transposed, H = I": {size: 60}}.get(how, {})
+    oracle = make_checkpoint(tmp_path / "model", {**CONFIGS[name], **sizes})
     file = tmp_path / "model" / "model.safetensors"
-    tensors = {name: t.contiguous() for name, t in stored_as(oracle, load_file(file)).items()}
+    tensors = stored_as(oracle, load_file(file))
+    if "transposed" in how:
+        tensors = {name: t.transpose(1, 2) if t.ndim == 3 else t for name, t in tensors.items()}
+    tensors = {name: t.contiguous() for name, t in tensors.items()}
     assert any(name.endswith("experts.gate_up_proj") for name in tensors)
     save_file(tensors, file)
     model = lm.from_pretrained(tmp_path / "model")
@@ -194,8 +199,9 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
     assert all(torch.equal(written[name], tensors[name]) for name in tensors)
 
 
-def test_load_balancing_loss_counts_where_the_config_says_so(tmp_path: Path) -> None:
-    config = {**CONFIGS["mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.3}
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "minimax_m2"])
+def test_load_balancing_loss_counts_where_the_config_says_so(name: str, tmp_path: Path) -> None:
+    config = {**CONFIGS[name], "output_router_logits": True, "router_aux_loss_coef": 0.3}
     oracle = make_checkpoint(tmp_path / "model", config)
     model = lm.from_pretrained(tmp_path / "model")
     wanted, output = oracle(tokens(), labels=tokens()), model(tokens(), labels=tokens())

@@ -142,13 +142,14 @@ def test_target_modules(wanted: Any, found: set[str]) -> None:
     assert len(trained) == len(found) + len(lora_layers(model))
 
 
-@pytest.mark.parametrize("name", ["llama-2", "phi3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama-2", "phi3", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2"])
 def test_all_linear(name: str) -> None:
     model = build(CONFIGS[name])
     leaves = {part.name.rpartition(".")[2] for layer in lora_layers(model).values() for part in layer.parts}
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     packed = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    assert leaves == {"llama-2": attention | mlp, "phi3": packed}.get(name, attention)
+    gated = attention | {"shared_expert_gate"}
+    assert leaves == {"llama-2": attention | mlp, "phi3": packed, "qwen2_moe": gated}.get(name, attention)
 
 
 # -- training and generation -------------------------------------------------------------------------------------------

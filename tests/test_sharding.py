@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 from two_ranks import WORLD, in_two_ranks
-from zoo import BASE, GEMMA, SANDWICH
+from zoo import BASE, GEMMA, MIXTURES, SANDWICH
 
 import ligermodels as lm
 from ligermodels.layers import Block, ForwardContext
@@ -26,8 +26,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**BASE, "model_type": "llama"},
     "gemma2": {**SANDWICH, "model_type": "gemma2", "head_dim": 14},
     "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 5, "output_router_logits": True},
+    "qwen2_moe": MIXTURES["qwen2_moe"],
+    "glm4_moe": MIXTURES["glm4_moe"],
 }
-"""Untied; tied, with post-norms; a mixture of experts. Sizes that two ranks do not divide."""
+"""Untied; tied, with post-norms; mixtures of experts, also with a gated shared one and with selection biases. Sizes
+that two ranks do not divide."""
 
 
 def build(name: str) -> lm.CausalLM:

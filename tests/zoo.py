@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,49 @@ BASE: dict[str, Any] = {
 GEMMA = {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 1}
 SANDWICH = {**GEMMA, "query_pre_attn_scalar": 19, "sliding_window": 11, "num_hidden_layers": 4}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 31}
+GLM4_MOE = {**BASE, **EXPERTS, "model_type": "glm4_moe", "n_routed_experts": 8, "routed_scaling_factor": 1.7}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 43,
+    },
+    "qwen2_moe-dense-and-windows": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 29,
+        "num_hidden_layers": 6,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 4,
+    },
+    "glm4_moe": {**GLM4_MOE, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
+    "glm4_moe-qk-norm": {
+        **GLM4_MOE,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 2,
+        "partial_rotary_factor": 0.4,
+    },
+    "minimax_m2": {
+        **BASE,
+        "model_type": "minimax_m2",
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 6,
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+    },
+}
+"""Mixtures with shared experts, sigmoid scores, selection biases and groups."""
 PHI_LONGROPE = {
     "model_type": "phi3",
     "head_dim": 10,
@@ -121,6 +165,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [3],
     },
     "qwen3_moe-normalised": {**BASE, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 5, "norm_topk_prob": True},
+    **MIXTURES,
     "phi3": {
         **BASE,
         "model_type": "phi3",
@@ -156,6 +201,9 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
             # Biases and norms too: at their initial values a mistake in them would not show.
             mean = 1.0 if "norm" in name and "gemma" not in config["model_type"] else 0.0
             parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
+        for name, buffer in oracle.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.3)
     oracle.to(dtype).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return oracle
@@ -175,15 +223,25 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a native model's parameters, in the layout of its checkpoint."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    weight_map = model.export_spec.weight_map
+    mappings = [each for each in weight_map.mappings if each.target in found]  # those of buffers are left out
+    return {each.name: each.read() for each in replace(weight_map, mappings=mappings).export(found)}
+
+
 def stored_as(oracle: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors in the layout of files, in the oracle's own: it keeps all experts of a layer as one tensor."""
     found = {name: t for name, t in tensors.items() if ".experts." not in name and "block_sparse_moe" not in name}
-    for name, parameter in oracle.named_parameters():
+    biases = {name: b for name, b in oracle.named_buffers() if name.endswith("correction_bias")}
+    for name, parameter in {**dict(oracle.named_parameters()), **biases}.items():
         if name in found:
             continue
         layer, _, part = name.partition(".mlp.")
-        if part == "gate.weight":
-            found[name] = tensors[f"{layer}.block_sparse_moe.gate.weight"]
+        if not part.startswith("experts."):
+            elsewhere = f"{layer}.block_sparse_moe.{part}"
+            found |= {name: tensors[elsewhere]} if elsewhere in tensors else {}
             continue
         mixtral = f"{layer}.block_sparse_moe.gate.weight" in tensors
         at = f"{layer}.block_sparse_moe.experts" if mixtral else f"{layer}.mlp.experts"

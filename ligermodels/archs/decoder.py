@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
@@ -37,7 +38,8 @@ class DecoderConfig:
     whatever goes into the first block, `inputs_embeds` too, by `input_scale`; the embedding's row of `padding_idx` gets
     no gradient from the inputs; `router_aux_loss_coef` is the weight of the load-balancing loss of mixtures of experts
     in the whole loss; `initializer_range` is the standard deviation of new weights; `max_position_embeddings` the
-    longest context the checkpoint was made for.
+    longest context the checkpoint was made for; `num_mtp_layers` counts the layers of multi-token
+    prediction that checkpoints have after those of the blocks (DeepSeek-V3, GLM-4.5), which are no part of the model.
     """
 
     vocab_size: int
@@ -51,6 +53,7 @@ class DecoderConfig:
     router_aux_loss_coef: float = 0.0
     initializer_range: float = 0.02
     max_position_embeddings: int | None = None
+    num_mtp_layers: int = 0
 
     def weight_map(
         self,
@@ -81,7 +84,9 @@ class DecoderConfig:
         if self.head.bias:
             entries.append(rename("head.bias", f"{head.removesuffix('.weight')}.bias"))
         aliases = {head: embedding} if self.head.tied else {}
-        return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *ignored], aliases=aliases)
+        first = len(self.blocks)
+        mtp = [rf"^{re.escape(prefix)}\.layers\.{layer}\." for layer in range(first, first + self.num_mtp_layers)]
+        return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *mtp, *ignored], aliases=aliases)
 
 
 class Decoder(nn.Module):

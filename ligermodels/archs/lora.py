@@ -50,7 +50,7 @@ def add_lora(
             and up; in PEFT each has its own.
         target_modules: names of linear layers in transformers ("q_proj", or longer: "layers.0.self_attn.q_proj"), a
             regular expression that whole paths match, or "all-linear": all that are in the blocks; in a mixture of
-            experts neither routers and experts, nor dense MLPs of the experts' names.
+            experts neither routers and experts, nor dense MLPs and shared experts of the experts' names.
         use_rslora: see `lora_alpha`.
         dtype: of A and B, by default that of W. They compute in the dtype of x.
 
@@ -98,7 +98,7 @@ def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
     """Path in transformers -> the linear layer of a block: all that LoRA can adapt.
 
     PEFT takes names of experts, once linear layers of their own, for the experts wherever they are: dense MLPs of the
-    same names beside them (Qwen 3 MoE) are left out, for no adapter of theirs could be loaded.
+    same names beside them (Qwen 3 MoE), and shared experts, are left out, for no adapter of theirs could be loaded.
     """
     modules = dict(model.named_modules())
     mixtures = tuple(f"{name}." for name, module in modules.items() if isinstance(module, MoE))
@@ -114,7 +114,6 @@ def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
             or type(linear) not in (nn.Linear, LoRALinear)  # another subclass may compute anything
             or kind != "weight"
             or not name.startswith("decoder.blocks.")
-            or name.startswith(mixtures)
             or not all(source.endswith(".weight") and uses[source] == 1 for source in sources)
             or any(leaf(source.removesuffix(".weight")) in taken for source in sources)
         ):
@@ -189,9 +188,10 @@ def leaf(path: str) -> str:
 
 
 def _names_of_experts(model: CausalLM, mixtures: tuple[str, ...]) -> set[str]:
-    """The last components of the paths that checkpoints of the family have for weights of `mixtures`."""
+    """The last components of the paths that checkpoints of the family have for routers and experts of `mixtures`."""
     layouts = family_of(model.hf_config).weight_maps(model.config)
-    mappings = (each for layout in layouts for each in layout.mappings if each.target.startswith(mixtures))
+    targets = {f"{mixture}{part}" for mixture in mixtures for part in ("router.weight", "gate_up", "down")}
+    mappings = (each for layout in layouts for each in layout.mappings if each.target in targets)
     return {leaf(view.source.removesuffix(".weight")) for each in mappings for view in each.views}
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs import mistral
-from ligermodels.archs.compose import STACKED_EXPERTS, decoder
+from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.experts import expert_layouts
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
-from ligermodels.layers import MoEConfig
+from ligermodels.layers import MoEConfig, RouterConfig
 
 DEFAULTS = {
     **mistral.DEFAULTS,
@@ -38,10 +39,10 @@ def mixtral(config: Mapping[str, Any]) -> DecoderConfig:
     return decoder(
         fields,
         attention=lambda layer, common: {"window": window},
-        mlp=lambda layer, gated: MoEConfig(experts, chosen, gated.size, gated.activation, normalize=True),
+        mlp=lambda layer, gated: MoEConfig(RouterConfig(experts, chosen), gated.size, gated.activation),
         default_theta=DEFAULT_THETA,
         router_aux_loss_coef=fields.router_aux_loss_coef(),
     )
 
 
-FAMILIES = (Family("mixtral", mixtral, [{"names": names} for names in (EXPERTS, STACKED_EXPERTS)], DEFAULT_THETA),)
+FAMILIES = (Family("mixtral", mixtral, expert_layouts(EXPERTS), DEFAULT_THETA),)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import STACKED_EXPERTS, decoder
+from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.experts import expert_layouts, sparse_layers
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
-from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
+from ligermodels.layers import NormConfig, QKNormConfig
 
 QWEN2 = {
     "vocab_size": 151936,
@@ -41,13 +42,13 @@ ATTRIBUTE_MAP = {"num_experts": "num_local_experts"}
 """Fields that transformers 5 may write under their attribute's name, as in its `attribute_map`."""
 
 
-def _windowed(fields: Fields) -> Fields:
+def windowed(fields: Fields) -> Fields:
     """A window counts only where `use_sliding_window` says so."""
     return fields if fields.flag("use_sliding_window", False) else fields.replaced(sliding_window=None)
 
 
 def _windows(fields: Fields) -> list[int | None]:
-    fields = _windowed(fields)
+    fields = windowed(fields)
     first = fields.size("max_window_layers", zero=True)
     return fields.windows(lambda layer: layer >= first and fields.config["sliding_window"] is not None)
 
@@ -77,23 +78,13 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(renamed(config, "num_experts", ATTRIBUTE_MAP["num_experts"]), QWEN3_MOE)
     bias = fields.flag("attention_bias", False)
     own = {"bias": bias, "o_bias": bias, "qk_norm": _qk_norm(fields)}
-    own["window"] = _windowed(fields).optional_size("sliding_window")
-    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
-    experts, chosen = fields.experts("num_experts")
-    size, normalize = fields.size("moe_intermediate_size"), fields.flag("norm_topk_prob", False)
-
-    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
-        if layer in dense or (layer + 1) % step:
-            return gated
-        return MoEConfig(experts, chosen, size, gated.activation, normalize=normalize)
-
-    return decoder(
-        fields, attention=lambda layer, common: own, mlp=mlp, router_aux_loss_coef=fields.router_aux_loss_coef()
-    )
+    own["window"] = windowed(fields).optional_size("sliding_window")
+    coef = fields.router_aux_loss_coef()
+    return decoder(fields, attention=lambda layer, common: own, mlp=sparse_layers(fields), router_aux_loss_coef=coef)
 
 
 FAMILIES = (
     Family("qwen2", qwen2),
     Family("qwen3", qwen3),
-    Family("qwen3_moe", qwen3_moe, [{}, {"names": STACKED_EXPERTS}], attribute_map=ATTRIBUTE_MAP),
+    Family("qwen3_moe", qwen3_moe, expert_layouts(), attribute_map=ATTRIBUTE_MAP),
 )

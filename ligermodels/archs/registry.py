@@ -9,7 +9,20 @@ from typing import Any
 
 from torch import nn
 
-from ligermodels.archs import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, smollm
+from ligermodels.archs import (
+    gemma,
+    glm_moe,
+    granite,
+    llama,
+    minimax,
+    mistral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    qwen_moe,
+    smollm,
+)
 from ligermodels.archs.family import Family
 from ligermodels.errors import ConfigError
 
@@ -18,7 +31,7 @@ ENTRY_POINTS = "ligermodels.families"
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for module in (llama, mistral, mixtral, gemma, qwen, phi, olmo, granite, smollm)
+    for module in (llama, mistral, mixtral, gemma, qwen, qwen_moe, phi, olmo, granite, smollm, glm_moe, minimax)
     for family in module.FAMILIES
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.archs.registry import family_of
 from ligermodels.convert.export_spec import ExportSpec
+from ligermodels.convert.loading import Spec
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError
 from ligermodels.layers.config import persistent_tensors
@@ -56,13 +57,17 @@ def export_state_dict(model: nn.Module, weight_map: WeightMap) -> dict[str, Tens
 
 def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     """Fill `model` from a state dict in one of the layouts of its family; see `CausalLM.load_hf_state_dict`."""
-    weight_map = nearest_layout(family_of(model.hf_config).weight_maps(model.config), state_dict)
-    weight_map.load(StateDict(state_dict), persistent_tensors(model))
+    state = persistent_tensors(model)
+    weight_map = nearest_layout(family_of(model.hf_config).weight_maps(model.config), state_dict, state)
+    weight_map.load(StateDict(state_dict), state)
 
 
-def nearest_layout(layouts: Sequence[WeightMap], names: Collection[str]) -> WeightMap:
-    """The layout that lacks the fewest of its tensors among `names`."""
-    return min(layouts, key=lambda layout: len(layout.sources() - set(names)))
+def nearest_layout(layouts: Sequence[WeightMap], headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> WeightMap:
+    """The layout that lacks the fewest of its tensors among `headers`; of several, the first of those with the fewest
+    of another shape than the native tensors of `state` say (experts, transposed or not)."""
+    lacking = [len(layout.sources() - headers.keys()) for layout in layouts]
+    nearest = [layout for layout, count in zip(layouts, lacking, strict=True) if count == min(lacking)]
+    return nearest[0] if len(nearest) == 1 else min(nearest, key=lambda layout: layout.misshapen(headers, state))
 
 
 def move_state_dict(

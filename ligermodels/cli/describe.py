@@ -80,11 +80,13 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.archs import family_of
     from ligermodels.archs.fields import FULL
     from ligermodels.convert.config_json import dtype_of, read_json, rope_parameters
+    from ligermodels.convert.dequantize import dequantized
+    from ligermodels.convert.quantization import without_quantization
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.config import persistent_tensors
     from ligermodels.pretrained import choose_layout, from_config
 
-    hf_config = read_json(folder / "config.json")
+    hf_config, quantization = without_quantization(read_json(folder / "config.json"))
     model = from_config(hf_config, device="meta")
     config = model.config
     thetas = family_of(model.hf_config).default_theta
@@ -114,7 +116,9 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     }
     if any(folder.glob("*.safetensors*")):
         with Files(folder) as files:
-            choose_layout(hf_config, config, files.headers).plan(files.headers, persistent_tensors(model))
+            state = persistent_tensors(model)
+            headers = dequantized(files, quantization, dtype_of(hf_config)).headers
+            choose_layout(hf_config, config, headers, state).plan(headers, state)
             found |= _stored(files.headers.values())
     return found
 

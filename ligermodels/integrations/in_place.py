@@ -148,4 +148,8 @@ def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, name
         within = {name: attribute for name, (_, _, attribute) in places.items()}
         experts, _, _ = places["experts.down"]
         set_forward(layer.get_submodule(experts), experts_forward, Native(block.mlp, within))
+        if block.mlp.shared is not None:
+            shared, _, template = {**MoEConfig.NAMES, **names}["experts.shared"].rpartition(".")
+            within = {f"mlp.{part}": template.format(part=part) for part in ("gate", "up", "down")}
+            set_forward(layer.get_submodule(shared), mlp_forward, Native(block.mlp.shared, within))
     set_forward(layer, layer_forward, Native(block, found))

@@ -127,7 +127,7 @@ def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
     native = native_of(module)
     gate_up, down = (attrgetter(native.names[name])(module) for name in ("experts.gate_up", "experts.down"))
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in (gate_up, down))
-    if args or not plain or len(gate_up) != native.config.num_experts:
+    if args or not plain or len(gate_up) != native.config.router.num_experts:
         return type(module).forward(module, x, top_k_index, top_k_weights, *args)
     activation: Callable[..., Tensor] = ACTIVATIONS[native.config.activation]
     return mix_experts(x, top_k_weights, top_k_index, gate_up, down, lambda rows: activation(*rows.chunk(2, dim=-1)))

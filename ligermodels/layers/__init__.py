@@ -25,6 +25,7 @@ from ligermodels.layers.rope import (
     longrope_attention_factor,
     yarn_attention_factor,
 )
+from ligermodels.layers.router import Router, RouterConfig
 from ligermodels.layers.targets import IGNORE_INDEX, Targets, shift_labels
 
 __all__ = [
@@ -57,6 +58,8 @@ __all__ = [
     "RopeConfig",
     "RopeScaling",
     "RotaryEmbedding",
+    "Router",
+    "RouterConfig",
     "RouterOutput",
     "SplitQKV",
     "Targets",

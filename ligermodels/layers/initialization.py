@@ -104,9 +104,8 @@ def fill_meta_buffers(module: nn.Module, std: float) -> None:
 
 
 def initialize_buffers(module: nn.Module, std: float) -> None:
-    """Fill modules that own buffers: those that a checkpoint does not hold would stay as memory was."""
+    """Fill modules that own buffers with `persistent=False`: a checkpoint does not hold them."""
     for name, each in module.named_modules():
-        if any(buffer is not None for buffer in each._buffers.values()) and not any(
-            tensor.is_meta for _, tensor in owned_tensors(each)
-        ):
+        kept = any(each._buffers[key] is not None for key in each._non_persistent_buffers_set)
+        if kept and not any(tensor.is_meta for _, tensor in owned_tensors(each)):
             initialize_own(each, std, name)

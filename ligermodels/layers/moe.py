@@ -4,43 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.convert.mappings import WeightMapping, experts_gate_up, experts_gate_up_in_one, rename, stack
+from ligermodels.convert.mappings import (
+    WeightMapping,
+    experts_gate_up,
+    experts_gate_up_in_one,
+    experts_gate_up_transposed,
+    rename,
+    stack,
+    transposed,
+)
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
-from ligermodels.layers.mlp import GatedActivation
+from ligermodels.layers.mlp import GatedActivation, MLPConfig
+from ligermodels.layers.router import Router, RouterConfig, softmax
 
 
 @dataclass(frozen=True)
 class MoEConfig(LayerConfig):
-    """`num_experts` gated feed-forward layers of `size` intermediate channels, of which a token meets `top_k`.
+    """Gated feed-forward layers of `size` intermediate channels, of which the `router` chooses some for each token.
 
-    `normalize`: the probabilities of the chosen experts are divided by their sum. `activation`: a key of ACTIVATIONS.
-    Raises ConfigError when they do not fit together.
+    activation: a key of ACTIVATIONS.
+    shared: a feed-forward layer that every token meets too; with `shared_gate` its output is multiplied by the sigmoid
+        of a linear layer to one channel (Qwen1.5-MoE).
+    aux_loss: whether training may add a load-balancing loss, for which the layer gives its router's logits.
+
+    Raises ConfigError, naming the field, when they do not fit together.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
         "experts.router": "mlp.gate.weight",
+        "experts.selection_bias": "mlp.gate.e_score_correction_bias",
         "experts.gate": "mlp.experts.{expert}.gate_proj.weight",
         "experts.up": "mlp.experts.{expert}.up_proj.weight",
         "experts.down": "mlp.experts.{expert}.down_proj.weight",
+        "experts.shared": "mlp.shared_expert.{part}_proj",
+        "experts.shared_gate": "mlp.shared_expert_gate.weight",
     }
 
-    num_experts: int
-    top_k: int
+    router: RouterConfig
     size: int
     activation: str = "silu"
-    normalize: bool = True
+    shared: MLPConfig | None = None
+    shared_gate: bool = False
+    aux_loss: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(f"top_k: must lie in [1, {self.num_experts}], the number of experts; got {self.top_k}")
+        if self.shared_gate and self.shared is None:
+            raise ConfigError("shared_gate: there is no shared expert that it could gate; set shared")
 
     def build(self, hidden_size: int) -> nn.Module:
         return MoE(hidden_size, self)
@@ -48,38 +65,58 @@ class MoEConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """Each expert's tensors by themselves, or one for all experts, where `names` has an "experts.gate_up"."""
-        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
-        router = rename(f"{native}.router.weight", there["experts.router"])
+        """Each expert's tensors by themselves, or one for all experts, where `names` has an "experts.gate_up", or, of
+        the transposed matrices, an "experts.gate_up_transposed"."""
+        names = {**self.NAMES, **names}
+        there = {part: f"{checkpoint}.{name}" for part, name in names.items()}
+        found = [rename(f"{native}.router.weight", there["experts.router"])]
+        if self.router.selection_bias:
+            found.append(rename(f"{native}.router.selection_bias", there["experts.selection_bias"]))
+        if self.shared is not None:
+            parts = {f"mlp.{part}": names["experts.shared"].format(part=part) for part in ("gate", "up", "down")}
+            found += self.shared.weight_mappings(hidden_size, f"{native}.shared", checkpoint, parts)
+        if self.shared_gate:
+            found.append(rename(f"{native}.shared_gate.weight", there["experts.shared_gate"]))
+        gate_up, down = f"{native}.gate_up", f"{native}.down"
         if "experts.gate_up" in names:
-            gate_up = experts_gate_up_in_one(f"{native}.gate_up", there["experts.gate_up"])
-            return [router, gate_up, rename(f"{native}.down", there["experts.down"])]
+            return [
+                *found,
+                experts_gate_up_in_one(gate_up, there["experts.gate_up"]),
+                rename(down, there["experts.down"]),
+            ]
+        if "experts.gate_up_transposed" in names:
+            joined = experts_gate_up_transposed(gate_up, there["experts.gate_up_transposed"])
+            return [*found, joined, transposed(down, there["experts.down_transposed"])]
         each = {
-            part: [there[f"experts.{part}"].format(expert=expert) for expert in range(self.num_experts)]
+            part: [there[f"experts.{part}"].format(expert=expert) for expert in range(self.router.num_experts)]
             for part in ("gate", "up", "down")
         }
-        gate_up = experts_gate_up(f"{native}.gate_up", each["gate"], each["up"])
-        return [router, gate_up, stack(f"{native}.down", each["down"])]
+        return [*found, experts_gate_up(gate_up, each["gate"], each["up"]), stack(down, each["down"])]
 
     def info(self) -> dict[str, Any]:
-        return {"mlp_size": self.size, "experts": self.num_experts, "experts_per_token": self.top_k}
+        found = {"mlp_size": self.size, "experts": self.router.num_experts, "experts_per_token": self.router.top_k}
+        return found if self.shared is None else {**found, "shared_expert_size": self.shared.size}
 
 
 class MoE(nn.Module):
-    """Sum over the top_k experts e of p(e) * down_e(activation(gate_e(x)) * up_e(x)), with p = softmax(router(x)).
+    """The sum over a token's experts e of weight(e) * down_e(activation(gate_e(x)) * up_e(x)), plus the shared expert.
 
-    Parameters: `router.weight` (E, H), `gate_up` (E, 2 * size, H) with each expert's gate and up rows in pairs, as in
-    `GatedMLP`, and `down` (E, H, size). Routing as in Mixtral (Jiang et al., 2024): softmax in float32 over all
-    experts, then the choice. No expert has a capacity, so no token is dropped.
+    Modules `router` (see `Router`), `shared` (a `GatedMLP`) and `shared_gate` (a linear layer to one channel), the last
+    two None where there are none; parameters `gate_up` (E, 2 * size, H) with each expert's gate and up rows in pairs,
+    as in `GatedMLP`, and `down` (E, H, size). No expert has a capacity, so no token is dropped.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
-        self.router = nn.Linear(hidden_size, config.num_experts, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, hidden_size))
-        self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.size))
+        self.token_wise = not config.aux_loss  # that loss is one of all tokens
+        num_experts = config.router.num_experts
+        self.router = Router(hidden_size, config.router)
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * config.size, hidden_size))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, config.size))
         self.activation = GatedActivation(config.activation)
+        self.shared = None if config.shared is None else config.shared.build(hidden_size)
+        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
         self.init_weights()
 
     def init_weights(self, std: float = 0.02) -> None:
@@ -87,17 +124,16 @@ class MoE(nn.Module):
         for weight in (self.gate_up, self.down):
             nn.init.normal_(weight, std=std)
 
-    def forward(self, x: Tensor, context: ForwardContext | None = None) -> tuple[Tensor, RouterOutput]:
-        """x (..., H) -> (..., H), same dtype, and the router's output."""
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor | tuple[Tensor, RouterOutput]:
+        """x (..., H) -> (..., H), same dtype; with the router's output where the config has an `aux_loss`."""
         tokens = x.flatten(0, -2)
-        logits = self.router(tokens)
-        out = mix_experts(tokens, *self.route(logits), self.gate_up, self.down, self.activation)
-        return out.view_as(x), RouterOutput(logits, self.config.top_k)
-
-    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (N, E) -> weights (N, top_k), at least float32, and experts, long (N, top_k), the likeliest first."""
-        weights, experts = _probabilities(logits).topk(self.config.top_k, dim=-1)
-        return weights / weights.sum(-1, keepdim=True) if self.config.normalize else weights, experts
+        logits, weights, experts = self.router(tokens)
+        out = mix_experts(tokens, weights, experts, self.gate_up, self.down, self.activation)
+        if self.shared is not None:
+            shared = cast(Tensor, self.shared(tokens))
+            out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
+        out = out.view_as(x)
+        return (out, RouterOutput(logits, self.config.router.top_k)) if self.config.aux_loss else out
 
 
 def mix_experts(
@@ -130,7 +166,9 @@ def mix_experts(
 def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | None = None) -> Tensor:
     """Auxiliary loss that is least, top_k, when all experts are chosen alike (Fedus et al., 2021, equations 4 to 6).
 
-    num_experts * sum over experts of (choices a token) * (mean probability), both over the tokens of all layers.
+    num_experts * sum over experts of (choices a token) * (mean probability), both over the tokens of all layers. The
+    probabilities are the softmax of the logits, and the choices their highest, however the router scores and chooses:
+    as in transformers.
 
     Args:
         router_outputs: those of each layer, as `Decoder.forward` gives them.
@@ -153,12 +191,8 @@ def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | N
     total = (counts.sum() * len(router_outputs)).clamp(min=1)
     choices, chances = [], []
     for logits, _ in router_outputs:
-        probabilities = _probabilities(logits)
+        probabilities = softmax(logits)
         chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1)
         choices.append((chosen * counts).sum(0))
         chances.append((probabilities * counts).sum(0))
     return num_experts * (sum(choices) / total * (sum(chances) / total)).sum()
-
-
-def _probabilities(logits: Tensor) -> Tensor:
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.layers.config import persistent_tensors
 from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.speculative.files import Heads
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
@@ -50,7 +51,7 @@ def tensors_to_export(base: CausalLM, heads: nn.ModuleList, shape: HeadsShape, p
         if base.export_spec is None:
             raise ConfigError(f"profile {profile.name!r} holds the base model too, which has no export_spec")
         base.checked_export_spec()
-        state = {**{name: p.data for name, p in base.named_parameters()}, **state}
+        state = {**{name: tensor.detach() for name, tensor in persistent_tensors(base).items()}, **state}
     return state
 
 

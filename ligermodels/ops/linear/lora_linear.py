@@ -81,7 +81,7 @@ def _lora_linear_backward(
     dy: Tensor, x: Tensor | None, dropped: Tensor | None, weight: Tensor, a: Tensor, b: Tensor, down: Tensor,
     scaling: float, need_x: bool, need_dropped: bool, need_weight: bool, need_bias: bool, need_a: bool, need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, dropped, weight, bias, a and b; empty where not needed. x is None if none of them needs it."""
+    """The gradients of x, dropped, weight, bias, a and b; empty if not needed. x is None if no gradient needs it."""
     rows = (dy.shape[0], weight.shape[1])
     dx = dy.new_empty(rows if need_x else 0)
     d_dropped = dy.new_empty(rows if need_dropped else 0)

@@ -1,0 +1,88 @@
+"""What families with mixtures of experts share: how checkpoints store experts, and routers read from their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ligermodels.archs.compose import STACKED_EXPERTS
+from ligermodels.archs.fields import Fields
+from ligermodels.errors import ConfigError
+from ligermodels.layers import MLPConfig, MoEConfig, RouterConfig
+
+TRANSPOSED_EXPERTS = {
+    "experts.router": STACKED_EXPERTS["experts.router"],
+    "experts.gate_up_transposed": STACKED_EXPERTS["experts.gate_up"],
+    "experts.down_transposed": STACKED_EXPERTS["experts.down"],
+}
+"""As STACKED_EXPERTS, of transposed matrices: (E, H, 2 I) and (E, I, H)."""
+
+
+def expert_layouts(
+    names: Mapping[str, str] | None = None, stacked: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The layouts of a family: a tensor for each expert, one for all experts (transformers 5), and that transposed.
+
+    Args:
+        names: the family's own names of parts, in all layouts.
+        stacked: those that differ where one tensor is for all experts.
+    """
+    each = [{}, {**STACKED_EXPERTS, **(stacked or {})}, {**TRANSPOSED_EXPERTS, **(stacked or {})}]
+    return [{"names": {**(names or {}), **layout}} for layout in each]
+
+
+def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[int, MLPConfig], MLPConfig | MoEConfig]:
+    """The feed-forward layers of Qwen's mixtures, for `compose.decoder`: some layers are mixtures, the others dense.
+
+    Args:
+        fields: `decoder_sparse_step` and `mlp_only_layers` say which.
+        shared_size: intermediate channels of a shared expert with a gate, if mixtures have one.
+
+    Raises ConfigError naming the field that is missing or bad.
+    """
+    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
+    router = RouterConfig(*fields.experts("num_experts"), normalize=fields.flag("norm_topk_prob", False))
+    size = fields.size("moe_intermediate_size")
+
+    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
+        if layer in dense or (layer + 1) % step:
+            return gated
+        shared = None if shared_size is None else replace(gated, size=shared_size)
+        return MoEConfig(router, size, gated.activation, shared=shared, shared_gate=shared is not None)
+
+    return mlp
+
+
+def grouped_router(fields: Fields, experts: str = "n_routed_experts") -> RouterConfig:
+    """The router of DeepSeek-V3 and of the families after it, whose field `experts` has the number of experts.
+
+    Raises ConfigError naming the field that is missing, bad or not implemented.
+    """
+    fields.choices("scoring_func", "sigmoid", default="sigmoid")
+    fields.choices("topk_method", "noaux_tc", default="noaux_tc")
+    count, chosen = fields.experts(experts)
+    groups, best = fields.size("n_group"), fields.size("topk_group")
+    if count % groups:
+        raise ConfigError(f"{fields.where}: n_group {groups} does not divide {experts} {count}")
+    if best > groups:
+        raise ConfigError(f"{fields.where}: topk_group {best} is above n_group {groups}")
+    if best < groups == count:
+        raise ConfigError(f"{fields.where}: n_group {groups} leaves one of {experts} {count} in a group; it needs two")
+    if chosen > (reached := best * (count // groups)):
+        raise ConfigError(
+            f"{fields.where}: num_experts_per_tok {chosen} is above {reached}, the experts in topk_group {best} of "
+            f"n_group {groups} groups of {experts} {count}"
+        )
+    return RouterConfig(
+        count,
+        chosen,
+        scores="sigmoid",
+        selection_bias=True,
+        num_groups=groups,
+        top_k_groups=best,
+        normalize=fields.flag("norm_topk_prob", True),
+        eps=1e-20,
+        scale=fields.number("routed_scaling_factor"),
+        float32_logits=True,
+    )

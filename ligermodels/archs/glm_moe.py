@@ -1,0 +1,75 @@
+"""GLM-4.5, 4.6 and 4.7: a mixture of experts, with a shared one, in all layers but the first few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.experts import expert_layouts, grouped_router
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields, renamed
+from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
+
+GLM4_MOE = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+ATTRIBUTE_MAP = {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
+"""Fields that transformers 5 may write under their attribute's name, as in its `attribute_map`."""
+NAMES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
+
+
+def _name(config: Mapping[str, Any], name: str, other: str) -> str:
+    """The name under which `config` has the field; ConfigError where it has it under both, and the two contradict."""
+    renamed(config, name, other)
+    return other if config.get(name) is None and config.get(other) is not None else name
+
+
+def glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Glm4MoeConfig` dict; its layers of multi-token prediction are no part of it."""
+    experts, mtp = (_name(config, name, other) for name, other in ATTRIBUTE_MAP.items())
+    fields = Fields(config, GLM4_MOE)
+    fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # there is no loss of router logits
+    if config.get("head_dim") is None:  # rounded down, as in transformers
+        fields = fields.replaced(head_dim=fields.size("hidden_size") // fields.size("num_attention_heads"))
+    bias = fields.flag("attention_bias", False)
+    norm = QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
+    own = {"bias": bias, "qk_norm": norm if fields.flag("use_qk_norm", False) else None}
+    router, dense = grouped_router(fields, experts), fields.size("first_k_dense_replace", zero=True)
+    size, shared = fields.size("moe_intermediate_size"), fields.size("n_shared_experts")
+
+    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
+        if layer < dense:
+            return gated
+        return MoEConfig(router, size, gated.activation, shared=replace(gated, size=shared * size), aux_loss=False)
+
+    return decoder(
+        fields,
+        attention=lambda layer, common: own,
+        mlp=mlp,
+        partial_rotary=True,
+        num_mtp_layers=fields.size(mtp, zero=True),
+    )
+
+
+FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP),)

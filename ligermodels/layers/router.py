@@ -1,0 +1,140 @@
+"""Router of a mixture of experts: which experts a token is sent to, and the weight of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Each token is sent to the `top_k` of `num_experts` experts that score highest.
+
+    scores: "softmax" over all experts (Mixtral, Jiang et al., 2024), or the "sigmoid" of each logit (DeepSeek-V3, 2024,
+        https://arxiv.org/abs/2412.19437, section 2.1.2).
+    selection_bias: each expert has a bias, added to its score for the choice but not for its weight. It has no gradient
+        and keeps its dtype, float32, when the model is cast.
+    num_groups, top_k_groups: experts form groups of equal size, those of a group one after another, and a token's
+        experts are all in its best `top_k_groups` groups. A group's score is the sum of its two highest ones.
+    normalize: the weights of a token's experts are divided by their sum plus `eps`.
+    scale: the weights are multiplied by it, after that.
+    float32_logits: logits are computed in float32 whatever the dtype of the model, under autocast too.
+
+    Raises ConfigError, naming the field, when they do not fit together.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
+    num_groups: int = 1
+    top_k_groups: int = 1
+    normalize: bool = True
+    eps: float = 0.0
+    scale: float = 1.0
+    float32_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ConfigError(f"scores: must be 'softmax' or 'sigmoid', got {self.scores!r}")
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise ConfigError(f"num_groups: {self.num_groups} does not divide num_experts {self.num_experts}")
+        if not 1 <= self.top_k_groups <= self.num_groups:
+            raise ConfigError(
+                f"top_k_groups: must lie in [1, {self.num_groups}], the number of groups; got {self.top_k_groups}"
+            )
+        size = self.num_experts // self.num_groups
+        if self.num_groups > self.top_k_groups and size < 2:
+            raise ConfigError(f"num_groups: groups must have two experts or more, those of {self.num_groups} have one")
+        if not 1 <= self.top_k <= self.top_k_groups * size:
+            raise ConfigError(
+                f"top_k: must lie in [1, {self.top_k_groups * size}], the number of experts that a token can be sent "
+                f"to; got {self.top_k}"
+            )
+
+
+class Routing(NamedTuple):
+    """`logits` (N, E); `weights`, at least float32, and `experts`, long, (N, top_k), the highest score first."""
+
+    logits: Tensor
+    weights: Tensor
+    experts: Tensor
+
+
+class Router(nn.Module):
+    """Scores of x are softmax(weight @ x) or sigmoid(weight @ x): see `RouterConfig`.
+
+    Parameter `weight` (E, H); buffer `selection_bias` (E,), float32, if there is one. Nothing waits for the device, and
+    shapes do not depend on values.
+    """
+
+    selection_bias: Tensor | None
+
+    def __init__(self, hidden_size: int, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        # A buffer, as in transformers: `requires_grad_` and optimizers leave it alone, and FSDP2 does not shard it.
+        self.register_buffer("selection_bias", None)
+        if config.selection_bias:
+            self.selection_bias = torch.empty(config.num_experts, dtype=torch.float32)
+        self.init_weights()
+
+    def init_weights(self, std: float = 0.02) -> None:
+        """Weight normal(0, std), selection bias zero."""
+        nn.init.normal_(self.weight, std=std)
+        if self.selection_bias is not None:
+            nn.init.zeros_(self.selection_bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        kept = self.selection_bias
+        super()._apply(fn, recurse)
+        if kept is not None and self.selection_bias is not None and self.selection_bias.dtype != kept.dtype:
+            self.selection_bias = kept.to(self.selection_bias.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.config}"
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """tokens (N, H) -> where each is sent."""
+        config = self.config
+        if config.float32_logits:
+            with torch.autocast(tokens.device.type, enabled=False):
+                wide = torch.promote_types(tokens.dtype, torch.float32)
+                logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        else:
+            logits = F.linear(tokens, self.weight)
+        scores = softmax(logits) if config.scores == "softmax" else _wide(logits).sigmoid()
+        choice = scores if self.selection_bias is None else scores + self.selection_bias
+        if config.top_k_groups < config.num_groups:
+            choice = _best_groups(choice, config.num_groups, config.top_k_groups)
+        experts = choice.topk(config.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if config.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + config.eps)
+        return Routing(logits, weights if config.scale == 1.0 else weights * config.scale, experts)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """The softmax of `logits` (N, E), at least float32."""
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _best_groups(choice: Tensor, num_groups: int, top_k_groups: int) -> Tensor:
+    """`choice` (N, E) with -inf for the experts outside each token's best groups."""
+    groups = choice.unflatten(1, (num_groups, -1))
+    scores = groups.topk(2, dim=-1).values.sum(-1)
+    outside = torch.ones_like(scores, dtype=torch.bool).scatter(1, scores.topk(top_k_groups, dim=-1).indices, False)
+    return groups.masked_fill(outside[..., None], float("-inf")).flatten(1)
