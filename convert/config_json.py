@@ -173,6 +173,8 @@ def for_export(
         exported["rope_parameters"] = by_type
     else:
         main = rope_parameters(config, default_theta)
+        if main["rope_type"] == "mrope":  # Qwen2-VL: not all readers know the name; its further settings tell.
+            main["rope_type"] = "default"
         exported |= {name: main[name] for name in ("rope_theta", "partial_rotary_factor") if name in main}
         exported["rope_parameters"] = main
     scaling = {name: value for name, value in main.items() if name not in ("rope_theta", "partial_rotary_factor")}
@@ -182,5 +184,5 @@ def for_export(
         original = scaling.pop("original_max_position_embeddings", None)
         if original is not None:
             exported["original_max_position_embeddings"] = original
-    exported["rope_scaling"] = None if main["rope_type"] == "default" else scaling
+    exported["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
     return exported

@@ -34,7 +34,8 @@ class SourceCheckpoint:
         hf_config: its config.json.
         weight_map: the one by which the model was loaded.
         extra: names of the tensors that are not the language model's, such as a vision tower's.
-        nested: whether the language model's config is the `text_config` of `hf_config`.
+        nested: whether it holds more than a language model, whose config is the `text_config` of `hf_config`, if that
+            has one.
         files: name -> path of further files that belong to the extra tensors.
         repo_id: its name on the hub, if it came from there.
     """
@@ -49,9 +50,10 @@ class SourceCheckpoint:
 
     def exported_config(self, export: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         """`hf_config` with `export` applied to the language model's config."""
-        if not self.nested:
+        found = self.hf_config.get("text_config")
+        if not self.nested or found is None:
             return export(self.hf_config)
-        text = export(self.hf_config.get("text_config") or {})
+        text = export(found)
         dtypes = {name: text[name] for name in ("dtype", "torch_dtype")}
         return {**self.hf_config, **dtypes, "text_config": text}
 

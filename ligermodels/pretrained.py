@@ -14,6 +14,7 @@ from torch import Tensor
 from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import dtype_of, read_json
@@ -84,11 +85,14 @@ def from_pretrained(
     )
     found = read_json(folder / "config.json")
     hf_config, _ = without_heads(found)
-    config = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
+    family = family_of(hf_config)
+    if nested := family.text is not None:
+        with Checkpoint(folder) as checkpoint:
+            hf_config = tied_as_stored(hf_config, family, checkpoint)
+    config = _with_attention(family.decoder_config(hf_config), attention)
     with Checkpoint(folder) as checkpoint:
         weight_map = choose_layout(found, config, checkpoint.headers)
         extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
-        nested = family_of(hf_config).text is not None
         repo_id = None if Path(name_or_path).expanduser().is_dir() else os.fspath(name_or_path)
         source = SourceCheckpoint(
             folder.absolute(), found, weight_map, sorted(extra), nested, _present(folder, PROCESSORS), repo_id

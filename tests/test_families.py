@@ -157,27 +157,6 @@ def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixe
     assert together[0] <= 1.1 * together[1], together
 
 
-@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-def test_gemma3_beside_a_vision_tower(prefix: str, tmp_path: Path) -> None:
-    """The text model is loaded from either layout, and goes back out alone."""
-    config = CONFIGS["gemma3_text"]
-    oracle = make_checkpoint(tmp_path / "text", config)
-    tensors = load_file(tmp_path / "text" / "model.safetensors")
-    wrapped = {name.replace("model.", prefix, 1): t for name, t in tensors.items()}
-    tower = "model.vision_tower" if prefix.startswith("model.") else "vision_tower"
-    (tmp_path / "model").mkdir()
-    save_file({**wrapped, f"{tower}.patch.weight": torch.zeros(3)}, tmp_path / "model" / "model.safetensors")
-    outer = {"model_type": "gemma3", "text_config": config, "vision_config": {}, "eos_token_id": [1, 7]}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(outer))
-    model = lm.from_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        assert relative_error(model(tokens()).logits, oracle(tokens()).logits) < TOLERANCE
-        model.save_pretrained(tmp_path / "out")
-        reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-        assert torch.equal(reopened(tokens()).logits, oracle(tokens()).logits)
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
-
-
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
     """The layout that transformers 5 may save: loaded, and written back as it came."""
     oracle = make_checkpoint(tmp_path / "model", CONFIGS["qwen3_moe"])

@@ -2,11 +2,12 @@
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 # Head widths that are not hidden / heads, fewer key/value heads than heads, no round sizes, windows shorter than the
 # sequences of the tests (41 tokens), and layers enough for every kind of layer to occur.
@@ -144,13 +145,66 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def within(text: str, vision: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A multimodal config around the text config of this name."""
+    text_config = {name: value for name, value in CONFIGS[text].items() if name != "rope_scaling"}
+    return {"text_config": text_config, "vision_config": vision, **fields}
+
+
+def qwen_vl(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
+    """A tiny Qwen-VL around the text config of this name."""
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 2}
+    vision |= {"out_hidden_size": BASE["hidden_size"]}
+    if model_type == "qwen2_vl":  # There the width of the tower is embed_dim, and hidden_size that of its output.
+        vision |= {"hidden_size": BASE["hidden_size"], "embed_dim": 16, "mlp_ratio": 2}
+    if model_type.startswith("qwen3"):
+        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = within(text, vision, model_type=model_type, **{name: 127 + i for i, name in enumerate(tokens)})
+    config["text_config"] |= {"model_type": f"{model_type}_text", "rope_parameters": rope}
+    if not model_type.startswith("qwen3"):
+        del config["text_config"]["head_dim"]
+    return config | {"tie_word_embeddings": config["text_config"]["tie_word_embeddings"]}
+
+
+SIGLIP = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 4}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": within(
+        "gemma3_text", SIGLIP, model_type="gemma3", mm_tokens_per_image=4, image_token_index=130, eos_token_id=[1, 7]
+    ),
+    "mistral3": within(
+        "mistral-nemo", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
+    ),
+    "qwen2_vl": qwen_vl("qwen2_vl", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]),
+    "qwen2_5_vl": qwen_vl(
+        "qwen2_5_vl",
+        "qwen2",
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=32,
+        mrope_section=[2, 2, 1],
+    ),
+    "qwen3_vl": qwen_vl("qwen3_vl", "qwen3", rope_type="default", mrope_interleaved=True, mrope_section=[3, 2, 2]),
+}
+"""Checkpoints of more than a language model, around those of CONFIGS."""
+
+
+def auto_class(config: PreTrainedConfig) -> type:
+    """The class of transformers that makes the model of `config`."""
+    multimodal = hasattr(config, "text_config")
+    return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+
+
 def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
     # transformers writes into what it is given.
     fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k == "sliding_window"}
     oracle_config = AutoConfig.for_model(**fields)
     torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
-    oracle = plain(AutoModelForCausalLM.from_config(oracle_config, attn_implementation="eager", dtype=torch.float32))
+    make = auto_class(oracle_config).from_config
+    oracle = plain(make(oracle_config, attn_implementation="eager", dtype=torch.float32))
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             # Biases and norms too: at their initial values a mistake in them would not show.
@@ -163,7 +217,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
 
 def plain(oracle: PreTrainedModel) -> PreTrainedModel:
     """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if "num_experts_per_tok" in oracle.config.to_dict():
+    if "num_experts_per_tok" in oracle.config.get_text_config().to_dict():
         oracle.set_experts_implementation("eager")
     return oracle.eval()
 
@@ -175,10 +229,14 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def stored_as(oracle: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors in the layout of files, in the oracle's own: it keeps all experts of a layer as one tensor."""
+def stored_as(
+    oracle: PreTrainedModel | Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors in the layout of files, in that of the oracle, or of its parameters: it keeps all experts of a layer as
+    one tensor."""
+    parameters = oracle if isinstance(oracle, Mapping) else dict(oracle.named_parameters())
     found = {name: t for name, t in tensors.items() if ".experts." not in name and "block_sparse_moe" not in name}
-    for name, parameter in oracle.named_parameters():
+    for name, parameter in parameters.items():
         if name in found:
             continue
         layer, _, part = name.partition(".mlp.")

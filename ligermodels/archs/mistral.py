@@ -9,6 +9,7 @@ from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
+from ligermodels.archs.multimodal import BESIDE_VISION_TOWER, TextModel, wrapper
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -32,4 +33,28 @@ def mistral(config: Mapping[str, Any]) -> DecoderConfig:
     return decoder(fields, attention=lambda layer, common: {"window": windows[layer]})
 
 
-FAMILIES = tuple(Family(model_type, mistral) for model_type in ("mistral", "ministral"))
+MISTRAL = Family("mistral", mistral)
+MISTRAL3 = {
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "vocab_size": 131072,
+    "rope_theta": 1e9,
+}
+"""The `text_config` of a Mistral 3 that has none."""
+
+FAMILIES = (
+    MISTRAL,
+    Family("ministral", mistral),
+    wrapper(
+        "mistral3",
+        {"mistral": TextModel(MISTRAL, "MistralForCausalLM")},
+        BESIDE_VISION_TOWER,
+        tied=True,
+        absent=MISTRAL3,
+    ),
+)

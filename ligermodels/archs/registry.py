@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ligermodels.archs import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, smollm
+from ligermodels.archs import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, qwen_vl, smollm
 from ligermodels.archs.family import Family
 from ligermodels.errors import ConfigError
 
@@ -18,7 +18,7 @@ ENTRY_POINTS = "ligermodels.families"
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for module in (llama, mistral, mixtral, gemma, qwen, phi, olmo, granite, smollm)
+    for module in (llama, mistral, mixtral, gemma, qwen, qwen_vl, phi, olmo, granite, smollm)
     for family in module.FAMILIES
 }
 
