@@ -151,18 +151,19 @@ def for_export(
     config: Mapping[str, Any],
     dtype: torch.dtype,
     default_theta: float | Mapping[str, float] = 10_000.0,
-    attribute_map: Mapping[str, str] | None = None,
+    attribute_map: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
     """`config` with every field kept, the dtype set, and rope settings in both schemas.
 
     A reader of one schema would otherwise take the default theta silently. `default_theta` as of `rope_parameters`.
     The v4 schema has no scaling of other layers than those of full attention, and no explicit `factor` of longrope.
-    `attribute_map`: v4's name of a field -> that of v5, which v4 would not read.
+    `attribute_map`: v4's name of a field -> that of v5, which v4 would not read; or None, for a field that no release
+    reads for this model, and that is left out.
     """
     name = str(dtype).removeprefix("torch.")
     exported = {**config, "dtype": name, "torch_dtype": name}
     for older, newer in (attribute_map or {}).items():
-        if config.get(older) is None and config.get(newer) is not None:
+        if newer is not None and config.get(older) is None and config.get(newer) is not None:
             exported[older] = config[newer]
     thetas = default_theta if isinstance(default_theta, Mapping) else {}
     layer_types = dict.fromkeys([*thetas, *_layer_types(_object(config, "rope_parameters"))])
@@ -185,4 +186,5 @@ def for_export(
         if original is not None:
             exported["original_max_position_embeddings"] = original
     exported["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
-    return exported
+    unread = [older for older, newer in (attribute_map or {}).items() if newer is None]
+    return {name: value for name, value in exported.items() if name not in unread}

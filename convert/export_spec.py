@@ -93,7 +93,7 @@ class ExportSpec:
     generation_config: dict[str, Any] | None = None
     default_theta: float | Mapping[str, float] = 10_000.0
     files: Mapping[str, Path] = field(default_factory=dict)
-    attribute_map: Mapping[str, str] = field(default_factory=dict)
+    attribute_map: Mapping[str, str | None] = field(default_factory=dict)
     source: SourceCheckpoint | None = None
 
     def __post_init__(self) -> None:

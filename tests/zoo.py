@@ -53,6 +53,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMAS: dict[str, dict[str, Any]] = {
     # Fields left out on purpose: head_dim, num_key_value_heads, rope.
     "llama-2": {**{k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads")}, "hidden_size": 84},
@@ -142,6 +143,60 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.21,
     },
     "smollm3": {**BASE, "model_type": "smollm3", "head_dim": 10, "num_hidden_layers": 5},
+    "vaultgemma": {**SANDWICH, "model_type": "vaultgemma", "attn_logit_softcapping": 3.0},
+    "olmo3": {  # As transformers 4 writes it.
+        **BASE,
+        "model_type": "olmo3",
+        "head_dim": 10,
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "rope_theta": 5e5,
+        "rope_scaling": {**YARN, "attention_factor": 1.3},
+    },
+    "olmo3-rope-by-type": {
+        **BASE,
+        "model_type": "olmo3",
+        "head_dim": 10,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {**YARN, "rope_theta": 7e4},
+        },
+    },
+    "seed_oss": {**BASE, "model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "seed_oss-biases": {
+        **BASE,
+        "model_type": "seed_oss",
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+    "exaone4": {**BASE, "model_type": "exaone4", "head_dim": 10, "sliding_window": 9, "num_hidden_layers": 4},
+    "exaone4-no-window": {
+        **BASE,
+        "model_type": "exaone4",
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "layer_types": ["full_attention"] * 3,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "mellum": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "mellum",
+        "num_experts": 5,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "sparse", "dense"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {**YARN, "rope_theta": 7e4},
+        },
+    },
 }
 
 

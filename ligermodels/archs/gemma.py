@@ -1,8 +1,8 @@
-"""Gemma 1, 2 and 3 (text), and the text model of Gemma 3's checkpoints with vision."""
+"""Gemma 1, 2 and 3 (text), VaultGemma, and the text model of Gemma 3's checkpoints with vision."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ligermodels.archs.compose import decoder
@@ -80,7 +80,13 @@ def gemma2(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Gemma2Config` dict."""
     fields = Fields(config, GEMMA2)
     fields.ignore("sliding_window_size")  # In some of the first checkpoints, beside sliding_window.
-    return _sandwich(fields, fields.windows(lambda layer: layer % 2 == 0), {})
+    return _sandwich(fields, fields.windows(lambda layer: layer % 2 == 0))
+
+
+def vaultgemma(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `VaultGemmaConfig` dict: Gemma 2 without the norms after the sublayers."""
+    fields = Fields(config, GEMMA2)
+    return _sandwich(fields, fields.windows(lambda layer: layer % 2 == 0), post_norm=False)
 
 
 def gemma3_text(config: Mapping[str, Any]) -> DecoderConfig:
@@ -89,17 +95,19 @@ def gemma3_text(config: Mapping[str, Any]) -> DecoderConfig:
     fields.choices("attn_logit_softcapping", None, default=None)  # A field that transformers has, and does not heed.
     every = fields.size("sliding_window_pattern")
     windows = fields.windows(lambda layer: (layer + 1) % every != 0)
-    ropes = {
-        slides: fields.rope(fields.size("head_dim"), fields.size("max_position_embeddings"), GEMMA3_THETAS, layer_type)
-        for slides, layer_type in ((True, SLIDING), (False, FULL))
-    }
-    own = {layer: {"rope": ropes[window is not None]} for layer, window in enumerate(windows)}
-    return _sandwich(fields, windows, own, qk_norm=QKNormConfig(_norm(fields)))
+    ropes = fields.ropes(fields.size("head_dim"), GEMMA3_THETAS, windows)
+    return _sandwich(fields, windows, [{"rope": rope} for rope in ropes], qk_norm=QKNormConfig(_norm(fields)))
 
 
 def _sandwich(
-    fields: Fields, windows: list[int | None], own: Mapping[int, Mapping[str, Any]], **attention: Any
+    fields: Fields,
+    windows: list[int | None],
+    own: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    post_norm: bool = True,
+    **attention: Any,
 ) -> DecoderConfig:
+    """Gemma 2 with these windows; `own` has further fields of each layer's AttentionConfig, `attention` of all."""
     fields.choices("use_bidirectional_attention", False, default=False)
     fields.ignore("hidden_act")  # hidden_activation counts.
     bias = fields.flag("attention_bias", False)
@@ -110,8 +118,8 @@ def _sandwich(
         fields,
         activation="hidden_activation",
         norm=_norm(fields),
-        attention=lambda layer, common: {**attention, "window": windows[layer], **own.get(layer, {})},
-        block={"post_norm": True},
+        attention=lambda layer, common: {**attention, "window": windows[layer], **(own[layer] if own else {})},
+        block={"post_norm": post_norm},
         head={"softcap": fields.optional_number("final_logit_softcapping")},
         embed_scale=fields.size("hidden_size") ** 0.5,
     )
@@ -122,6 +130,7 @@ GEMMA3_TEXT = Family("gemma3_text", gemma3_text, default_theta=GEMMA3_THETAS)
 FAMILIES = (
     Family("gemma", gemma),
     Family("gemma2", gemma2),
+    Family("vaultgemma", vaultgemma, [{"names": {"norm.mlp_norm": "pre_feedforward_layernorm"}}]),
     GEMMA3_TEXT,
     wrapper("gemma3", {"gemma3_text": TextModel(GEMMA3_TEXT, "Gemma3ForCausalLM")}, BESIDE_VISION_TOWER, tied=True),
 )

@@ -9,7 +9,21 @@ from typing import Any
 
 from torch import nn
 
-from ligermodels.archs import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, qwen_vl, smollm
+from ligermodels.archs import (
+    exaone,
+    gemma,
+    granite,
+    llama,
+    mellum,
+    mistral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    qwen_vl,
+    seed_oss,
+    smollm,
+)
 from ligermodels.archs.family import Family
 from ligermodels.errors import ConfigError
 
@@ -18,7 +32,7 @@ ENTRY_POINTS = "ligermodels.families"
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for module in (llama, mistral, mixtral, gemma, qwen, qwen_vl, phi, olmo, granite, smollm)
+    for module in (llama, mistral, mixtral, gemma, qwen, qwen_vl, phi, olmo, granite, smollm, seed_oss, exaone, mellum)
     for family in module.FAMILIES
 }
 
