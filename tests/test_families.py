@@ -182,6 +182,22 @@ def test_load_balancing_loss_counts_where_the_config_says_so(tmp_path: Path) -> 
     assert relative_error(output.loss, wanted.loss) < TOLERANCE
 
 
+def test_the_rope_of_a_ministral3_that_names_none_goes_out_with_it(tmp_path: Path) -> None:
+    """YaRN with queries that grow: readers must not take the absence of settings for the plain rope."""
+    config = {name: value for name, value in CONFIGS["ministral3"].items() if name != "rope_parameters"}
+    oracle = make_checkpoint(tmp_path / "model", config)
+    model = lm.from_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name in ("rope_parameters", "rope_scaling"):
+        assert written[name]["llama_4_scaling_beta"] == 0.1 and written[name]["factor"] == 16.0
+    assert lm.from_pretrained(tmp_path / "out").config == model.config
+    positions = torch.arange(41)[None] + 16384 * 3  # beyond the original context of the default
+    with torch.no_grad():
+        wanted = oracle(tokens(1), position_ids=positions).logits
+        assert relative_error(model(tokens(1), position_ids=positions).logits, wanted) < 1e-4
+
+
 def test_gemma_says_gelu_and_means_the_tanh_form() -> None:
     """As all loaders but a few versions of transformers read it."""
     said, meant = (lm.from_config({**CONFIGS["gemma"], "hidden_act": act}) for act in ("gelu", "gelu_pytorch_tanh"))

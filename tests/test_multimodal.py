@@ -93,7 +93,7 @@ def test_export_of_the_text_model_opens_in_transformers(pair: Pair, tmp_path: Pa
 def flattened(config: dict[str, Any]) -> dict[str, Any]:
     """As the configs of Qwen2-VL on the hub: the text model's fields beside the others, and the older rope."""
     text = copy.deepcopy(config["text_config"])
-    rope = {"rope_scaling": {**text.pop("rope_parameters"), "type": "mrope"}, "rope_theta": 1e4}
+    rope = {"rope_scaling": {**text.pop("rope_parameters"), "type": "mrope"}}
     del text["model_type"]
     rope["rope_scaling"] = {key: rope["rope_scaling"][key] for key in ("type", "mrope_section")}
     return {**text, **rope, **{name: value for name, value in config.items() if name != "text_config"}}
@@ -102,7 +102,7 @@ def flattened(config: dict[str, Any]) -> dict[str, Any]:
 WHOLE = [
     pytest.param(config, layout, id=f"{name} at {layout['prefix']}")
     for name, config in MULTIMODAL.items()
-    for layout in {each["prefix"]: each for each in FAMILIES[name].layouts}.values()
+    for layout in {each["prefix"]: each for each in FAMILIES[config["model_type"]].layouts}.values()
 ]
 WHOLE.append(pytest.param(flattened(MULTIMODAL["qwen2_vl"]), FAMILIES["qwen2_vl"].layouts[1], id="qwen2_vl, flat"))
 

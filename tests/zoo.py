@@ -54,6 +54,14 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MINISTRAL3 = {
+    "type": "yarn",
+    "rope_theta": 1e4,
+    "max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 LLAMAS: dict[str, dict[str, Any]] = {
     # Fields left out on purpose: head_dim, num_key_value_heads, rope.
     "llama-2": {**{k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads")}, "hidden_size": 84},
@@ -85,6 +93,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "ministral",
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "ministral3": {**BASE, "model_type": "ministral3", "rope_parameters": {**YARN, **MINISTRAL3}},
+    "ministral3-window": {
+        **BASE,
+        "model_type": "ministral3",
+        "sliding_window": 9,
+        "rope_parameters": {**YARN, **MINISTRAL3, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.5},
     },
     "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
     "gemma": {**GEMMA, "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
@@ -184,6 +199,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
     },
+    "ernie4_5": {**BASE, "model_type": "ernie4_5", "head_dim": 10, "tie_word_embeddings": True},
+    "ernie4_5-biases": {
+        **BASE,
+        "model_type": "ernie4_5",
+        "use_bias": True,
+        "num_key_value_heads": 3,
+        "rope_theta": 1e4,
+    },
+    "glm4": {**BASE, "model_type": "glm4", "head_dim": 10},
+    "glm4-no-bias": {
+        **BASE,
+        "model_type": "glm4",
+        "head_dim": 16,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.75,
+    },
     "mellum": {
         **BASE,
         **EXPERTS,
@@ -231,6 +262,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     ),
     "mistral3": within(
         "mistral-nemo", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
+    ),
+    "mistral3-ministral3": within(
+        "ministral3", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
     ),
     "qwen2_vl": qwen_vl("qwen2_vl", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]),
     "qwen2_5_vl": qwen_vl(

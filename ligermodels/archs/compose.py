@@ -29,7 +29,7 @@ def decoder(
     *,
     activation: str = "hidden_act",
     mlp_bias: bool = False,
-    default_theta: float = 10_000.0,
+    default_theta: float | Mapping[str, Any] = 10_000.0,
     partial_rotary: bool = False,
     norm: NormConfig | None = None,
     attention: Callable[[int, AttentionConfig], Mapping[str, Any]] = lambda layer, common: {},

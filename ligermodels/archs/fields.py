@@ -190,7 +190,7 @@ class Fields:
         self,
         head_dim: int,
         max_position_embeddings: int,
-        default_theta: float | Mapping[str, float] = 10_000.0,
+        default_theta: float | Mapping[str, Any] = 10_000.0,
         layer_type: str | None = None,
         *,
         partial: bool = False,

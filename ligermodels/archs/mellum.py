@@ -32,15 +32,12 @@ DEFAULTS = {
 THETAS = {SLIDING: 1e4, FULL: 5e5}
 OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 """Fields of transformers 4, in which there was no Mellum."""
-MTP = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
-"""Fields of the layers that predict further tokens, which are not loaded."""
 DENSE, SPARSE = "dense", "sparse"
 
 
 def mellum(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `MellumConfig` dict."""
+    """The composed config of a `MellumConfig` dict. Layers that predict further tokens are not loaded."""
     fields = Fields(renamed(config, "num_experts", "num_local_experts"), DEFAULTS)
-    fields.ignore(*MTP)
     bias = fields.flag("attention_bias", False)
     windows = fields.windows(lambda layer: False)
     ropes = fields.ropes(fields.size("head_dim"), THETAS, windows, unread=OLD_ROPE)

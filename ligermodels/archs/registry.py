@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 
 from ligermodels.archs import (
+    ernie,
     exaone,
     gemma,
+    glm,
     granite,
     llama,
     mellum,
@@ -32,7 +34,23 @@ ENTRY_POINTS = "ligermodels.families"
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for module in (llama, mistral, mixtral, gemma, qwen, qwen_vl, phi, olmo, granite, smollm, seed_oss, exaone, mellum)
+    for module in (
+        llama,
+        mistral,
+        mixtral,
+        gemma,
+        qwen,
+        qwen_vl,
+        phi,
+        olmo,
+        granite,
+        smollm,
+        seed_oss,
+        exaone,
+        mellum,
+        ernie,
+        glm,
+    )
     for family in module.FAMILIES
 }
 
