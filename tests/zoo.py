@@ -215,6 +215,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "partial_rotary_factor": 0.75,
     },
+    "arcee": {**BASE, "model_type": "arcee", "num_attention_heads": 5, "num_key_value_heads": 5},
+    "arcee-biases-yarn": {
+        **BASE,
+        "model_type": "arcee",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {**YARN, "rope_theta": 1e4},
+    },
     "mellum": {
         **BASE,
         **EXPERTS,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ligermodels.archs import (
+    arcee,
     ernie,
     exaone,
     gemma,
@@ -32,27 +33,11 @@ from ligermodels.errors import ConfigError
 ENTRY_POINTS = "ligermodels.families"
 """Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for module in (
-        llama,
-        mistral,
-        mixtral,
-        gemma,
-        qwen,
-        qwen_vl,
-        phi,
-        olmo,
-        granite,
-        smollm,
-        seed_oss,
-        exaone,
-        mellum,
-        ernie,
-        glm,
-    )
-    for family in module.FAMILIES
-}
+MODULES = (
+    llama, mistral, mixtral, gemma, qwen, qwen_vl, phi, olmo, granite, smollm, seed_oss, exaone, mellum, ernie, glm,
+    arcee,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 
 
 def register(family: Family) -> None:
