@@ -6,7 +6,7 @@ import json
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -81,7 +81,7 @@ OLDER_ROPE_TYPES = {"su": "longrope"}
 
 
 def rope_parameters(
-    config: Mapping[str, Any], default_theta: float | Mapping[str, float] = 10_000.0, layer_type: str | None = None
+    config: Mapping[str, Any], default_theta: float | Mapping[str, Any] = 10_000.0, layer_type: str | None = None
 ) -> dict[str, Any]:
     """The rope settings of either schema as one dict with `rope_type` and `rope_theta`.
 
@@ -90,12 +90,15 @@ def rope_parameters(
     top level wins (Phi-3).
 
     With a `layer_type`, such as "full_attention", the settings are those of its layers: its entry of `rope_parameters`,
-    and LAYER_THETAS say how the v4 schema writes them. `default_theta` may have one base for each layer type.
+    and LAYER_THETAS say how the v4 schema writes them. `default_theta` may have one base for each layer type; or be,
+    with its own "rope_theta", all settings of a config that has none.
 
     Raises ConfigError where the settings are not objects, or are by layer type where they should not be, or reversed.
     """
     old, new = (_object(config, name) for name in ("rope_scaling", "rope_parameters"))
     nested = _layer_types(new)
+    if _is_rope(default_theta):
+        new, default_theta = new or (new if old else cast(Mapping[str, Any], default_theta)), 10_000.0
     if layer_type is None:
         if nested := nested or _layer_types(old):
             raise ConfigError(f"rope_parameters: one rope for all layers is implemented, got one for each of {nested}")
@@ -119,6 +122,11 @@ def rope_parameters(
         resolved[name] = _first(config.get(name) if layer_type is None else None, settings.get(name))
     settings |= {name: value for name, value in resolved.items() if value is not None}
     return settings
+
+
+def _is_rope(default_theta: float | Mapping[str, Any]) -> bool:
+    """Whether these are the settings of a rope, rather than one base, or one for each layer type."""
+    return isinstance(default_theta, Mapping) and "rope_theta" in default_theta
 
 
 def _object(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
@@ -150,21 +158,22 @@ def _first(*values: Any) -> Any:
 def for_export(
     config: Mapping[str, Any],
     dtype: torch.dtype,
-    default_theta: float | Mapping[str, float] = 10_000.0,
-    attribute_map: Mapping[str, str] | None = None,
+    default_theta: float | Mapping[str, Any] = 10_000.0,
+    attribute_map: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
     """`config` with every field kept, the dtype set, and rope settings in both schemas.
 
     A reader of one schema would otherwise take the default theta silently. `default_theta` as of `rope_parameters`.
     The v4 schema has no scaling of other layers than those of full attention, and no explicit `factor` of longrope.
-    `attribute_map`: v4's name of a field -> that of v5, which v4 would not read.
+    `attribute_map`: v4's name of a field -> that of v5, which v4 would not read; or None, for a field that no release
+    reads for this model, and that is left out.
     """
     name = str(dtype).removeprefix("torch.")
     exported = {**config, "dtype": name, "torch_dtype": name}
     for older, newer in (attribute_map or {}).items():
-        if config.get(older) is None and config.get(newer) is not None:
+        if newer is not None and config.get(older) is None and config.get(newer) is not None:
             exported[older] = config[newer]
-    thetas = default_theta if isinstance(default_theta, Mapping) else {}
+    thetas = default_theta if isinstance(default_theta, Mapping) and not _is_rope(default_theta) else {}
     layer_types = dict.fromkeys([*thetas, *_layer_types(_object(config, "rope_parameters"))])
     if layer_types:
         by_type = {each: rope_parameters(config, default_theta, each) for each in layer_types}
@@ -173,6 +182,8 @@ def for_export(
         exported["rope_parameters"] = by_type
     else:
         main = rope_parameters(config, default_theta)
+        if main["rope_type"] == "mrope":  # Qwen2-VL: not all readers know the name; its further settings tell.
+            main["rope_type"] = "default"
         exported |= {name: main[name] for name in ("rope_theta", "partial_rotary_factor") if name in main}
         exported["rope_parameters"] = main
     scaling = {name: value for name, value in main.items() if name not in ("rope_theta", "partial_rotary_factor")}
@@ -182,5 +193,6 @@ def for_export(
         original = scaling.pop("original_max_position_embeddings", None)
         if original is not None:
             exported["original_max_position_embeddings"] = original
-    exported["rope_scaling"] = None if main["rope_type"] == "default" else scaling
-    return exported
+    exported["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+    unread = [older for older, newer in (attribute_map or {}).items() if newer is None]
+    return {name: value for name, value in exported.items() if name not in unread}

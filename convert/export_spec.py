@@ -36,7 +36,8 @@ class SourceCheckpoint:
         hf_config: its config.json.
         weight_map: the one by which the model was loaded.
         extra: names of the tensors that are not the language model's, such as a vision tower's.
-        nested: whether the language model's config is the `text_config` of `hf_config`.
+        nested: whether it holds more than a language model, whose config is the `text_config` of `hf_config`, if that
+            has one.
         files: name -> path of further files that belong to the extra tensors.
         repo_id: its name on the hub, if it came from there.
         quantization: how its quantised tensors are stored, which its `hf_config` does not say any more.
@@ -51,11 +52,15 @@ class SourceCheckpoint:
     repo_id: str | None = None
     quantization: Quantization | None = None
 
-    def exported_config(self, export: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-        """`hf_config` with `export` applied to the language model's config."""
-        if not self.nested:
-            return export(self.hf_config)
-        text = export(self.hf_config.get("text_config") or {})
+    def exported_config(
+        self, export: Callable[[Mapping[str, Any]], dict[str, Any]], alone: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """`hf_config` with `export` applied to the language model's config, which is `alone` by itself."""
+        theta = {name: alone[name] for name in ("rope_theta",) if self.nested and name in alone}
+        found = self.hf_config.get("text_config")
+        if not self.nested or found is None:
+            return export({**theta, **self.hf_config})
+        text = export({**theta, **found})
         dtypes = {name: text[name] for name in ("dtype", "torch_dtype")}
         return {**self.hf_config, **dtypes, "text_config": text}
 
@@ -83,7 +88,7 @@ class ExportSpec:
         hf_config: config.json as found.
         weight_map: native names to those of the checkpoint.
         generation_config: generation_config.json, if there is one.
-        default_theta: rotary base of a config that names none, or that of each layer type.
+        default_theta: as of `for_export`.
         files: name -> path of files to copy, such as the tokenizer's.
         attribute_map: other names of the config's fields, see `for_export`.
         source: the checkpoint that the model was loaded from, if it was.
@@ -96,9 +101,9 @@ class ExportSpec:
     hf_config: dict[str, Any]
     weight_map: WeightMap
     generation_config: dict[str, Any] | None = None
-    default_theta: float | Mapping[str, float] = 10_000.0
+    default_theta: float | Mapping[str, Any] = 10_000.0
     files: Mapping[str, Path] = field(default_factory=dict)
-    attribute_map: Mapping[str, str] = field(default_factory=dict)
+    attribute_map: Mapping[str, str | None] = field(default_factory=dict)
     source: SourceCheckpoint | None = None
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
@@ -134,7 +139,7 @@ class ExportSpec:
                         raise CheckpointError(
                             "keep='all': the model was not loaded from a checkpoint, so there is no more to keep"
                         )
-                    config, weight_map = source.exported_config(export), source.weight_map
+                    config, weight_map = source.exported_config(export, self.hf_config), source.weight_map
                     files, extra = {**files, **source.files}, source.extra_tensors(opened, dtype)
             written: dict[str, Any] = {"config.json": as_json(config)}
             if self.generation_config is not None:

@@ -78,29 +78,54 @@ def stack(target: str, sources: Sequence[str]) -> WeightMapping:
 
 
 def grouped_qkv(
-    target: str, q: str, k: str, v: str, num_kv_heads: int, group_size: int, head_dim: int
+    target: str, q: str, k: str, v: str, num_kv_heads: int, group_size: int, head_dim: int, pairs: int = 0
 ) -> WeightMapping:
     """`target` (num_kv_heads * (group_size + 2) * head_dim, ...) has, for each kv head, its query heads, its k, its v.
 
-    For weights and for biases. Query heads are in the checkpoint's order.
+    For weights and for biases. Query heads are in the checkpoint's order. `pairs` as of `heads`, for q and k.
     """
     grouped = partial(_grouped, shape=(num_kv_heads, group_size + 2, head_dim))
+    v_view = TensorView(v, partial(grouped, heads=group_size + 1), flatten=(0, 1))
+    if pairs:
+        q_heads = [kv * (group_size + 2) + head for kv in range(num_kv_heads) for head in range(group_size)]
+        k_heads = [kv * (group_size + 2) + group_size for kv in range(num_kv_heads)]
+        q_views, k_views = (_heads(name, each, head_dim, pairs) for name, each in ((q, q_heads), (k, k_heads)))
+        return WeightMapping(target, (*q_views, *k_views, v_view))
+    q_view = TensorView(q, partial(grouped, heads=slice(group_size)), flatten=(0, 2))
+    return WeightMapping(target, (q_view, TensorView(k, partial(grouped, heads=group_size), flatten=(0, 1)), v_view))
+
+
+def grouped_qkv_in_one(
+    target: str, source: str, num_kv_heads: int, group_size: int, head_dim: int, pairs: int = 0
+) -> WeightMapping:
+    """`target` as in `grouped_qkv`, where `source` has all query heads, then all k, then all v (Phi 3)."""
+    apart = grouped_qkv(target, "q", "k", "v", num_kv_heads, group_size, head_dim, pairs)
+    rows = num_kv_heads * head_dim
+    starts = {"q": 0, "k": group_size * rows, "v": (group_size + 1) * rows}
     return WeightMapping(
-        target,
-        (
-            TensorView(q, partial(grouped, heads=slice(group_size)), flatten=(0, 2)),
-            TensorView(k, partial(grouped, heads=group_size), flatten=(0, 1)),
-            TensorView(v, partial(grouped, heads=group_size + 1), flatten=(0, 1)),
-        ),
+        target, tuple(replace(each, source=source, start=starts[each.source] + each.start) for each in apart.views)
     )
 
 
-def grouped_qkv_in_one(target: str, source: str, num_kv_heads: int, group_size: int, head_dim: int) -> WeightMapping:
-    """`target` as in `grouped_qkv`, where `source` has all query heads, then all k, then all v (Phi 3)."""
-    apart = grouped_qkv(target, source, source, source, num_kv_heads, group_size, head_dim)
-    rows = num_kv_heads * head_dim
-    starts = (0, group_size * rows, (group_size + 1) * rows)
-    return WeightMapping(target, tuple(replace(v, start=start) for v, start in zip(apart.views, starts, strict=True)))
+def heads(target: str, source: str, num_heads: int, head_dim: int, pairs: int = 0) -> WeightMapping:
+    """`target` (num_heads * head_dim, ...) is `source`, but for the first `pairs` rows of each head.
+
+    The checkpoint rotates neighbours of these together, rows 2 i and 2 i + 1, and the model rows i and pairs / 2 + i.
+    Where the rows of queries and keys, of their biases and norms, are all in this order, scores are the same.
+    """
+    return WeightMapping(target, _heads(source, range(num_heads), head_dim, pairs)) if pairs else rename(target, source)
+
+
+def _heads(source: str, places: Sequence[int], head_dim: int, pairs: int) -> tuple[TensorView, ...]:
+    """The views for `heads`: head i of the checkpoint is the native one `places[i]`."""
+    found = []
+    for head, place in enumerate(places):
+        start, there = place * head_dim, head * head_dim
+        found.append(TensorView(source, partial(_interleaved, start=start, length=pairs), flatten=(0, 1), start=there))
+        if pairs < head_dim:
+            rest = partial(torch.narrow, dim=0, start=start + pairs, length=head_dim - pairs)
+            found.append(TensorView(source, rest, start=there + pairs))
+    return tuple(found)
 
 
 def interleaved_gate_up(target: str, gate: str, up: str) -> WeightMapping:
@@ -147,6 +172,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _grouped(tensor: Tensor, shape: tuple[int, int, int], heads: int | slice) -> Tensor:
     return tensor.unflatten(0, shape)[:, heads]
+
+
+def _interleaved(tensor: Tensor, start: int, length: int) -> Tensor:
+    """Rows i and length / 2 + i from `start` on as neighbours: (n, ...) -> (length / 2, 2, ...)."""
+    return tensor.narrow(0, start, length).unflatten(0, (2, -1)).transpose(0, 1)
 
 
 def _pair(tensor: Tensor, index: int) -> Tensor:

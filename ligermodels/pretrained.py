@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import dtype_of, read_json
@@ -89,13 +90,15 @@ def from_pretrained(
     )
     found, quantization = without_quantization(read_json(folder / "config.json"))
     hf_config, _ = without_heads(found)
-    config = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
-    kind = kind or dtype_of(hf_config)
+    family, kind = family_of(hf_config), kind or dtype_of(hf_config)
+    if nested := family.text is not None:
+        with Checkpoint(folder) as files:
+            hf_config = tied_as_stored(hf_config, family, dequantized(files, quantization, kind))
+    config = _with_attention(family.decoder_config(hf_config), attention)
     with Checkpoint(folder) as files:
         checkpoint, model = dequantized(files, quantization, kind), _skeleton(config)
         weight_map = choose_layout(found, config, checkpoint.headers, persistent_tensors(model))
         extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
-        nested = family_of(hf_config).text is not None
         repo_id = None if Path(name_or_path).expanduser().is_dir() else os.fspath(name_or_path)
         processors = _present(folder, PROCESSORS)
         source = SourceCheckpoint(

@@ -9,21 +9,23 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from zoo import CONFIGS
+from zoo import CONFIGS, MULTIMODAL
 
 from ligermodels.archs import FAMILIES
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "matrix.md"
 
+TINY = {**CONFIGS, **MULTIMODAL}
+
 CAPABILITIES = {
-    "load": ["test_families.py::test_every_module", "test_families.py::test_gemma3_*"],
-    "loss": ["test_families.py::test_logits_loss_and_every_gradient"],
-    "gradients": ["test_families.py::test_logits_loss_and_every_gradient"],
+    "load": ["test_families.py::test_every_module", "test_multimodal.py::test_logits_*"],
+    "loss": ["test_families.py::test_logits_*", "test_multimodal.py::test_logits_*"],
+    "gradients": ["test_families.py::test_logits_*", "test_multimodal.py::test_logits_*"],
     "packed": ["test_families.py::test_packed_*"],
-    "generate": ["test_families.py::test_greedy_tokens_*"],
+    "generate": ["test_families.py::test_greedy_tokens_*", "test_multimodal.py::test_greedy_tokens_*"],
     "Medusa heads": ["test_families.py::test_medusa_*", "test_medusa.py::*"],
-    "export": ["test_families.py::test_export_*", "test_families.py::test_gemma3_*"],
+    "export": ["test_families.py::test_export_*", "test_multimodal.py::test_export_*"],
 }
 """The tests that show each capability; of which families is in their parameters, or else in their names."""
 
@@ -41,7 +43,7 @@ class Matrix:
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], set[str]] = defaultdict(set)
         self.configs: dict[str, list[str]] = {
-            family: [name for name, config in CONFIGS.items() if config["model_type"] == family] for family in FAMILIES
+            family: [name for name, config in TINY.items() if config["model_type"] == family] for family in FAMILIES
         }
         self.unused = {pattern for patterns in CAPABILITIES.values() for pattern in patterns}
         self.passed: dict[str, bool] = {}
@@ -92,7 +94,7 @@ class Matrix:
 def families_of(item: pytest.Function) -> list[str]:
     """Those whose configurations are among a test's parameters, or else the one in its name."""
     given = item.callspec.params.values() if hasattr(item, "callspec") else []
-    by_parameter = [CONFIGS[each]["model_type"] for each in given if isinstance(each, str) and each in CONFIGS]
+    by_parameter = [TINY[each]["model_type"] for each in given if isinstance(each, str) and each in TINY]
     by_name = sorted((family for family in FAMILIES if f"_{family}_" in item.originalname), key=len)
     return by_parameter or by_name[-1:]
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
-from zoo import CONFIGS, plain
+from zoo import CONFIGS, MULTIMODAL, auto_class, plain
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES, family_of
@@ -34,18 +34,7 @@ Outcome = tuple[torch.Tensor, torch.Tensor]
 FUZZ = int(os.environ.get("FUZZ", 1))
 TOLERANCE = 1e-5
 
-SIGLIP = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-VISION = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **SIGLIP}
-TINY: dict[str, Config] = {
-    **CONFIGS,
-    "gemma3": {
-        "model_type": "gemma3",
-        "text_config": CONFIGS["gemma3_text"],
-        "vision_config": VISION,
-        "mm_tokens_per_image": 4,
-        "image_token_index": 130,
-    },
-}
+TINY: dict[str, Config] = {**CONFIGS, **MULTIMODAL}
 ONE_OF: dict[str, Config] = {config["model_type"]: config for config in reversed(TINY.values())}
 """For each model_type its first config."""
 
@@ -155,7 +144,8 @@ def oracle_in(folder: Path) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | N
     torch.manual_seed(0)
     try:
         config = AutoConfig.from_pretrained(folder)
-        oracle = plain(AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32))
+        make = auto_class(config).from_config
+        oracle = plain(make(config, attn_implementation="eager", dtype=torch.float32))
         for name, parameter in oracle.named_parameters():
             mean = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
             parameter.data.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)

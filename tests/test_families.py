@@ -155,27 +155,6 @@ def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixe
     assert together[0] <= 1.1 * together[1], together
 
 
-@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-def test_gemma3_beside_a_vision_tower(prefix: str, tmp_path: Path) -> None:
-    """The text model is loaded from either layout, and goes back out alone."""
-    config = CONFIGS["gemma3_text"]
-    oracle = make_checkpoint(tmp_path / "text", config)
-    tensors = load_file(tmp_path / "text" / "model.safetensors")
-    wrapped = {name.replace("model.", prefix, 1): t for name, t in tensors.items()}
-    tower = "model.vision_tower" if prefix.startswith("model.") else "vision_tower"
-    (tmp_path / "model").mkdir()
-    save_file({**wrapped, f"{tower}.patch.weight": torch.zeros(3)}, tmp_path / "model" / "model.safetensors")
-    outer = {"model_type": "gemma3", "text_config": config, "vision_config": {}, "eos_token_id": [1, 7]}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(outer))
-    model = lm.from_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        assert relative_error(model(tokens()).logits, oracle(tokens()).logits) < TOLERANCE
-        model.save_pretrained(tmp_path / "out")
-        reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-        assert torch.equal(reopened(tokens()).logits, oracle(tokens()).logits)
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
-
-
 @pytest.mark.parametrize("how", ["as it is", "transposed", "transposed, H = 2 I", "transposed, H = I"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", *MIXTURES])
 def test_experts_in_one_tensor(name: str, how: str, tmp_path: Path) -> None:
@@ -207,6 +186,22 @@ def test_load_balancing_loss_counts_where_the_config_says_so(name: str, tmp_path
     wanted, output = oracle(tokens(), labels=tokens()), model(tokens(), labels=tokens())
     assert relative_error(output.aux_loss, wanted.aux_loss) < TOLERANCE
     assert relative_error(output.loss, wanted.loss) < TOLERANCE
+
+
+def test_the_rope_of_a_ministral3_that_names_none_goes_out_with_it(tmp_path: Path) -> None:
+    """YaRN with queries that grow: readers must not take the absence of settings for the plain rope."""
+    config = {name: value for name, value in CONFIGS["ministral3"].items() if name != "rope_parameters"}
+    oracle = make_checkpoint(tmp_path / "model", config)
+    model = lm.from_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name in ("rope_parameters", "rope_scaling"):
+        assert written[name]["llama_4_scaling_beta"] == 0.1 and written[name]["factor"] == 16.0
+    assert lm.from_pretrained(tmp_path / "out").config == model.config
+    positions = torch.arange(41)[None] + 16384 * 3  # beyond the original context of the default
+    with torch.no_grad():
+        wanted = oracle(tokens(1), position_ids=positions).logits
+        assert relative_error(model(tokens(1), position_ids=positions).logits, wanted) < 1e-4
 
 
 def test_gemma_says_gelu_and_means_the_tanh_form() -> None:

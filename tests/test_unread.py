@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from zoo import CONFIGS
 
 import ligermodels as lm
@@ -18,6 +18,7 @@ from ligermodels.convert.config_json import for_export
 from ligermodels.errors import ConfigError, ConfigWarning
 
 LLAMA = CONFIGS["llama-3"]
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 
 V4: dict[str, Any] = {
     "return_dict": True, "output_hidden_states": False, "output_attentions": False, "torchscript": False,
@@ -78,12 +79,22 @@ def compose(config: dict[str, Any]) -> Any:
     return FAMILIES[config["model_type"]].decoder_config(copy.deepcopy(config))
 
 
+def default_config(model_type: str) -> PreTrainedConfig:
+    """Without dropout, which is no default but of one family: its warning is tested below."""
+    config = AutoConfig.for_model(model_type)
+    return AutoConfig.for_model(model_type, **NO_DROPOUT) if hasattr(config, "residual_dropout") else config
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_configs_that_transformers_writes_pass(model_type: str) -> None:
-    config = AutoConfig.for_model(model_type)
+    config = default_config(model_type)
     compose({**config.to_dict(), "dtype": "bfloat16"})
     compose(json.loads(config.to_json_string(use_diff=True)) | {"model_type": model_type})
-    both = for_export(config.to_dict(), lm.from_config(LLAMA, device="meta").dtype) if model_type != "gemma3" else {}
+    both = (
+        for_export(config.to_dict(), lm.from_config(LLAMA, device="meta").dtype)
+        if FAMILIES[model_type].text is None
+        else {}
+    )
     compose({**V4, **config.to_dict(), **both})
 
 
@@ -104,10 +115,11 @@ def test_every_field_that_some_families_read_is_known_to_the_others(monkeypatch:
 
     monkeypatch.setattr(fields.Fields, "check_unread", record)
     for model_type in FAMILIES:
-        compose(AutoConfig.for_model(model_type).to_dict())
-    read.pop("gemma3")
+        compose(default_config(model_type).to_dict())
+    assert read.keys() == FAMILIES.keys()
+    read = {model_type: names for model_type, names in read.items() if FAMILIES[model_type].text is None}
     for_some = set.union(*read.values()) - set.intersection(*read.values())
-    assert len(read) == len(FAMILIES) - 1 and for_some <= COMPUTATION.keys() | HARMLESS, for_some
+    assert for_some <= COMPUTATION.keys() | HARMLESS, for_some
 
 
 @pytest.mark.parametrize(
@@ -192,3 +204,34 @@ def test_fields_beside_a_text_model() -> None:
             compose({**config, **unknown})
     with pytest.raises(ConfigError, match="qk_norm = True"):
         compose({**config, "qk_norm": True})
+
+
+@pytest.mark.parametrize("name", NO_DROPOUT)
+def test_the_dropout_of_published_seed_oss_is_a_warning(name: str) -> None:
+    """They all say 0.1; training is without. Any other is an error, as everywhere."""
+    config = {**CONFIGS["seed_oss"], **NO_DROPOUT}
+    with pytest.warns(ConfigWarning, match=f"{name} = 0.1 is not implemented: training is without dropout"):
+        assert compose({**config, name: 0.1}) == compose(config)
+    with pytest.raises(ConfigError, match=f"{name} = 0.2 is not implemented"):
+        compose({**config, name: 0.2})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "refused"),
+    [
+        ("olmo3", {"rope_theta": 1e4}, "rope_theta"),
+        ("olmo3-rope-by-type", {"rope_theta": 1e4}, None),
+        ("olmo3", {"rope_local_base_freq": 1e4}, "rope_local_base_freq"),
+        ("mellum", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ("mellum", {"rope_parameters": None, "rope_theta": 1e4}, "rope_theta"),
+        ("mellum", {"rope_theta": 1e4}, None),
+        ("gemma3_text", {"rope_theta": 1e4}, None),
+    ],
+)
+def test_fields_of_rope_on_which_readers_differ(name: str, fields: dict[str, Any], refused: str | None) -> None:
+    """They are errors where they would make a difference."""
+    if refused is None:
+        compose({**CONFIGS[name], **fields})
+        return
+    with pytest.raises(ConfigError, match=f"{refused} = .* does not mean the same to all readers.*rope_parameters"):
+        compose({**CONFIGS[name], **fields})

@@ -18,6 +18,7 @@ from ligermodels.convert.mappings import (
     experts_gate_up_in_one,
     grouped_qkv,
     grouped_qkv_in_one,
+    heads,
     interleaved_gate_up,
     interleaved_gate_up_in_one,
     rename,
@@ -64,8 +65,11 @@ def concatenated(draw: st.DrawFn) -> tuple[WeightMapping, list[int]]:
 @st.composite
 def grouped(draw: st.DrawFn) -> tuple[WeightMapping, list[int]]:
     kv_heads, group, head_dim = draw(DIM), draw(DIM), draw(DIM)
+    pairs = 2 * draw(st.integers(0, head_dim // 2))
     shape = [kv_heads * (group + 2) * head_dim, *draw(REST)]  # Without more dimensions: a bias.
-    return grouped_qkv("w", "q", "k", "v", kv_heads, group, head_dim), shape
+    if draw(st.booleans()):
+        return heads("w", "norm", kv_heads, head_dim, pairs), [kv_heads * head_dim, *draw(REST)]
+    return grouped_qkv("w", "q", "k", "v", kv_heads, group, head_dim, pairs), shape
 
 
 @st.composite
@@ -91,8 +95,9 @@ def interleaved(draw: st.DrawFn) -> tuple[WeightMapping, list[int]]:
 @st.composite
 def grouped_in_one(draw: st.DrawFn) -> tuple[WeightMapping, list[int]]:
     kv_heads, group, head_dim = draw(DIM), draw(DIM), draw(DIM)
+    pairs = 2 * draw(st.integers(0, head_dim // 2))
     shape = [kv_heads * (group + 2) * head_dim, *draw(REST)]
-    return grouped_qkv_in_one("w", "qkv", kv_heads, group, head_dim), shape
+    return grouped_qkv_in_one("w", "qkv", kv_heads, group, head_dim, pairs), shape
 
 
 def numbered(shape: list[int]) -> Tensor:
@@ -151,6 +156,25 @@ def test_layouts_are_those_the_layers_use(rest: tuple[int, ...]) -> None:
         stored |= {f"{letter}{i}": each for i, each in enumerate(tensors)}
     weights.load(Stored(stored), state)
     assert all(torch.equal(state[name], each) for name, each in wanted.items())
+
+
+@pytest.mark.parametrize("in_one", [False, True])
+@pytest.mark.parametrize("rest", [(), (7,)])
+def test_rotated_neighbours_become_halves(rest: tuple[int, ...], in_one: bool) -> None:
+    """The first 4 of the 5 rows of each query head and key head; v stays."""
+    order, kv_heads, group, head_dim = torch.tensor([0, 2, 1, 3, 4]), 3, 2, 5
+    sizes = [kv_heads * group * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    stored = dict(zip("qkv", torch.randn(sum(sizes), *rest).split(sizes), strict=True))
+    q, k, v = (each.unflatten(0, (kv_heads, -1, head_dim)) for each in stored.values())
+    wanted = torch.cat([q[:, :, order], k[:, :, order], v], dim=1).flatten(0, 2)
+    if in_one:
+        mapping = grouped_qkv_in_one("w", "qkv", kv_heads, group, head_dim, 4)
+        stored = {"qkv": torch.cat(list(stored.values()))}
+    else:
+        mapping = grouped_qkv("w", "q", "k", "v", kv_heads, group, head_dim, 4)
+    loaded = torch.empty_like(wanted)
+    WeightMap([mapping]).load(Stored(stored), {"w": loaded})
+    assert torch.equal(loaded, wanted)
 
 
 @pytest.mark.parametrize("mapped", [False, True])

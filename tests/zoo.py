@@ -2,12 +2,13 @@
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 # Head widths that are not hidden / heads, fewer key/value heads than heads, no round sizes, windows shorter than the
 # sequences of the tests (41 tokens), and layers enough for every kind of layer to occur.
@@ -96,6 +97,15 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MINISTRAL3 = {
+    "type": "yarn",
+    "rope_theta": 1e4,
+    "max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 LLAMAS: dict[str, dict[str, Any]] = {
     # Fields left out on purpose: head_dim, num_key_value_heads, rope.
     "llama-2": {**{k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads")}, "hidden_size": 84},
@@ -127,6 +137,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "ministral",
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "ministral3": {**BASE, "model_type": "ministral3", "rope_parameters": {**YARN, **MINISTRAL3}},
+    "ministral3-window": {
+        **BASE,
+        "model_type": "ministral3",
+        "sliding_window": 9,
+        "rope_parameters": {**YARN, **MINISTRAL3, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.5},
     },
     "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
     "gemma": {**GEMMA, "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
@@ -186,7 +203,140 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.21,
     },
     "smollm3": {**BASE, "model_type": "smollm3", "head_dim": 10, "num_hidden_layers": 5},
+    "vaultgemma": {**SANDWICH, "model_type": "vaultgemma", "attn_logit_softcapping": 3.0},
+    "olmo3": {  # As transformers 4 writes it.
+        **BASE,
+        "model_type": "olmo3",
+        "head_dim": 10,
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "rope_theta": 5e5,
+        "rope_scaling": {**YARN, "attention_factor": 1.3},
+    },
+    "olmo3-rope-by-type": {
+        **BASE,
+        "model_type": "olmo3",
+        "head_dim": 10,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {**YARN, "rope_theta": 7e4},
+        },
+    },
+    "seed_oss": {**BASE, "model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "seed_oss-biases": {
+        **BASE,
+        "model_type": "seed_oss",
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+    "exaone4": {**BASE, "model_type": "exaone4", "head_dim": 10, "sliding_window": 9, "num_hidden_layers": 4},
+    "exaone4-no-window": {
+        **BASE,
+        "model_type": "exaone4",
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "layer_types": ["full_attention"] * 3,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "ernie4_5": {**BASE, "model_type": "ernie4_5", "head_dim": 10, "tie_word_embeddings": True},
+    "ernie4_5-biases": {
+        **BASE,
+        "model_type": "ernie4_5",
+        "use_bias": True,
+        "num_key_value_heads": 3,
+        "rope_theta": 1e4,
+    },
+    "glm4": {**BASE, "model_type": "glm4", "head_dim": 10},
+    "glm4-no-bias": {
+        **BASE,
+        "model_type": "glm4",
+        "head_dim": 16,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.75,
+    },
+    "arcee": {**BASE, "model_type": "arcee", "num_attention_heads": 5, "num_key_value_heads": 5},
+    "arcee-biases-yarn": {
+        **BASE,
+        "model_type": "arcee",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {**YARN, "rope_theta": 1e4},
+    },
+    "mellum": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "mellum",
+        "num_experts": 5,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "sparse", "dense"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {**YARN, "rope_theta": 7e4},
+        },
+    },
 }
+
+
+def within(text: str, vision: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A multimodal config around the text config of this name."""
+    text_config = {name: value for name, value in CONFIGS[text].items() if name != "rope_scaling"}
+    return {"text_config": text_config, "vision_config": vision, **fields}
+
+
+def qwen_vl(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
+    """A tiny Qwen-VL around the text config of this name."""
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 2}
+    vision |= {"out_hidden_size": BASE["hidden_size"]}
+    if model_type == "qwen2_vl":  # There the width of the tower is embed_dim, and hidden_size that of its output.
+        vision |= {"hidden_size": BASE["hidden_size"], "embed_dim": 16, "mlp_ratio": 2}
+    if model_type.startswith("qwen3"):
+        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = within(text, vision, model_type=model_type, **{name: 127 + i for i, name in enumerate(tokens)})
+    config["text_config"] |= {"model_type": f"{model_type}_text", "rope_parameters": rope}
+    if not model_type.startswith("qwen3"):
+        del config["text_config"]["head_dim"]
+    return config | {"tie_word_embeddings": config["text_config"]["tie_word_embeddings"]}
+
+
+SIGLIP = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 4}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": within(
+        "gemma3_text", SIGLIP, model_type="gemma3", mm_tokens_per_image=4, image_token_index=130, eos_token_id=[1, 7]
+    ),
+    "mistral3": within(
+        "mistral-nemo", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
+    ),
+    "mistral3-ministral3": within(
+        "ministral3", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
+    ),
+    "qwen2_vl": qwen_vl("qwen2_vl", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]),
+    "qwen2_5_vl": qwen_vl(
+        "qwen2_5_vl",
+        "qwen2",
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=32,
+        mrope_section=[2, 2, 1],
+    ),
+    "qwen3_vl": qwen_vl("qwen3_vl", "qwen3", rope_type="default", mrope_interleaved=True, mrope_section=[3, 2, 2]),
+}
+"""Checkpoints of more than a language model, around those of CONFIGS."""
+
+
+def auto_class(config: PreTrainedConfig) -> type:
+    """The class of transformers that makes the model of `config`."""
+    multimodal = hasattr(config, "text_config")
+    return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -195,7 +345,8 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
     fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k == "sliding_window"}
     oracle_config = AutoConfig.for_model(**fields)
     torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
-    oracle = plain(AutoModelForCausalLM.from_config(oracle_config, attn_implementation="eager", dtype=torch.float32))
+    make = auto_class(oracle_config).from_config
+    oracle = plain(make(oracle_config, attn_implementation="eager", dtype=torch.float32))
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             # Biases and norms too: at their initial values a mistake in them would not show.
@@ -211,7 +362,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
 
 def plain(oracle: PreTrainedModel) -> PreTrainedModel:
     """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if "num_experts_per_tok" in oracle.config.to_dict():
+    if "num_experts_per_tok" in oracle.config.get_text_config().to_dict():
         oracle.set_experts_implementation("eager")
     return oracle.eval()
 
@@ -231,11 +382,20 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     return {each.name: each.read() for each in replace(weight_map, mappings=mappings).export(found)}
 
 
-def stored_as(oracle: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors in the layout of files, in the oracle's own: it keeps all experts of a layer as one tensor."""
-    found = {name: t for name, t in tensors.items() if ".experts." not in name and "block_sparse_moe" not in name}
+def kept_tensors(oracle: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Its parameters, and the selection biases of routers."""
     biases = {name: b for name, b in oracle.named_buffers() if name.endswith("correction_bias")}
-    for name, parameter in {**dict(oracle.named_parameters()), **biases}.items():
+    return {**dict(oracle.named_parameters()), **biases}
+
+
+def stored_as(
+    oracle: PreTrainedModel | Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors in the layout of files, in that of the oracle, or of its tensors: it keeps all experts of a layer as one
+    tensor."""
+    own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
+    found = {name: t for name, t in tensors.items() if ".experts." not in name and "block_sparse_moe" not in name}
+    for name, parameter in own.items():
         if name in found:
             continue
         layer, _, part = name.partition(".mlp.")

@@ -12,7 +12,7 @@ from typing import Any
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.fields import Fields
 from ligermodels.errors import ConfigError
-from ligermodels.layers import AttentionConfig, BlockConfig, HeadConfig, MLPConfig, MoEConfig, NormConfig
+from ligermodels.layers import AttentionConfig, BlockConfig, HeadConfig, LayerConfig, MLPConfig, NormConfig
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -29,11 +29,11 @@ def decoder(
     *,
     activation: str = "hidden_act",
     mlp_bias: bool = False,
-    default_theta: float = 10_000.0,
+    default_theta: float | Mapping[str, Any] = 10_000.0,
     partial_rotary: bool = False,
     norm: NormConfig | None = None,
     attention: Callable[[int, AttentionConfig], Mapping[str, Any]] = lambda layer, common: {},
-    mlp: Callable[[int, MLPConfig], MLPConfig | MoEConfig] = lambda layer, common: common,
+    mlp: Callable[[int, MLPConfig], LayerConfig] = lambda layer, common: common,
     block: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
     **more: Any,

@@ -155,7 +155,7 @@ class Decoder(nn.Module):
             position_ids = _positions(length, x.device, cu_seqlens, cache_seqlens, seq_lens, tree)
         ropes = cast(Iterable[RotaryEmbedding], self.ropes)
         tables = {rope.config: rope(position_ids, x.dtype) for rope in ropes}
-        context = ForwardContext(tables, cu_seqlens, seq_lens, cache_seqlens, tree)
+        context = ForwardContext(tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids)
         for i, block in enumerate(self.blocks):
             last = i == len(self.blocks) - 1
             if last and isinstance(token_indices, Targets):

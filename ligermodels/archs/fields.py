@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ligermodels.archs.rope import read_rope
@@ -107,14 +107,18 @@ class Fields:
         """A number above zero, or None for null or nothing."""
         return None if self._found(name) is None else self.number(name, positive=True)
 
+    def kinds(self, name: str, known: tuple[str, str], otherwise: Callable[[int], str]) -> list[str]:
+        """One of the two `known` kinds for each layer; without that field, `otherwise` of the layer."""
+        count, found = self.size("num_hidden_layers"), self._found(name)
+        if found is None:
+            return [otherwise(layer) for layer in range(count)]
+        if not isinstance(found, list) or len(found) != count or any(each not in known for each in found):
+            raise self._fail(name, f"a list of num_hidden_layers = {count} times {known[0]!r} or {known[1]!r}")
+        return found
+
     def windows(self, slides: Callable[[int], bool]) -> list[int | None]:
         """Each layer's sliding window, by `layer_types`; without that field, `slides` says which layers have one."""
-        count = self.size("num_hidden_layers")
-        types = self._found("layer_types")
-        if types is None:
-            types = [SLIDING if slides(layer) else FULL for layer in range(count)]
-        if not isinstance(types, list) or len(types) != count or any(each not in (SLIDING, FULL) for each in types):
-            raise self._fail("layer_types", f"a list of num_hidden_layers = {count} times {SLIDING!r} or {FULL!r}")
+        types = self.kinds("layer_types", (SLIDING, FULL), lambda layer: SLIDING if slides(layer) else FULL)
         if SLIDING in types and self._found("sliding_window") is None:
             raise ConfigError(
                 f"{self.where}: layer_types has {SLIDING!r}, but sliding_window is missing or switched off"
@@ -187,7 +191,7 @@ class Fields:
         self,
         head_dim: int,
         max_position_embeddings: int,
-        default_theta: float | Mapping[str, float] = 10_000.0,
+        default_theta: float | Mapping[str, Any] = 10_000.0,
         layer_type: str | None = None,
         *,
         partial: bool = False,
@@ -207,3 +211,26 @@ class Fields:
         settings = rope_parameters(self.config, default_theta, layer_type)
         where = "rope_parameters" if layer_type is None else f"rope_parameters.{layer_type}"
         return read_rope(Fields(settings, where=f"{self.where}: {where}"), head_dim, max_position_embeddings, partial)
+
+    def ropes(
+        self, head_dim: int, thetas: Mapping[str, float], windows: Sequence[int | None], unread: Sequence[str] = ()
+    ) -> list[RopeConfig]:
+        """Each layer's rope, in a family with one for layers with a window and one for the others.
+
+        Args:
+            head_dim, thetas: as of `rope`.
+            windows: each layer's.
+            unread: fields that releases of transformers read differently, or not at all, for this family.
+
+        Raises ConfigError as `rope`, and where a field of `unread` makes a difference.
+        """
+        context = self.size("max_position_embeddings")
+        sliding, full = (self.rope(head_dim, context, thetas, layer_type) for layer_type in (SLIDING, FULL))
+        found = [full if window is None else sliding for window in windows]
+        for name in unread:
+            if self.config.get(name) and self.replaced(**{name: None}).ropes(head_dim, thetas, windows) != found:
+                raise ConfigError(
+                    f"{self.where}: {name} = {short(self.config[name])} does not mean the same to all readers of this "
+                    f"model_type; write rope_parameters, with an object for each layer type, instead"
+                )
+        return found

@@ -1,4 +1,5 @@
-"""Mistral 7B, Nemo, Small and Large; and Ministral 8B, whose window is a matter of each layer."""
+"""Mistral 7B, Nemo, Small and Large; Ministral 8B, whose window is a matter of each layer; Ministral 3 and Devstral 2,
+whose queries grow with their positions; and the text models of Mistral 3."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
+from ligermodels.archs.multimodal import BESIDE_VISION_TOWER, TextModel, wrapper
+from ligermodels.convert.config_json import rope_parameters
+from ligermodels.layers.query_scaling import QueryScaling
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -32,4 +36,76 @@ def mistral(config: Mapping[str, Any]) -> DecoderConfig:
     return decoder(fields, attention=lambda layer, common: {"window": windows[layer]})
 
 
-FAMILIES = tuple(Family(model_type, mistral) for model_type in ("mistral", "ministral"))
+MINISTRAL3 = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 11,
+}
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def ministral3(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Ministral3Config` dict, whose settings of rope say how queries grow too."""
+    fields = Fields(config, MINISTRAL3)
+    settings = rope_parameters(config, MINISTRAL3_ROPE)
+    own = Fields(settings, where=f"{fields.where}: rope_parameters")
+    beta = own.number("llama_4_scaling_beta", 0.0)
+    context = own.size("original_max_position_embeddings", fields.size("max_position_embeddings"))
+    scaling = QueryScaling(beta, context) if beta else None
+    plain = {k: v for k, v in settings.items() if k not in ("llama_4_scaling_beta", "max_position_embeddings")}
+    window = fields.optional_size("sliding_window")
+    return decoder(
+        fields.replaced(rope_parameters=plain, rope_scaling=None),
+        attention=lambda layer, common: {"window": window, "query_scaling": scaling},
+    )
+
+
+MISTRAL = Family("mistral", mistral)
+MISTRAL3 = {
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "vocab_size": 131072,
+    "rope_theta": 1e9,
+}
+"""The `text_config` of a Mistral 3 that has none."""
+
+MINISTRAL3_FAMILY = Family("ministral3", ministral3, default_theta=MINISTRAL3_ROPE)
+
+FAMILIES = (
+    MISTRAL,
+    Family("ministral", mistral),
+    MINISTRAL3_FAMILY,
+    wrapper(
+        "mistral3",
+        {
+            "mistral": TextModel(MISTRAL, "MistralForCausalLM"),
+            "ministral3": TextModel(MINISTRAL3_FAMILY, "Ministral3ForCausalLM"),
+        },
+        BESIDE_VISION_TOWER,
+        tied=True,
+        absent=MISTRAL3,
+    ),
+)

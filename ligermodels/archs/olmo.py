@@ -1,27 +1,53 @@
-"""OLMo 2: norms only after the sublayers, and over whole queries and keys."""
+"""OLMo 2 and 3: norms only after the sublayers, and over whole queries and keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ligermodels.archs import llama
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.fields import FULL, SLIDING, Fields
 from ligermodels.layers import NormConfig, QKNormConfig
 
 DEFAULTS = {**llama.DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5, "pad_token_id": 1}
 
 
+OLMO3 = {**DEFAULTS, "sliding_window": 4096}
+OLMO3_THETAS = {SLIDING: 5e5, FULL: 5e5}
+
+
 def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of an `Olmo2Config` dict."""
-    fields = Fields(config, DEFAULTS)
+    return _olmo(Fields(config, DEFAULTS), lambda layer: {})
+
+
+def olmo3(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of an `Olmo3Config` dict: layers with a window have the plain rope, whatever the others have.
+
+    `rope_scaling` is that of the other layers alone. The base, where rope_parameters do not say, is that of
+    OLMO3_THETAS: of a `rope_theta` at the top level, releases of transformers think differently.
+    """
+    fields = Fields(config, OLMO3)
+    windows = fields.windows(lambda layer: (layer + 1) % 4 != 0)
+    head_dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
+    ropes = fields.ropes(head_dim, OLMO3_THETAS, windows, unread=["rope_theta", "rope_local_base_freq"])
+    return _olmo(fields, lambda layer: {"window": windows[layer], "rope": ropes[layer]})
+
+
+def _olmo(fields: Fields, own: Callable[[int], Mapping[str, Any]]) -> DecoderConfig:
+    """OLMo 2, with further fields of each layer's AttentionConfig."""
     bias = fields.flag("attention_bias", False)
     norm = NormConfig(fields.number("rms_norm_eps", negative=False), casting_mode="gemma")
-    own = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm, over="projection")}
-    return decoder(fields, norm=norm, attention=lambda layer, common: own, block={"pre_norm": False, "post_norm": True})
+    common = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm, over="projection")}
+    return decoder(
+        fields,
+        norm=norm,
+        attention=lambda layer, _: {**common, **own(layer)},
+        block={"pre_norm": False, "post_norm": True},
+    )
 
 
-FAMILIES = (Family("olmo2", olmo2),)
+FAMILIES = (Family("olmo2", olmo2), Family("olmo3", olmo3, default_theta=OLMO3_THETAS))

@@ -10,10 +10,15 @@ from typing import Any
 from torch import nn
 
 from ligermodels.archs import (
+    arcee,
+    ernie,
+    exaone,
     gemma,
+    glm,
     glm_moe,
     granite,
     llama,
+    mellum,
     minimax,
     mistral,
     mixtral,
@@ -21,6 +26,8 @@ from ligermodels.archs import (
     phi,
     qwen,
     qwen_moe,
+    qwen_vl,
+    seed_oss,
     smollm,
 )
 from ligermodels.archs.family import Family
@@ -29,11 +36,11 @@ from ligermodels.errors import ConfigError
 ENTRY_POINTS = "ligermodels.families"
 """Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for module in (llama, mistral, mixtral, gemma, qwen, qwen_moe, phi, olmo, granite, smollm, glm_moe, minimax)
-    for family in module.FAMILIES
-}
+MODULES = (
+    llama, mistral, mixtral, gemma, qwen, qwen_moe, qwen_vl, phi, olmo, granite, smollm, seed_oss, exaone, mellum, ernie,
+    glm, glm_moe, arcee, minimax,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 
 
 def register(family: Family) -> None:

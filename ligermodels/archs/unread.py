@@ -31,10 +31,11 @@ HARMLESS = frozenset(
     encoder_no_repeat_ngram_size num_return_sequences return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
     unsloth_fixed unsloth_version mlx_version
+    num_mtp_layers num_nextn_predict_layers mtp_layer_types mtp_mlp_layer_types
     """)
 )
 """Fields that change nothing of what a model computes, whatever they hold. `pretraining_tp` and
-`chunk_size_feed_forward` split a computation without changing it."""
+`chunk_size_feed_forward` split a computation without changing it; layers that predict further tokens are beside it."""
 
 COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -53,15 +54,16 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         global_rope_theta use_dynamic_ntk use_logn_attn attn_temperature_tuning alibi use_alibi
         use_parallel_residual parallel_residual parallel_attn
         num_experts num_local_experts num_experts_per_tok num_experts_per_token num_shared_experts moe_num_experts
-        moe_intermediate_size shared_expert_intermediate_size mlp_only_layers norm_topk_prob output_router_logits
-        router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts first_k_dense_replace moe_layer_freq
-        n_group topk_group topk_method scoring_func moe_topk enable_moe_block
+        moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
+        output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
+        first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func moe_topk enable_moe_block
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim mamba_d_state mamba_d_conv ssm_state_size
         hidden_size_per_layer_input laurel_rank cross_attention_layers add_cross_attention cross_attention_hidden_size
         is_encoder_decoder pruned_heads text_config vision_config per_layer_config
         quantization_config quantization compression_config sparsity_config transformers_weights
         attention_dropout resid_pdrop embd_pdrop attn_pdrop resid_dropout attn_dropout hidden_dropout
+        residual_dropout
         hidden_dropout_prob attention_probs_dropout_prob ffn_dropout
         embed_scale scale_emb scale_depth scale_embedding dim_model_base mup_enabled use_mup
         """),

@@ -67,6 +67,7 @@ def nativize(model: Model) -> Model:
         rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
     thresholds = [rope.scaling.context_thresholds for rope in ropes if rope.scaling is not None]
     by_length = any(each.switch is not None or each.moving is not None for each in thresholds)
+    by_length |= any(getattr(block.mixer, "query_scaling", None) is not None for block in config.blocks)
     whole = config
     if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # it scales what it gives
         config = replace(config, embed_scale=None)

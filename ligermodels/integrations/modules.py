@@ -27,6 +27,7 @@ from ligermodels.layers.mlp import ACTIVATIONS
 from ligermodels.layers.moe import mix_experts
 from ligermodels.layers.norm import AddRMSNorm, NormConfig, RMSNorm, RMSNormAdd
 from ligermodels.layers.qkv import Tables
+from ligermodels.layers.rope import pairs_to_halves
 
 PLACES = {"alone": RMSNorm, "before": AddRMSNorm, "after": RMSNormAdd}
 """Where a block has a norm -> the native norm for it."""
@@ -39,7 +40,8 @@ class Native:
     config: of the native layer.
     names: part of the native layer ("attention.q", "mlp.down"; all are in `NAMES` of layers' configs) -> path of the
         submodule that it is.
-    ropes, rope_by_length: of a backbone, the rotary embeddings, and whether a row's length changes their frequencies.
+    ropes, rope_by_length: of a backbone, the rotary embeddings, and whether padding in a row changes what its tokens
+        give: by frequencies that follow the row's length, or queries scaled by their positions.
     """
 
     config: Any
@@ -155,6 +157,8 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
     q, k, v = (each.unflatten(2, (-1, config.head_dim)) for each in (q, k, v))  # a tensor-parallel shard has fewer
     if config.qk_norm is not None and not whole:
         q, k = part(module, "attention.q_norm")(q), part(module, "attention.k_norm")(k)
+    if config.stored_as_pairs and config.rope is not None:
+        q, k = (pairs_to_halves(each, config.rope.channels) for each in (q, k))
     options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "window": config.window}
     options["softcap"] = config.softcap
     if state is not None and context.cache_seqlens is not None:
@@ -164,6 +168,7 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
             joined.flatten(2).to(state.keys.dtype),
             *tables, k.shape[2], group, config.head_dim, state.keys, state.values, context.cache_seqlens,
         )  # fmt: skip
+        q = config.scale_queries(q, context)
         mask = None if context.tree is None else context.tree.mask
         out = ops.decode_attention(q, state.keys, state.values, context.cache_seqlens, tree_mask=mask, **options)
         out = out.to(x.dtype)
@@ -171,6 +176,7 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
         cos, sin = tables
         if cos is not None and sin is not None:
             q, k = ops.rope(q, k, cos, sin)
+        q = config.scale_queries(q, context)
         if state is not None:
             state.fill(k, v)
         out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)

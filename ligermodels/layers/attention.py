@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, rename
+from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename
+from ligermodels.errors import InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.kv_cache import KVCache, LayerKV
 from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables
+from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
 
 
@@ -24,7 +26,9 @@ class AttentionConfig(LayerConfig):
 
     `rope` None means no positions at all; `softmax_scale` None means head_dim ** -0.5; `window` counts the token
     itself; `softcap` caps the scores; `bias` and `o_bias` are those of q/k/v and of the output projection; `backend`
-    names an attention backend, which is no part of what makes two configs equal.
+    names an attention backend, which is no part of what makes two configs equal. With `stored_as_pairs`, checkpoints
+    rotate neighbouring channels 2 i and 2 i + 1 of a head together (GLM, ERNIE): the weight map reorders them, and the
+    computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -43,6 +47,8 @@ class AttentionConfig(LayerConfig):
     softmax_scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+    stored_as_pairs: bool = False
+    query_scaling: QueryScaling | None = None
     backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -74,7 +80,8 @@ class AttentionConfig(LayerConfig):
     ) -> list[WeightMapping]:
         """q, k and v are tensors of their own, or one, all queries first, where `names` has an "attention.qkv"."""
         there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
-        shape = (self.num_kv_heads, self.group_size, self.head_dim)
+        pairs = self.rope.channels if self.rope is not None and self.stored_as_pairs else 0
+        shape = (self.num_kv_heads, self.group_size, self.head_dim, pairs)
         found = []
         for kind in ("weight", "bias") if self.bias else ("weight",):
             target = f"{native}.qkv.{kind}"
@@ -86,11 +93,22 @@ class AttentionConfig(LayerConfig):
         for kind in ("weight", "bias") if self.o_bias else ("weight",):
             found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
         if self.qk_norm is not None:
-            found += [rename(f"{native}.split.{n}", f"{there[f'attention.{n}']}.weight") for n in ("q_norm", "k_norm")]
+            for norm, count in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
+                source = f"{there[f'attention.{norm}']}.weight"
+                count = count if self.qk_norm.over == "projection" else 1
+                found.append(heads(f"{native}.split.{norm}", source, count, self.head_dim, pairs))
         return found
 
     def with_attention_backend(self, name: str) -> AttentionConfig:
         return replace(self, backend=name)
+
+    def scale_queries(self, q: Tensor, context: ForwardContext) -> Tensor:
+        """Rotated queries (B, T, heads, D), times the factors of `query_scaling`; InputError without positions."""
+        if self.query_scaling is None:
+            return q
+        if context.positions is None:
+            raise InputError("positions: of the ForwardContext are missing, and query_scaling goes by them")
+        return self.query_scaling.scale(q, context.positions)
 
     def state_elements(self, max_length: int) -> int:
         return 2 * max_length * self.num_kv_heads * self.head_dim
@@ -122,10 +140,12 @@ class Attention(nn.Module):
         qkv = self.qkv(x)
         if state is not None and context.cache_seqlens is not None:
             q, k, v = self.split(qkv, tables, state, context.cache_seqlens)
+            q = config.scale_queries(q, context)
             mask = None if context.tree is None else context.tree.mask
             out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **options).to(x.dtype)
         else:
             q, k, v = self.split(qkv, tables)
+            q = config.scale_queries(q, context)
             if state is not None:
                 state.fill(k, v)
             out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)

@@ -43,6 +43,7 @@ class ForwardContext:
     cache_seqlens: long (B,), in a decoding pass: tokens of each sequence that its state holds already.
     tree: in a decoding pass, the new tokens as a tree of candidates, of which `commit` later keeps a path; None: the
         new tokens follow one another, and are kept.
+    positions: long (B or 1, T), of each token in its document.
     """
 
     rope_tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class ForwardContext:
     seq_lens: Tensor | None = None
     cache_seqlens: Tensor | None = None
     tree: TreeTokens | None = None
+    positions: Tensor | None = None
 
     def paths(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """How the new tokens of each sequence follow one another, for recurrent mixers.

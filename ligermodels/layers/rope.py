@@ -192,6 +192,11 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     attention_factor: float = 1.0
 
+    @property
+    def channels(self) -> int:
+        """How many channels of a head are rotated: an even number."""
+        return self.dim + self.dim % 2
+
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
         """What does not depend on positions: see `RopeScaling.frequencies`."""
         wavelengths = _wavelengths(self.theta, self.dim, device)
@@ -200,6 +205,12 @@ class RopeConfig:
     def inv_freq(self, frequencies: Tensor, positions: Tensor) -> Tensor:
         """The inverse frequencies of a forward pass over `positions`: see `RopeScaling.scaled_inv_freq`."""
         return frequencies if self.scaling is None else self.scaling.scaled_inv_freq(self, frequencies, positions)
+
+
+def pairs_to_halves(x: Tensor, channels: int) -> Tensor:
+    """x (..., D), of which channels 2 i and 2 i + 1 of the first `channels` are to be rotated together: these are
+    moved to i and channels / 2 + i, where the ops expect them."""
+    return torch.cat([x[..., :channels:2], x[..., 1:channels:2], x[..., channels:]], dim=-1)
 
 
 def _wavelengths(theta: float | Tensor, dim: int, device: torch.device | str | None) -> Tensor:

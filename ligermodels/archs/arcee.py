@@ -1,0 +1,38 @@
+"""AFM: Llama with feed-forward layers that have no gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs import llama
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+from ligermodels.layers.ungated_mlp import UngatedMLPConfig
+
+DEFAULTS = {
+    **llama.DEFAULTS,
+    "hidden_size": 2560,
+    "intermediate_size": 18432,
+    "hidden_act": "relu2",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def arcee(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of an `ArceeConfig` dict."""
+    fields = Fields(config, DEFAULTS)
+    fields.choices("hidden_act", "relu2", default="relu2")
+    bias = fields.flag("attention_bias", False)
+    return decoder(
+        fields.replaced(hidden_act="silu"),  # of a gate, which is not built
+        attention=lambda layer, common: {"bias": bias, "o_bias": bias},
+        mlp_bias=fields.flag("mlp_bias", False),
+        mlp=lambda layer, gated: UngatedMLPConfig(gated.size, gated.bias),
+    )
+
+
+FAMILIES = (Family("arcee", arcee),)

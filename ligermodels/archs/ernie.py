@@ -1,0 +1,38 @@
+"""ERNIE 4.5 (dense): Llama with the channels of a head rotated in pairs of neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+
+DEFAULTS = {
+    "vocab_size": 103424,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+DEFAULT_THETA = 5e5
+
+
+def ernie4_5(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of an `Ernie4_5Config` dict."""
+    fields = Fields(config, DEFAULTS)
+    bias = fields.flag("use_bias", False)
+    own = {"bias": bias, "o_bias": bias, "stored_as_pairs": True}
+    return decoder(fields, default_theta=DEFAULT_THETA, attention=lambda layer, common: own, mlp_bias=bias)
+
+
+FAMILIES = (Family("ernie4_5", ernie4_5, default_theta=DEFAULT_THETA),)

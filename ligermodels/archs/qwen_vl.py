@@ -1,0 +1,33 @@
+"""The text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: those of Qwen 2 and 3, with defaults of their own."""
+
+from __future__ import annotations
+
+from ligermodels.archs import qwen
+from ligermodels.archs.multimodal import TextModel, layouts, wrapper
+
+QWEN2_VL = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
+QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 5e5}
+VISION = (r"^(model\.)?visual\.",)
+NEW = ("model.language_model", "lm_head.weight")
+"""Prefix and head of the text model, as transformers 5 and the checkpoints of Qwen3-VL have them."""
+OLD = ("model", "lm_head.weight")
+"""As those of Qwen2-VL and Qwen2.5-VL."""
+QWEN2, QWEN3 = (next(each for each in qwen.FAMILIES if each.model_type == name) for name in ("qwen2", "qwen3"))
+QWEN2_TEXT = TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_VL, lacking=("head_dim",))
+QWEN3_TEXT = TextModel(QWEN3, "Qwen3ForCausalLM", QWEN3_VL)
+
+FAMILIES = (
+    wrapper("qwen2_vl", {"qwen2_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), flat=True),
+    wrapper("qwen2_5_vl", {"qwen2_5_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), flat=True),
+    wrapper("qwen3_vl", {"qwen3_vl_text": QWEN3_TEXT}, layouts(NEW, ignored=VISION)),
+)

@@ -1,0 +1,53 @@
+"""Seed-OSS: Llama with biases of q, k and v apart from that of the output projection."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+from ligermodels.errors import ConfigWarning
+
+DEFAULTS = {
+    "vocab_size": 155136,
+    "hidden_size": 4096,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 80,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 524288,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 1,
+    "attention_bias": True,
+}
+DROPOUT = 0.1
+"""What published checkpoints say, and configs that say nothing."""
+
+
+def seed_oss(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `SeedOssConfig` dict. Dropout is not implemented; for that of DROPOUT, which all
+    published checkpoints have, this is a ConfigWarning."""
+    fields = Fields(config, DEFAULTS)
+    for name in ("attention_dropout", "residual_dropout"):
+        if fields.choices(name, 0, 0.0, DROPOUT, default=DROPOUT):
+            warnings.warn(
+                f"{fields.where}: {name} = {DROPOUT} is not implemented: training is without dropout, as with "
+                f"{name} = 0",
+                ConfigWarning,
+                stacklevel=3,
+            )
+    bias, o_bias = fields.flag("attention_bias", True), fields.flag("attention_out_bias", False)
+    return decoder(
+        fields.replaced(attention_dropout=0.0),
+        attention=lambda layer, common: {"bias": bias, "o_bias": o_bias},
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+FAMILIES = (Family("seed_oss", seed_oss),)

@@ -1,0 +1,55 @@
+"""Feed-forward layer without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.context import ForwardContext
+
+
+@dataclass(frozen=True)
+class UngatedMLPConfig(LayerConfig):
+    """`size` intermediate channels, and whether there are biases; the activation is the squared ReLU."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {f"mlp.{part}": f"mlp.{part}_proj" for part in ("up", "down")}
+
+    size: int
+    bias: bool = False
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return UngatedMLP(hidden_size, self)
+
+    def weight_mappings(
+        self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
+    ) -> list[WeightMapping]:
+        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        kinds = ("weight", "bias") if self.bias else ("weight",)
+        return [
+            rename(f"{native}.{part}.{kind}", f"{there[f'mlp.{part}']}.{kind}")
+            for kind in kinds
+            for part in ("up", "down")
+        ]
+
+    def info(self) -> dict[str, Any]:
+        return {"mlp_size": self.size}
+
+
+class UngatedMLP(nn.Module):
+    """down(relu(up(x)) ** 2) (So et al., 2021, https://arxiv.org/abs/2109.08668)."""
+
+    token_wise: ClassVar[bool] = True
+
+    def __init__(self, hidden_size: int, config: UngatedMLPConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_size, config.size, bias=config.bias)
+        self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        return cast(Tensor, self.down(self.up(x).relu().square()))
