@@ -51,6 +51,12 @@ CASES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[tuple[lis
         [([s, R, R], [s], [s, Partial(), Partial()]) for s in (Shard(0), Shard(1))],
     ),
     ("swiglu", ops.swiglu, [(4, 6, 24)], [([s], [s], [s]) for s in (Shard(0), Shard(1), Shard(2), R)]),
+    (
+        "swiglu with multipliers",
+        lambda x: ops.swiglu(x, gate_multiplier=0.7, down_multiplier=2.0),
+        [(4, 6, 24)],
+        [([s], [s], [s]) for s in (Shard(0), Shard(2))],
+    ),
     ("swiglu, a pair cut", ops.swiglu, [(4, 6)], [([Shard(1)], [], [])]),
     ("geglu of two", ops.geglu, [(4, 24), (4, 24)], [([s, s], [s], [s, s]) for s in (Shard(0), Shard(1))]),
     (

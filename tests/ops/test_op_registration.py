@@ -71,6 +71,9 @@ CASES = {
     "swiglu": Case(ops.swiglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
     "swiglu packed": Case(ops.swiglu, ((4, 60),), ("glu_forward", "glu_backward")),
     "geglu": Case(ops.geglu, ((4, 30), (4, 30)), ("glu_forward", "glu_backward")),
+    "swiglu with multipliers": Case(
+        lambda x: ops.swiglu(x, gate_multiplier=0.7, down_multiplier=2.0), ((4, 60),), ("glu_forward", "glu_backward")
+    ),
     "linear_distillation": Case(
         lambda h, w, b: ops.linear_distillation(h, w, h.flip(0), w.flip(0), h[:, 0] > 0, b, divergence="jsd"),
         ((4, 8), (50, 8), (50,)),
