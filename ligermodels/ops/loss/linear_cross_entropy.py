@@ -57,8 +57,8 @@ def linear_cross_entropy(
     In bfloat16 they are rounded before they are multiplied by the loss's own gradient, and so once more if that is no
     power of two.
     With token_scaling, and with class_weights beside label_smoothing or z_loss, the backward pass computes the logits
-    again. With a frozen head, and neither smoothing nor a z-loss, the gradient of hidden is kept and multiplied instead,
-    as in `linear_log_probs`.
+    again. With a frozen head, and neither smoothing nor a z-loss, the gradient of hidden is kept and multiplied, as in
+    `linear_log_probs`.
     Raises InputError as `cross_entropy` does.
     """
     options = LossOptions(
