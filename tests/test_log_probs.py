@@ -84,10 +84,44 @@ def test_they_are_the_loss_and_an_objective_trains_the_model() -> None:
     assert found[0] == pytest.approx(0.6931, abs=1e-4) and found[2] < found[1] < found[0]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_predicted_tokens_and_the_z_loss_beside_the_loss(packed: bool) -> None:
+    """Of a padded batch, half of whose labels are ignored: of transformers' logits; and beside log-probabilities."""
+    hf, batch = make("gemma2"), inputs()
+    model = lm.from_transformers(hf)
+    if packed:
+        batch = {"input_ids": batch["input_ids"][2:], "labels": batch["labels"][2:]}
+    mask = batch.get("attention_mask", torch.ones_like(batch["labels"]))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = hf(batch["input_ids"], attention_mask=mask, position_ids=positions).logits.double()
+    valid = torch.nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1))
+    predicted = logits.argmax(-1).masked_fill(~valid, -1)
+    z_losses = torch.where(valid, 0.1 * logits.logsumexp(-1).square(), 0.0)
+    plain = model(**batch, reduction="none").loss
+    asked = {"z_loss": 0.1, "return_z_loss": True, "return_predicted": True}
+    for options, z_loss, loss in (
+        ({}, z_losses.sum() / valid.sum(), plain.sum() / valid.sum()),
+        ({"reduction": "sum"}, z_losses.sum(), plain.sum()),
+        ({"num_items_in_batch": 7}, z_losses.sum() / 7, plain.sum() / 7),
+        ({"reduction": "none"}, z_losses, plain),
+    ):
+        out = model(**batch, **asked, **options)
+        assert torch.equal(out.predicted, predicted)
+        assert_close(out.z_loss.double(), z_loss, rtol=1e-4, atol=1e-5)
+        assert_close(out.loss - out.z_loss, loss, rtol=1e-4, atol=1e-5)
+        assert out.loss.requires_grad and not out.z_loss.requires_grad
+    out = model(**batch, return_log_probs=True, return_predicted=True)
+    assert torch.equal(out.predicted, predicted) and out.entropy is None and out.z_loss is None
+    assert model(**batch).predicted is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"labels": None}, "return_log_probs: are of labels"),
+        ({"return_z_loss": True}, "return_z_loss: is an option of the loss"),
+        ({"labels": None, "return_predicted": True}, "return_predicted: is of a loss, which needs labels"),
+        ({"class_weights": torch.ones(9)}, "class_weights: is an option of the loss"),
         ({"label_smoothing": 0.1}, "label_smoothing: is an option of the loss"),
         ({"num_items_in_batch": 3}, "num_items_in_batch: is an option of the loss"),
         ({"return_log_probs": False, "return_entropy": True}, "return_entropy: goes with return_log_probs"),
@@ -97,5 +131,7 @@ def test_what_does_not_go_together_is_an_error(arguments: dict[str, Any], messag
     model = lm.from_transformers(make("llama-3"))
     with pytest.raises(InputError, match=message):
         model(**{**inputs(), "return_log_probs": True, **arguments})
+    with pytest.raises(InputError, match="return_z_loss: is of a loss, which needs labels"):
+        model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_z_loss=True)
     with pytest.raises(InputError, match="return_log_probs: is of labels, not of last_hidden_state"):
         model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_log_probs=True)

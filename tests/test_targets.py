@@ -132,6 +132,8 @@ CASES: dict[str, dict[str, Any]] = {
     "weighted": {"token_weights": torch.arange(38, dtype=torch.float64).view(2, 19) / 38},
     "accumulated": {"num_items_in_batch": 41},
     "each": {"reduction": "none"},
+    "by class": {"class_weights": torch.arange(131, dtype=torch.float64) / 131, "label_smoothing": 0.1},
+    "scaled": {"token_scaling": True, "reduction": "none"},
 }
 
 
@@ -142,15 +144,23 @@ def loss_of_logits(
     token_weights: Tensor | None = None,
     num_items_in_batch: int | None = None,
     reduction: str = "mean",
+    class_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    token_scaling: bool = False,
     **bounds: Tensor,
 ) -> Tensor:
     """The plain way, of all tokens."""
     ends = document_bounds((labels.shape[0], labels.shape[1]), bounds.get("position_ids"), bounds.get("cu_seqlens"))
     aims = shift_labels(labels, 1, ends)
     logits = model(inputs_embeds=embeds, **bounds).logits
-    losses = F.cross_entropy(logits.transpose(1, 2), aims, reduction="none")
+    options = {"weight": class_weights, "label_smoothing": label_smoothing}
+    losses = F.cross_entropy(logits.transpose(1, 2), aims, reduction="none", **options)
     weights = torch.ones_like(losses) if token_weights is None else F.pad(token_weights[:, 1:], (0, 1))
     losses = losses * weights
+    if token_scaling:
+        losses = losses * losses.detach().neg().exp()
+    if class_weights is not None:
+        weights = weights * class_weights[aims.clamp(min=0)]
     return losses if reduction == "none" else losses.sum() / (num_items_in_batch or weights[aims >= 0].sum())
 
 
@@ -247,6 +257,7 @@ def test_layers_that_know_nothing_of_targets(name: str, place: str) -> None:
         ({"labels": torch.ones(2, 19, dtype=torch.long, device="meta")}, "labels: must be on cpu, .* got meta"),
         ({"return_rank": True}, "return_rank: no such argument.*label_smoothing"),
         ({"temperature": 1.0}, "temperature: no such argument"),
+        ({"class_weights": torch.ones(130)}, r"class_weights must be floating of shape \(131\)"),
     ],
 )
 def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
-from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options
+from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options, named_results
 from ligermodels.layers.lora import check_merged
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, check_token_ids, document_bounds
 from ligermodels.layers.targets import count_targets
@@ -131,6 +131,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         return_last_hidden_state: bool = False,
         return_log_probs: bool = False,
         return_entropy: bool = False,
+        return_z_loss: bool = False,
+        return_predicted: bool = False,
         token_indices: Tensor | Targets | None = None,
         state: DecodingState | None = None,
         tree: TreeTokens | None = None,
@@ -156,6 +158,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             return_log_probs: with labels, the log-probability of each, in place of the loss, and with any gradient:
                 what objectives such as those of `ligermodels.losses` are computed from. See `ops.linear_log_probs`.
             return_entropy: with `return_log_probs`, also the entropies.
+            return_z_loss: with the loss, also what of it is the z-loss, without a gradient.
+            return_predicted: with the loss or log-probabilities, also the likeliest token in the place of each label.
             token_indices: long (n,), indices of the flattened B * T: logits and states are computed for these tokens
                 alone, (1, n, ...). `Targets` stand for the tokens that have one.
             state: a decoding state (`new_state`), to which the tokens are added. In a prefill, the pass with an empty
@@ -164,18 +168,23 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
             last_hidden_state: (..., H) in place of inputs: the head alone is run. With `targets` (...), already
                 shifted, it returns their loss, with the options of `ops.linear_cross_entropy`.
-            loss_options: token_weights (B, T), label_smoothing, z_loss, reduction, memory_budget: see
-                `ops.linear_cross_entropy`.
+            loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
+                memory_budget: see `ops.linear_cross_entropy`.
 
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
         """
+        returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+        if any(returns.values()) and (labels if last_hidden_state is None else targets) is None:
+            raise InputError(f"{next(name for name in returns if returns[name])}: is of a loss, which needs labels")
         if last_hidden_state is not None:
             if input_ids is not None or inputs_embeds is not None or labels is not None:
                 raise InputError("last_hidden_state: is in place of inputs; give no ids, embeddings or labels with it")
             if return_log_probs or return_entropy:
                 raise InputError("return_log_probs: is of labels, not of last_hidden_state; give inputs and labels")
-            return self._run_head(last_hidden_state, targets, loss_options)
+            return self._run_head(
+                last_hidden_state, targets, {**loss_options, **{k: v for k, v in returns.items() if v}}
+            )
         if targets is not None:
             raise InputError("targets: go with last_hidden_state; give labels with inputs")
         if state is not None and cu_seqlens is not None:
@@ -186,7 +195,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             raise InputError("token_indices: with labels, the tokens are those that have one; give one of the two")
         check_loss_options({"num_items_in_batch": num_items_in_batch, **loss_options}, labels)
         if return_log_probs:
-            check_log_prob_options({"num_items_in_batch": num_items_in_batch, **loss_options}, labels)
+            options = {"num_items_in_batch": num_items_in_batch, "return_z_loss": return_z_loss or None, **loss_options}
+            check_log_prob_options(options, labels)
         elif return_entropy:
             raise InputError("return_entropy: goes with return_log_probs")
         shape = self._check_inputs(input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
@@ -201,6 +211,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
                 "return_last_hidden_state": return_last_hidden_state,
                 "return_log_probs": return_log_probs,
                 "return_entropy": return_entropy,
+                **returns,
                 "num_items_in_batch": num_items_in_batch,
                 **unpad.take_weights(loss_options),
             }
@@ -227,11 +238,15 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         )
         output = CausalLMOutput(last_hidden_state=hidden if return_last_hidden_state else None)
         if made is not None and return_log_probs:
-            output.log_probs, output.entropy = made.log_probs(
-                0, self.head, hidden, return_entropy=return_entropy, **loss_options
+            output.log_probs, output.entropy, output.predicted = made.log_probs(
+                0, self.head, hidden, return_entropy=return_entropy, return_predicted=return_predicted, **loss_options
             )
         elif made is not None:
-            output.loss = made.loss(0, self.head, hidden, num_items_in_batch=num_items_in_batch, **loss_options)
+            options = {**returns, **loss_options}
+            found = made.loss(0, self.head, hidden, num_items_in_batch=num_items_in_batch, **options)
+            results = named_results(found, options)
+            output.loss, output.z_loss = results["loss"], results.get("return_z_loss")
+            output.predicted = results.get("return_predicted")
         if router_outputs and (made is not None or isinstance(token_indices, Targets)):
             output.aux_loss = load_balancing_loss(router_outputs)
             # Losses of single tokens have no share of it.
@@ -248,9 +263,13 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         if targets is None:
             check_loss_options(loss_options, None, "targets")
             return CausalLMOutput(logits=self.head(hidden))
-        found = self.head(hidden, targets, **loss_options)
-        loss, ranks = found if isinstance(found, tuple) else (found, None)
-        return CausalLMOutput(loss=loss, ranks=ranks)
+        results = named_results(self.head(hidden, targets, **loss_options), loss_options)
+        return CausalLMOutput(
+            loss=results["loss"],
+            ranks=results.get("return_rank"),
+            z_loss=results.get("return_z_loss"),
+            predicted=results.get("return_predicted"),
+        )
 
     def unpadding(self, attention_mask: Tensor | None, **others: Any) -> Unpadding | None:
         """What takes the padding out of a batch, None where there is none.

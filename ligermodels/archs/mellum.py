@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import STACKED_EXPERTS, decoder
+from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.experts import expert_layouts
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields, renamed
-from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
+from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig, RouterConfig
 
 DEFAULTS = {
     "vocab_size": 98304,
@@ -43,16 +44,15 @@ def mellum(config: Mapping[str, Any]) -> DecoderConfig:
     ropes = fields.ropes(fields.size("head_dim"), THETAS, windows, unread=OLD_ROPE)
     norm = QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
     kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), lambda layer: SPARSE)
-    experts, chosen = fields.experts("num_experts")
-    size, normalize = fields.size("moe_intermediate_size"), fields.flag("norm_topk_prob", True)
+    router = RouterConfig(*fields.experts("num_experts"), normalize=fields.flag("norm_topk_prob", True))
+    size = fields.size("moe_intermediate_size")
 
     def attention(layer: int, common: Any) -> dict[str, Any]:
         own = {"window": windows[layer], "rope": ropes[layer]}
         return {"bias": bias, "o_bias": bias, "qk_norm": norm, **own}
 
     def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
-        moe = MoEConfig(experts, chosen, size, gated.activation, normalize=normalize)
-        return gated if kinds[layer] == DENSE else moe
+        return gated if kinds[layer] == DENSE else MoEConfig(router, size, gated.activation)
 
     return decoder(fields, attention=attention, mlp=mlp, router_aux_loss_coef=fields.router_aux_loss_coef())
 
@@ -61,7 +61,7 @@ FAMILIES = (
     Family(
         "mellum",
         mellum,
-        [{"names": names, "ignored": (r"^mtp\.",)} for names in ({}, STACKED_EXPERTS)],
+        [{**layout, "ignored": (r"^mtp\.",)} for layout in expert_layouts()],
         THETAS,
         attribute_map={"num_experts": "num_local_experts", **dict.fromkeys(OLD_ROPE)},
     ),

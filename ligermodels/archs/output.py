@@ -80,6 +80,9 @@ class CausalLMOutput(ModelOutput):
     ranks: with `return_rank`, long: how many tokens are likelier than the target, -1 without one.
     log_probs, entropy: (B, T) fp32, at each token those of the label that follows it; 0 where that one is ignored or
         missing.
+    z_loss: with `return_z_loss`, what of the loss is the z-loss, reduced in the same way, without a gradient.
+    predicted: with `return_predicted`, long (B, T), at each token the likeliest next one; -1 where the label that
+        follows is ignored or missing.
     """
 
     loss: Tensor | None = None
@@ -89,11 +92,14 @@ class CausalLMOutput(ModelOutput):
     ranks: Tensor | None = None
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    z_loss: Tensor | None = None
+    predicted: Tensor | None = None
 
     def padded(self, unpad: Unpadding) -> CausalLMOutput:
-        """Of a pass without padding: with it again, zeros in logits, states and losses."""
-        whole = {name: None if x is None or x.ndim < 2 else unpad.put_back(x) for name, x in vars(self).items()}
-        return replace(self, **{name: x for name, x in whole.items() if x is not None})
+        """Of a pass without padding: with it again, zeros in logits, states and losses, -1 in ranks and predictions."""
+        whole = {name: x for name, x in vars(self).items() if x is not None and x.ndim >= 2}
+        others = {"ranks": -1, "predicted": -1}
+        return replace(self, **{name: unpad.put_back(x, others.get(name, 0.0)) for name, x in whole.items()})
 
 
 register_dataclass(CausalLMOutput)  # so that FSDP2 finds the tensors in it

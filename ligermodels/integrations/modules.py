@@ -112,7 +112,7 @@ class _NormView:
 
 
 def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-    """down(activation(gate(x)) * up(x)), x (..., H)."""
+    """down(activation(gate(x)) * up(x)), x (..., H), with the multipliers of its config."""
     native = native_of(module)
     config: MLPConfig = native.config
     activation: Callable[..., Tensor] = ACTIVATIONS[config.activation]
@@ -120,8 +120,8 @@ def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = N
         gate, up = part(module, "mlp.gate_up")(x).chunk(2, dim=-1)
     else:
         gate, up = part(module, "mlp.gate")(x), part(module, "mlp.up")(x)
-    y: Tensor = part(module, "mlp.down")(activation(gate, up))
-    return y
+    y: Tensor = part(module, "mlp.down")(activation(gate, up, gate_multiplier=config.gate_multiplier))
+    return y if config.down_multiplier == 1 else y * config.down_multiplier
 
 
 def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Any:

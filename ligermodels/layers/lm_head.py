@@ -24,8 +24,25 @@ class HeadConfig:
     logit_scale: float = 1.0
 
 
-LOSS_OPTIONS = ("token_weights", "label_smoothing", "z_loss", "reduction", "memory_budget")
+LOSS_OPTIONS = (
+    "token_weights",
+    "class_weights",
+    "token_scaling",
+    "label_smoothing",
+    "z_loss",
+    "reduction",
+    "memory_budget",
+)
 """What a caller of a model may choose of its loss: see `ops.linear_cross_entropy`."""
+
+LOSS_RETURNS = ("return_rank", "return_z_loss", "return_predicted")
+"""What the loss of a head may return after the loss, in this order."""
+
+
+def named_results(found: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a head's loss gave with these options: "loss", and those of LOSS_RETURNS that were asked for."""
+    names = ["loss", *(name for name in LOSS_RETURNS if options.get(name))]
+    return dict(zip(names, found if len(names) > 1 else (found,), strict=True))
 
 
 def check_loss_options(options: Mapping[str, Any], needed: Tensor | None, needs: str = "labels") -> None:
@@ -87,7 +104,7 @@ class LMHead(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
         """hidden (..., H) -> logits (..., V); with targets (...) the loss of `ops.linear_cross_entropy` instead.
 
-        `loss_options` (reduction, token_weights, label_smoothing, z_loss, return_rank ...) go to that op. With
+        `loss_options` (LOSS_OPTIONS, LOSS_RETURNS and others) go to that op. With
         `log_probs=True` the result and the options are those of `ops.linear_log_probs`.
         """
         scale, softcap = self.config.logit_scale, self.config.softcap

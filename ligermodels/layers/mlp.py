@@ -14,7 +14,7 @@ from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, int
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": ops.swiglu,
     "gelu_tanh": ops.geglu,
     "gelu": partial(ops.geglu, approximate="none"),
@@ -23,26 +23,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedActivation(nn.Module):
-    """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I)."""
+    """activation(gate_multiplier * gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I)."""
 
-    def __init__(self, activation: str) -> None:
+    def __init__(self, activation: str, gate_multiplier: float = 1.0) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.gate_multiplier = activation, gate_multiplier
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up (..., 2 I) -> (..., I), same dtype."""
-        return ACTIVATIONS[self.activation](gate_up)
+        return ACTIVATIONS[self.activation](gate_up, gate_multiplier=self.gate_multiplier)
 
 
 @dataclass(frozen=True)
 class MLPConfig(LayerConfig):
-    """`size` intermediate channels, the gate's `activation` (a key of ACTIVATIONS), and whether there are biases."""
+    """`size` intermediate channels, the gate's `activation` (a key of ACTIVATIONS), and whether there are biases.
+
+    The gate is multiplied by `gate_multiplier` before its activation, and the output, bias included, by
+    `down_multiplier`: Falcon-H1's `mlp_multipliers`."""
 
     NAMES: ClassVar[Mapping[str, str]] = {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 
     size: int
     activation: str = "silu"
     bias: bool = False
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
 
     def build(self, hidden_size: int) -> nn.Module:
         return GatedMLP(hidden_size, self)
@@ -69,7 +74,7 @@ class MLPConfig(LayerConfig):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer, 2020).
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020), with the multipliers of `MLPConfig`.
 
     `gate_up` is one projection, its rows in pairs: row 2i is the gate's i-th, row 2i + 1 the i-th of up, so that a
     shard of its rows holds whole pairs.
@@ -80,9 +85,11 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, config: MLPConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(hidden_size, 2 * config.size, bias=config.bias)
-        self.activation = GatedActivation(config.activation)
+        self.activation = GatedActivation(config.activation, config.gate_multiplier)
         self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
+        self.down_multiplier = config.down_multiplier
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """x (..., H) -> (..., H)."""
-        return cast(Tensor, self.down(self.activation(self.gate_up(x))))
+        y = cast(Tensor, self.down(self.activation(self.gate_up(x))))
+        return y if self.down_multiplier == 1 else y * self.down_multiplier

@@ -10,14 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.host_checks import checked_on_host
 
 
 def assert_async(condition: Tensor, message: str) -> None:
     """InputError on the CPU when any element of `condition` is false; on a GPU an asynchronous device assertion.
 
     Reading the result back would synchronise with the GPU at every step; the assertion surfaces at the next sync.
+    `ops.set_host_checks` asks for the InputError on a GPU too.
     """
-    if condition.device.type == "cpu" and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and checked_on_host(condition):
         if not bool(condition.all()):
             raise InputError(message)
     elif condition.device.type != "meta":
@@ -32,7 +34,7 @@ def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> No
         raise InputError(f"{name}: must be (batch, tokens) with at least one token, got shape {tuple(ids.shape)}")
     inside = (ids >= 0) & (ids < vocab_size)
     message = f"{name}: token ids must lie in [0, {vocab_size})"
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(inside.all()):
+    if not torch.compiler.is_compiling() and checked_on_host(ids) and not bool(inside.all()):
         row, column = (~inside).nonzero()[0].tolist()
         raise InputError(f"{message}, but [{row}, {column}] is {int(ids[row, column])}")
     assert_async(inside, message)

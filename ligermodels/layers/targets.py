@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
+from ligermodels.layers.lm_head import LOSS_RETURNS, named_results
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, document_bounds, document_of
 from ligermodels.ops.loss.chunks import SKIP_BELOW
 
@@ -114,10 +115,10 @@ class Targets:
         token_weights: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         reduction: str = "mean",
-        return_rank: bool = False,
         **options: Any,
     ) -> Any:
-        """Loss number `index`, of `head(hidden, targets, **options)`.
+        """Loss number `index`, of `head(hidden, targets, **options)`, or a tuple of it and what else is asked for, as
+        the head gives it.
 
         Args:
             head: such as an `LMHead`.
@@ -125,9 +126,10 @@ class Targets:
             token_weights: (B, T), a weight for each label's term.
             num_items_in_batch: divides the sum, in place of the number of targets; sets the reduction to "sum".
             reduction: "mean", "sum", or "none": (B, T).
-            return_rank: also return the ranks, long (B, T), -1 without a target.
-            options: further options of the head's loss.
+            options: further options of the head's loss. return_rank: also return the ranks, return_predicted: the
+                predicted tokens, long (B, T), -1 without a target; return_z_loss: the z-loss, reduced as the loss.
         """
+        options = {name: value for name, value in options.items() if name not in LOSS_RETURNS or value}
         if token_weights is not None:
             options["token_weights"] = self._take(shift_labels(token_weights, self.ahead[index], fill=0))
         counts = self.counts
@@ -136,20 +138,30 @@ class Targets:
             self._take(self.values[index]),
             reduction=reduction if num_items_in_batch is None else "sum",
             num_targets=None if counts is None else counts[index],
-            **({"return_rank": True} if return_rank else {}),
             **options,
         )
-        loss, rank = found if return_rank else (found, None)
-        if num_items_in_batch is not None:
-            loss = loss / num_items_in_batch
-        elif reduction == "none":
-            loss = self._put_back(loss, 0.0)
-        return loss if rank is None else (loss, self._put_back(rank, -1))
+        results = named_results(found, options)
+        for name, value in results.items():
+            if name in ("return_rank", "return_predicted"):
+                results[name] = self._put_back(value, -1)
+            elif num_items_in_batch is not None:
+                results[name] = value / num_items_in_batch
+            elif reduction == "none":
+                results[name] = self._put_back(value, 0.0)
+        return tuple(results.values()) if len(results) > 1 else results["loss"]
 
     def log_probs(
-        self, index: int, head: Callable[..., Any], hidden: Tensor, *, return_entropy: bool = False, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (B, T) of the targets of loss `index`, and entropies if asked for; 0 without a target.
+        self,
+        index: int,
+        head: Callable[..., Any],
+        hidden: Tensor,
+        *,
+        return_entropy: bool = False,
+        return_predicted: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities (B, T) of the targets of loss `index`, and entropies and predicted tokens if asked for;
+        without a target 0, and -1 for the token.
 
         Arguments as of `loss`; `options` are those of `ops.linear_log_probs`.
         """
@@ -159,11 +171,15 @@ class Targets:
             self._take(self.values[index]),
             log_probs=True,
             return_entropy=return_entropy,
+            return_predicted=return_predicted,
             num_targets=None if counts is None else counts[index],
             **options,
         )
-        log_probs, entropy = (found.log_probs, found.entropy) if return_entropy else (found, None)
-        return self._put_back(log_probs, 0.0), None if entropy is None else self._put_back(entropy, 0.0)
+        if isinstance(found, Tensor):
+            return self._put_back(found, 0.0), None, None
+        entropy = None if found.entropy is None else self._put_back(found.entropy, 0.0)
+        predicted = None if found.predicted is None else self._put_back(found.predicted, -1)
+        return self._put_back(found.log_probs, 0.0), entropy, predicted
 
     def _take(self, x: Tensor) -> Tensor:
         """x (B, T) -> (1, n), of `token_indices`; x itself where all tokens are taken."""

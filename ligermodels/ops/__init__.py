@@ -19,6 +19,7 @@ from ligermodels.ops.optimizer.adamw import adamw_step
 from ligermodels.ops.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
 from ligermodels.ops.rope.rope_cache import rope_qkv_cached, rope_qkv_cached_reference
 from ligermodels.ops.runtime.dispatch import set_backend, use_kernels
+from ligermodels.ops.runtime.host_checks import set_host_checks
 
 __all__ = [
     "Paths",
@@ -61,6 +62,7 @@ __all__ = [
     "rope_qkv_reference",
     "rope_reference",
     "set_backend",
+    "set_host_checks",
     "sort_by_expert",
     "swiglu",
     "swiglu_reference",

@@ -51,6 +51,12 @@ CASES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[tuple[lis
         [([s, R, R], [s], [s, Partial(), Partial()]) for s in (Shard(0), Shard(1))],
     ),
     ("swiglu", ops.swiglu, [(4, 6, 24)], [([s], [s], [s]) for s in (Shard(0), Shard(1), Shard(2), R)]),
+    (
+        "swiglu with multipliers",
+        lambda x: ops.swiglu(x, gate_multiplier=0.7, down_multiplier=2.0),
+        [(4, 6, 24)],
+        [([s], [s], [s]) for s in (Shard(0), Shard(2))],
+    ),
     ("swiglu, a pair cut", ops.swiglu, [(4, 6)], [([Shard(1)], [], [])]),
     ("geglu of two", ops.geglu, [(4, 24), (4, 24)], [([s, s], [s], [s, s]) for s in (Shard(0), Shard(1))]),
     (
@@ -120,6 +126,7 @@ def check_refusals(mesh: Any) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "cross_entropy": lambda: ops.cross_entropy(whole(4, 9), ids),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(torch.ones(4, 8), whole(9, 8), torch.ones(4).long()),
+        "cross_entropy ": lambda: ops.cross_entropy(torch.ones(4, 9), torch.ones(4).long(), class_weights=whole(9)),
         "linear_log_probs": lambda: ops.linear_log_probs(torch.ones(4, 8), whole(9, 8), torch.ones(4).long()),
         "topk_indices": lambda: ops.topk_indices(whole(4, 9), 2),
         "grouped_mm": lambda: ops.grouped_mm(whole(4, 8), whole(1, 9, 8), torch.tensor([4], dtype=torch.int32)),
@@ -135,7 +142,7 @@ def check_refusals(mesh: Any) -> None:
         try:
             call()
         except InputError as error:
-            assert str(error).startswith(f"{name} takes no DTensors") and "to_local()" in str(error), error
+            assert str(error).startswith(f"{name.strip()} takes no DTensors") and "to_local()" in str(error), error
         else:
             raise AssertionError(f"{name} took a DTensor")
     try:

@@ -1,26 +1,67 @@
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 from conftest import Where
-from loss_cases import OPTIONS, options_for, plain_loss, targets
+from loss_cases import OPTIONS, RETURNS, TERMS, options_for, plain_loss, targets
 from op_harness import LAYOUTS, check
 
 from ligermodels.errors import InputError
-from ligermodels.ops import cross_entropy, cross_entropy_reference
+from ligermodels.ops import cross_entropy, cross_entropy_reference, linear_cross_entropy, linear_cross_entropy_reference
 
 
 def compare(logits: torch.Tensor, y: torch.Tensor, **options: object) -> None:
     check(lambda x: cross_entropy(x, y, **options), lambda x: plain_loss(x, y, **options), [logits])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS | TERMS)
 @pytest.mark.parametrize(("shape", "V"), [((2, 3), 50), ((5,), 8300)], ids=str)
 def test_options(where: Where, name: str, shape: tuple[int, ...], V: int) -> None:
     logits = 3 * torch.randn(*shape, V, dtype=where.dtype, device=where.device)
     y = targets(shape, V, where.device)
-    options = options_for(name, y)
+    options = options_for(name, y, V)
     compare(logits, y.masked_fill(y == -100, options.get("ignore_index", -100)), **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
+def test_every_combination(reduction: str, smoothing: float) -> None:
+    """Losses, what else is returned, and gradients, of both ops and their references, in float64."""
+    hidden, weight = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((6, 3), (7, 3)))
+    y = targets((6,), 7, hidden.device)
+    tokens, classes = torch.rand(6), torch.rand(7).bfloat16()
+    for scaling, z_loss, softcap, by_token, by_class in product((False, True), (0.0, 0.1), (None, 2.0), *[(0, 1)] * 2):
+        options = dict(
+            token_scaling=scaling, z_loss=z_loss, softcap=softcap, label_smoothing=smoothing, reduction=reduction,
+            token_weights=tokens if by_token else None, class_weights=classes if by_class else None, **RETURNS,
+        )  # fmt: skip
+        logits = hidden @ weight.t()
+        wanted = plain_loss(logits, y, **options)
+        expected = torch.autograd.grad(wanted[0].square().sum(), (hidden, weight), retain_graph=True)
+        for op, inputs in (
+            (cross_entropy, (logits,)),
+            (cross_entropy_reference, (logits,)),
+            (linear_cross_entropy, (hidden, weight)),
+            (linear_cross_entropy_reference, (hidden, weight)),
+        ):
+            found = op(*inputs, y, **options)
+            torch.testing.assert_close(found, wanted)
+            assert not found[2].requires_grad
+            gradients = torch.autograd.grad(found[0].square().sum(), (hidden, weight), retain_graph=True)
+            torch.testing.assert_close(gradients, expected)
+
+
+def test_class_weights_as_torch_takes_them(where: Where) -> None:
+    """The reduced loss is torch's own, and its mean over the weights of the targets."""
+    logits = torch.randn(6, 40, dtype=where.dtype, device=where.device)
+    y, weight = targets((6,), 40, where.device), torch.rand(40, device=where.device)
+    for reduction, smoothing in product(("mean", "sum", "none"), (0.0, 0.3)):
+        wanted = torch.nn.functional.cross_entropy(
+            logits.double(), y, weight.double(), reduction=reduction, label_smoothing=smoothing
+        )
+        found = cross_entropy(logits, y, class_weights=weight, reduction=reduction, label_smoothing=smoothing)
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -194,6 +235,9 @@ def test_target_out_of_range(value: int, backend: str) -> None:
         ({"target": torch.zeros(3, dtype=torch.int64)}, "got torch.int64 \\(3,\\)"),
         ({"token_weights": torch.ones(3)}, "token_weights must be floating of shape \\(2\\)"),
         ({"token_weights": torch.ones(2, device="meta")}, "token_weights must be .* on cpu; got .* on meta"),
+        ({"class_weights": torch.ones(4)}, "cross_entropy: class_weights must be floating of shape \\(5\\)"),
+        ({"class_weights": torch.ones(5, dtype=torch.int64)}, "class_weights must be floating"),
+        ({"class_weights": torch.ones(5, device="meta")}, "class_weights must be .* on cpu; got .* on meta"),
         ({"reduction": "median"}, "reduction must be"),
         ({"label_smoothing": 1.5}, "label_smoothing must be in"),
         ({"softcap": 0.0}, "softcap must be positive"),

@@ -19,9 +19,11 @@ Op = Callable[..., torch.Tensor]
 def plain(activation: Callable[[torch.Tensor], torch.Tensor]) -> Op:
     """As eager models write it: the activation is rounded, then the product; of two tensors or of packed pairs."""
 
-    def glu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    def glu(
+        gate: torch.Tensor, up: torch.Tensor | None = None, *, gate_multiplier: float = 1, down_multiplier: float = 1
+    ) -> torch.Tensor:
         gate, up = (gate[..., ::2], gate[..., 1::2]) if up is None else (gate, up)
-        return activation(wide(gate)).to(gate.dtype) * up
+        return activation(wide(gate * gate_multiplier)).to(gate.dtype) * up * down_multiplier
 
     return glu
 
@@ -51,6 +53,21 @@ def test_glu(where: Where, ops: tuple[Op, Op, Op], shape: tuple[int, ...], layou
     check(op, expected, [packed])
 
 
+MULTIPLIERS = [{"gate_multiplier": 0.37}, {"down_multiplier": -1.7}, {"gate_multiplier": 3, "down_multiplier": 0.6}]
+
+
+@pytest.mark.parametrize("multipliers", MULTIPLIERS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 100), (2, 2050)], ids=str)
+def test_multipliers(
+    where: Where, ops: tuple[Op, Op, Op], shape: tuple[int, int], multipliers: dict[str, float]
+) -> None:
+    op, reference, expected = (partial(each, **multipliers) for each in ops)
+    gate, up, packed = (torch.randn(shape[0], n * shape[1], dtype=where.dtype, device=where.device) for n in (1, 1, 2))
+    check(op, expected, [gate, up], frozen=True)
+    check(op, expected, [packed])
+    torch.testing.assert_close(op(packed), reference(packed))
+
+
 def test_columns_of_a_shard_are_a_shard(where: Where, ops: tuple[Op, Op, Op]) -> None:
     """A contiguous part of the packed columns gives a contiguous part of the result, as tensor parallelism cuts it."""
     packed = torch.randn(3, 48, dtype=where.dtype, device=where.device)
@@ -74,6 +91,7 @@ from ligermodels.ops.glu import glu
 dtype, per_thread = sys.argv[1], int(sys.argv[2])
 pointers = dict.fromkeys(("gate", "out", "dy", "dgate", "dup"), f"*{dtype}")
 shared = {"PACKED": True, "TILES": 4, "BLOCK": 128 * per_thread, "ACTIVATION": "silu", "up": None, "up_stride": 0}
+shared |= dict.fromkeys(("gate_multiplier", "down_multiplier"))
 for kernel, more in ((glu._glu_forward_kernel, {}), (glu._glu_backward_kernel, {"NEED_GATE": True, "NEED_UP": False})):
     constants, names = {**shared, **more}, kernel._jitted.arg_names
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
@@ -120,6 +138,7 @@ def test_reference_gradients(ops: tuple[Op, Op, Op]) -> None:
     gate, up, packed = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (3, 4), (2, 6)))
     assert torch.autograd.gradcheck(ops[1], (gate, up))
     assert torch.autograd.gradcheck(ops[1], (packed,))
+    assert torch.autograd.gradcheck(partial(ops[1], gate_multiplier=0.3, down_multiplier=2.0), (packed,))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import peak_memory
 import pytest
 import torch
 from conftest import Where
-from loss_cases import OPTIONS, options_for, plain_loss, targets
+from loss_cases import OPTIONS, TERMS, gemms, options_for, plain_loss, targets
 from op_harness import check, contiguous, strided_rows, transposed
 
 from ligermodels.errors import InputError
@@ -23,10 +23,12 @@ def compare(
     def plain(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
         logits = torch.nn.functional.linear(h, w, b)
         result = plain_loss(logits, y, **options)
-        if options.get("return_rank"):  # of the logits as they are rounded, not of the true ones
-            rounded = torch.nn.functional.linear(*(None if t is None else t.to(hidden.dtype) for t in (h, w, b)))
-            return result[0], plain_loss(rounded, y, **options)[1]
-        return result
+        if isinstance(result, torch.Tensor):
+            return result
+        # Ranks and predictions are of the logits as they are rounded, not of the true ones.
+        rounded = torch.nn.functional.linear(*(None if t is None else t.to(hidden.dtype) for t in (h, w, b)))
+        rounded = plain_loss(rounded, y, **options)
+        return tuple(x if x.is_floating_point() else other for x, other in zip(result, rounded, strict=True))
 
     check(ours, plain, [hidden, weight] if bias is None else [hidden, weight, bias], frozen=frozen)
 
@@ -36,24 +38,24 @@ def head(where: Where, T: tuple[int, ...], H: int, V: int) -> tuple[torch.Tensor
     return tuple(torch.randn(s, dtype=where.dtype, device=where.device) for s in shapes)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS | TERMS)
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
 def test_options(where: Where, name: str, memory_budget: int) -> None:
     # Enough elements for an error in the root mean square to be more than chance.
     hidden, weight, bias = head(where, (2, 5), 12, 300)
     y = targets((2, 5), 300, where.device)
-    options = options_for(name, y)
+    options = options_for(name, y, 300)
     y = y.masked_fill(y == -100, options.get("ignore_index", -100))
     compare(hidden, weight, y, bias, memory_budget=memory_budget, **options)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["mean", "none", "scaled", "mean of all terms"])
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
-def test_frozen_operands(where: Where, reduction: str, memory_budget: int) -> None:
+def test_frozen_operands(where: Where, name: str, memory_budget: int) -> None:
     """Each gradient is there, and right, exactly when its own operand needs it."""
-    hidden, weight, bias = head(where, (7,), 5, 33)
-    y = targets((7,), 33, where.device)
-    compare(hidden, weight, y, bias, memory_budget=memory_budget, frozen=True, reduction=reduction)
+    hidden, weight, bias = head(where, (7,), 12, 133)
+    y = targets((7,), 133, where.device)
+    compare(hidden, weight, y, bias, memory_budget=memory_budget, frozen=True, **options_for(name, y, 133))
 
 
 @pytest.mark.parametrize("layouts", [(strided_rows, contiguous), (transposed, strided_rows), (contiguous, transposed)])
@@ -76,6 +78,7 @@ def test_rows_without_targets_are_left_out(where: Where, ignored: float, memory_
     options = {"num_targets": int((y != -100).sum()), "memory_budget": memory_budget}
 
     compare(hidden, weight, y, bias, reduction="none", return_rank=True, frozen=memory_budget > TINY, **options)
+    compare(hidden, weight, y, bias, **options_for("mean of all terms", y, 30), **options)
     if ignored:  # they are not so much as read
         hidden.view(-1, 12)[y.view(-1) == -100] = float("nan")
         inputs = [t.requires_grad_() for t in (hidden, weight, bias)]
@@ -153,6 +156,29 @@ def test_agrees_with_cross_entropy_on_every_option(where: Where) -> None:
         assert torch.equal(rank, other[1])
 
 
+@pytest.mark.parametrize(
+    ("options", "frozen", "wanted"),
+    [
+        ({"class_weights": True}, False, (3, 0)),
+        ({"z_loss": 0.1, "return_z_loss": True, "return_predicted": True}, False, (3, 0)),
+        ({"z_loss": 0.1, "return_z_loss": True}, True, (2, 0)),
+        ({"token_scaling": True}, True, (2, 0)),
+        ({"token_scaling": True, "z_loss": 0.1}, True, (1, 2)),
+        ({"token_scaling": True}, False, (1, 3)),
+        ({"class_weights": True, "label_smoothing": 0.1}, False, (1, 3)),
+    ],
+    ids=str,
+)
+def test_number_of_gemms(options: dict, frozen: bool, wanted: tuple[int, int]) -> None:
+    """What is only returned costs none; terms that are put together cost one more, or with a frozen head up to one."""
+    hidden, weight = torch.randn(24, 16, requires_grad=True), torch.randn(160, 16, requires_grad=not frozen)
+    y = targets((24,), 160, hidden.device, ignored=0.0)
+    options = {name: torch.rand(160) if name == "class_weights" else value for name, value in options.items()}
+    found, forward = gemms(lambda: linear_cross_entropy(hidden, weight, y, memory_budget=5 * 160 * 4, **options), 61440)
+    loss = found if isinstance(found, torch.Tensor) else found[0]
+    assert (forward, gemms(loss.backward, 61440)[1]) == wanted
+
+
 def test_any_gradient_of_the_loss(where: Where) -> None:
     """One that is no power of two: scaled afterwards by the first backward pass, multiplied in by the second."""
     inputs = [t.requires_grad_() for t in head(where, (6,), 8, 30)]
@@ -204,12 +230,19 @@ def test_gradients_in_float64() -> None:
 
 @peak_memory.needs_linux
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, dict(softcap=5.0, return_rank=True, label_smoothing=0.1, reduction="none")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(softcap=5.0, return_rank=True, label_smoothing=0.1, reduction="none"),
+        dict(token_scaling=True, label_smoothing=0.1, z_loss=0.1, return_z_loss=True),
+    ],
+)
 def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
     """Forward and backward, where the logits would be ten times the budget; twice the budget would show."""
     budget = peak_memory.T * peak_memory.V * getattr(torch, dtype).itemsize // 10
     loss = f"ops.linear_cross_entropy(hidden, weight, target, memory_budget=budget, **{options})"
-    loss += "[0].sum()" if options.get("return_rank") else ".sum()"
+    loss += "[0].sum()" if any(name.startswith("return") for name in options) else ".sum()"
     used = peak_memory.beyond_gradients(loss, dtype, budget)
     assert budget / 4 < used < budget + peak_memory.ALLOWANCE, f"{used / 2**20:.1f} MiB of {budget / 2**20:.1f} MiB"
 
@@ -281,6 +314,7 @@ def test_target_out_of_range(value: int) -> None:
         ({"bias": torch.ones(4)}, "bias must be torch.float32 of shape \\(5\\)"),
         ({"bias": torch.ones(5).half()}, "bias must be torch.float32"),
         ({"target": torch.zeros(3, dtype=torch.int64)}, "target must be torch.int64 of shape \\(2\\)"),
+        ({"class_weights": torch.ones(4)}, "linear_cross_entropy: class_weights must be floating of shape \\(5\\)"),
         ({"memory_budget": 0}, "memory_budget must be a positive"),
         ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, "hidden must be floating"),
     ],

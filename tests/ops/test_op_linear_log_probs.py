@@ -1,11 +1,10 @@
-from collections.abc import Callable
 from typing import Any
 
 import peak_memory
 import pytest
 import torch
 from conftest import Where
-from loss_cases import targets
+from loss_cases import gemms, targets
 from op_harness import check, contiguous, strided_rows, transposed, wide
 
 from ligermodels.errors import InputError
@@ -144,16 +143,6 @@ def test_what_a_loss_does_not_use(where: Where, used: str, trained: bool) -> Non
         theirs,
         [hidden, weight, bias] if trained else [hidden],
     )
-
-
-def gemms(call: Callable[[], Any], of_one: int) -> tuple[Any, float]:
-    """What a call returns, and its products of numbers in GEMMs, in those of one whole GEMM."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        result = call()
-    first = {"aten::mm": 0, "aten::addmm": 1}  # of the two factors among the inputs
-    shapes = [e.input_shapes[first[e.name] :] for e in profile.events() if e.name in first]
-    products = sum(a[0] * a[1] * b[1] for a, b, *_ in shapes)
-    return result, products / of_one
 
 
 @pytest.mark.parametrize(

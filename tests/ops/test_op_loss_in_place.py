@@ -8,8 +8,8 @@ from conftest import Where
 from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import check
 
-from ligermodels.ops.loss.rows_in_place import RowNumbers, RowWeights, rows_in_place
-from ligermodels.ops.loss.token_losses import LossOptions, loss_weights
+from ligermodels.ops.loss.rows_in_place import RowWeights, rows_in_place
+from ligermodels.ops.loss.token_losses import LossOptions, RowNumbers, loss_weights
 from ligermodels.ops.loss.token_losses_kernels import launch_rows
 
 

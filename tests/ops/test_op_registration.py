@@ -81,6 +81,9 @@ CASES = {
         ((5, 12), (20, 12), (3, 12), (20, 3)),
         ("lora_linear_forward", "lora_linear_backward"),
     ),
+    "swiglu with multipliers": Case(
+        lambda x: ops.swiglu(x, gate_multiplier=0.7, down_multiplier=2.0), ((4, 60),), ("glu_forward", "glu_backward")
+    ),
     "linear_distillation": Case(
         lambda h, w, b: ops.linear_distillation(h, w, h.flip(0), w.flip(0), h[:, 0] > 0, b, divergence="jsd"),
         ((4, 8), (50, 8), (50,)),
@@ -95,6 +98,40 @@ CASES = {
         lambda x: ops.cross_entropy(x, target(x), return_rank=True, label_smoothing=0.1),
         ((4, 50),),
         ("loss_weights", "cross_entropy_forward", "cross_entropy_backward"),
+    ),
+    "cross_entropy of all terms": Case(
+        lambda x: ops.cross_entropy(
+            x,
+            target(x),
+            class_weights=x[0].detach().abs(),
+            label_smoothing=0.1,
+            z_loss=0.1,
+            token_scaling=True,
+            return_z_loss=True,
+            return_predicted=True,
+        ),
+        ((4, 50),),
+        ("loss_weights", "cross_entropy_forward", "cross_entropy_backward"),
+    ),
+    "linear_cross_entropy of all terms": Case(
+        lambda h, w: ops.linear_cross_entropy(
+            h,
+            w,
+            target(h),
+            class_weights=w[:, 0].detach().abs(),
+            label_smoothing=0.1,
+            z_loss=0.1,
+            token_scaling=True,
+            return_z_loss=True,
+            return_predicted=True,
+        ),
+        ((4, 8), (50, 8)),
+        ("loss_weights", "linear_rows", "linear_rows"),
+    ),
+    "linear_cross_entropy and more": Case(
+        lambda h, w: ops.linear_cross_entropy(h, w, target(h), z_loss=0.1, return_z_loss=True, return_predicted=True),
+        ((4, 8), (50, 8)),
+        ("loss_weights", "linear_rows"),
     ),
     "linear_cross_entropy": Case(
         lambda h, w, b: ops.linear_cross_entropy(h, w, target(h), b, softcap=5.0, memory_budget=1),

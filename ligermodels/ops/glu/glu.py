@@ -5,9 +5,12 @@ Each activation is g * p(g), where p is the part of the gate that passes; with s
     silu:       p(g) = s(g)
     gelu:       p(g) = (1 + erf(g / sqrt(2))) / 2                                    (https://arxiv.org/abs/1606.08415)
     gelu_tanh:  p(g) = (1 + tanh(z / 2)) / 2 = s(z), with z = sqrt(8 / pi) * (g + 0.044715 * g^3)
+
+With multipliers (Falcon-H1, https://arxiv.org/abs/2507.22448) the result is
+down_multiplier * activation(gate_multiplier * gate) * up.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +26,18 @@ MAX_TILES = 4  # tiles of a row that a program takes
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, with silu(g) = g * sigmoid(g).
+class _Options(NamedTuple):
+    """In the order in which the registered ops take them."""
+
+    activation: str
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
+
+
+def swiglu(
+    gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> Tensor:
+    """down_multiplier * silu(gate_multiplier * gate) * up, with silu(g) = g * sigmoid(g).
 
     gate, up: (..., I), any floating dtype and strides. Without `up`, `gate` is packed, (..., 2*I): pairs of a gate and
         an up value, g0, u0, g1, u1, ..., as a projection gives them whose weight has gate and up rows interleaved. Its
@@ -33,30 +46,40 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     backward pass recomputes from gate and up; nothing else is saved.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
-    return _glu("swiglu", gate, up, "silu")
+    return _glu("swiglu", gate, up, _Options("silu", gate_multiplier, down_multiplier))
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:
-    """gelu(gate) * up, with the error function ("none") or its tanh approximation, as `torch.nn.functional.gelu`.
+def geglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    approximate: Literal["none", "tanh"] = "tanh",
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+) -> Tensor:
+    """down_multiplier * gelu(gate_multiplier * gate) * up, with the error function ("none") or its tanh approximation,
+    as `torch.nn.functional.gelu`.
 
     Arguments, result and errors otherwise as for `swiglu`.
     """
     if approximate not in GELU:
         raise InputError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return _glu("geglu", gate, up, GELU[approximate])
+    return _glu("geglu", gate, up, _Options(GELU[approximate], gate_multiplier, down_multiplier))
 
 
-def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def swiglu_reference(gate: Tensor, up: Tensor | None = None, **multipliers: float) -> Tensor:
     """The specification of `swiglu`, in plain torch."""
-    return _glu_reference(gate, up, "silu")
+    return _glu_reference(gate, up, _Options("silu", **multipliers))
 
 
-def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:
+def geglu_reference(
+    gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh", **multipliers: float
+) -> Tensor:
     """The specification of `geglu`, in plain torch."""
-    return _glu_reference(gate, up, GELU[approximate])
+    return _glu_reference(gate, up, _Options(GELU[approximate], **multipliers))
 
 
-def _glu(op: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _glu(op: str, gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
     (up,) = replicated(op, gate, up=up)
     if gate.dim() == 0 or not gate.is_floating_point():
         raise InputError(f"{op}: gate must be floating, of shape (..., I); got {gate.dtype} {tuple(gate.shape)}")
@@ -66,19 +89,23 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     else:
         check_tensor(op, "up", up, gate.shape, gate.device, gate.dtype)
     if not use_kernels(gate, up):
-        return _glu_reference(gate, up, activation)
-    return _GLU.apply(gate, up, activation)
+        return _glu_reference(gate, up, options)
+    return _GLU.apply(gate, up, options)
 
 
-def _glu_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _glu_reference(gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
     if up is None:
         gate, up = gate.unflatten(-1, (gate.shape[-1] // 2, 2)).unbind(-1)
-    g = gate.to(torch.promote_types(gate.dtype, torch.float32))
-    if activation == "silu":
+    g = _times(gate.to(torch.promote_types(gate.dtype, torch.float32)), options.gate_multiplier)
+    if options.activation == "silu":
         y = functional.silu(g)
     else:
-        y = functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return (y * up.to(y.dtype)).to(gate.dtype)
+        y = functional.gelu(g, approximate="tanh" if options.activation == "gelu_tanh" else "none")
+    return _times(y * up.to(y.dtype), options.down_multiplier).to(gate.dtype)
+
+
+def _times(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1 else x * multiplier
 
 
 @triton.jit
@@ -116,11 +143,11 @@ def _load_pairs(gate, up, first, N, PACKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @kernel
 def _glu_forward_kernel(
-    gate, gate_stride, up, up_stride, out, N, blocks,
+    gate, gate_stride, up, up_stride, out, gate_multiplier, down_multiplier, N, blocks,
     ACTIVATION: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes TILES tiles of BLOCK columns of a row. All loads come before the first store, which none of
-    them could pass."""
+    them could pass. Multipliers are None for 1."""
     row = tl.program_id(0).to(tl.int64) // blocks
     first = tl.program_id(0) % blocks * (TILES * BLOCK)
     gate += row * gate_stride
@@ -131,6 +158,10 @@ def _glu_forward_kernel(
         tiles += (_load_pairs(gate, up, first + i * BLOCK, N, PACKED, BLOCK),)  # type: ignore[assignment]
     for i in tl.static_range(TILES):  # these loops are unrolled
         g, u = tiles[i]  # type: ignore[var-annotated]
+        if gate_multiplier is not None:
+            g = g * gate_multiplier
+        if down_multiplier is not None:
+            u = u * down_multiplier
         p, _ = _part(g, ACTIVATION)
         col = first + i * BLOCK + tl.arange(0, BLOCK)
         tl.store(out + row * N + col, (g * p * u).to(out.dtype.element_ty), mask=col < N)
@@ -138,7 +169,7 @@ def _glu_forward_kernel(
 
 @kernel
 def _glu_backward_kernel(
-    dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dup, N, blocks,
+    dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dup, gate_multiplier, down_multiplier, N, blocks,
     ACTIVATION: tl.constexpr, PACKED: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -157,6 +188,11 @@ def _glu_backward_kernel(
         tiles += ((d, g, u),)  # type: ignore[assignment]  # the loop is unrolled
     for i in tl.static_range(TILES):
         d, g, u = tiles[i]
+        if gate_multiplier is not None:
+            g = g * gate_multiplier
+            u = u * gate_multiplier  # which occurs in the gate's gradient alone
+        if down_multiplier is not None:
+            d = d * down_multiplier
         p, slope = _part(g, ACTIVATION)
         of_gate = (d * u * (p + g * slope)).to(gate.dtype.element_ty)
         of_up = (d * g * p).to(gate.dtype.element_ty)
@@ -180,23 +216,31 @@ def _blocks(gate: Tensor, N: int, packed: bool) -> tuple[int, dict[str, Any]]:
     return -(-N // (tiles * block)), {"PACKED": packed, "TILES": tiles, "BLOCK": block, "num_warps": num_warps}
 
 
+def _unless_1(multiplier: float) -> float | None:
+    return None if multiplier == 1 else float(multiplier)
+
+
 @custom_op()
-def _glu_forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _glu_forward(
+    gate: Tensor, up: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float
+) -> Tensor:
     out = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
     if is_fake(out):
         return out
     M, N = out.shape[:-1].numel(), out.shape[-1]
     blocks, options = _blocks(gate, N, up is None)
     _glu_forward_kernel[(M * blocks,)](
-        *rows_and_stride(gate), *rows_and_stride(up), out, N, blocks, ACTIVATION=activation, **options
-    )
+        *rows_and_stride(gate), *rows_and_stride(up), out, _unless_1(gate_multiplier), _unless_1(down_multiplier),
+        N, blocks, ACTIVATION=activation, **options,
+    )  # fmt: skip
     return out
 
 
 @custom_op()
 def _glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, need_gate: int, need_up: bool, activation: str
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, gate: Tensor, up: Tensor | None, need_gate: int, need_up: bool, activation: str,
+    gate_multiplier: float, down_multiplier: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of gate (packed if up is None) and of up; those not needed are empty."""
     dgate, dup = empty_gradient(gate, need_gate, gate), empty_gradient(up, need_up, gate)
     if is_fake(dgate):
@@ -204,7 +248,8 @@ def _glu_backward(
     M, N = dy.shape[:-1].numel(), dy.shape[-1]
     blocks, options = _blocks(gate, N, up is None)
     _glu_backward_kernel[(M * blocks,)](
-        *rows_and_stride(dy), *rows_and_stride(gate), *rows_and_stride(up), dgate, dup, N, blocks,
+        *rows_and_stride(dy), *rows_and_stride(gate), *rows_and_stride(up), dgate, dup,
+        _unless_1(gate_multiplier), _unless_1(down_multiplier), N, blocks,
         ACTIVATION=activation, NEED_GATE=bool(need_gate), NEED_UP=need_up, **options,
     )  # fmt: skip
     return dgate, dup
@@ -212,12 +257,12 @@ def _glu_backward(
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, activation):
+    def forward(ctx, gate, up, options):
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return _glu_forward(gate, up, activation)
+        ctx.options = options
+        return _glu_forward(gate, up, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _glu_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2], ctx.activation)
+        return _glu_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2], *ctx.options)

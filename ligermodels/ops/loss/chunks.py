@@ -12,8 +12,16 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.gradient_sum import GradientSum
-from ligermodels.ops.loss.rows_in_place import RowNumbers, RowWeights, bytes_in_torch, rows_in_place
-from ligermodels.ops.loss.token_losses import LossOptions, Reduction, check_loss, checked_loss_weights
+from ligermodels.ops.loss.rows_in_place import RowWeights, bytes_in_torch, rows_in_place
+from ligermodels.ops.loss.token_losses import (
+    LossOptions,
+    LossWeights,
+    Reduction,
+    RowNumbers,
+    check_class_weights,
+    check_loss,
+    checked_loss_weights,
+)
 from ligermodels.ops.loss.token_losses_kernels import scale_
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
@@ -31,7 +39,8 @@ class Head(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     target: Tensor
-    loss_weights: Tensor
+    loss_weights: LossWeights
+    class_weights: Tensor | None
     num_targets: int
     needs: tuple[bool, bool, bool]  # which gradients are needed: of hidden, weight and bias
 
@@ -39,6 +48,7 @@ class Head(NamedTuple):
 def checked_head(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, token_weights: Tensor | None,
     reduction: Reduction, options: LossOptions, memory_budget: int, num_targets: int | None,
+    class_weights: Tensor | None = None,
 ) -> Head:  # fmt: skip
     """Raises InputError unless all fit one another. Under autocast hidden, weight and bias are cast to its dtype."""
     if torch.is_autocast_enabled(hidden.device.type):
@@ -54,7 +64,10 @@ def checked_head(
         check_tensor(op, "bias", bias, (V,), hidden.device, dtype)
     if memory_budget <= 0:
         raise InputError(f"{op}: memory_budget must be a positive number of bytes, got {memory_budget}")
-    target, loss_weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype)
+    class_weights = check_class_weights(op, class_weights, V, hidden.device, dtype)
+    target, loss_weights = checked_loss_weights(
+        target, V, ignore_index, reduction, token_weights, dtype, class_weights
+    )  # fmt: skip
     if num_targets is None:
         counted = not (target.is_cuda or torch.compiler.is_compiling())
         num_targets = int((target != ignore_index).sum()) if counted else target.numel()
@@ -65,33 +78,36 @@ def checked_head(
         graded and weight.requires_grad,
         graded and bias is not None and bias.requires_grad,
     )
-    return Head(hidden, weight, bias, target, loss_weights, num_targets, needs)
+    return Head(hidden, weight, bias, target, loss_weights, class_weights, num_targets, needs)
 
 
 @custom_op()
 def linear_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor,
-    entropy_weights: Tensor | None, lse_weights: Tensor | None, ignore_index: int, label_smoothing: float,
-    z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool, return_predicted: bool,
-    return_entropy: bool, return_lse: bool, memory_budget: int, num_targets: int,
-    need_hidden: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    entropy_weights: Tensor | None, lse_weights: Tensor | None, mean_weights: Tensor | None,
+    class_weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+    logit_scale: float, return_rank: bool, return_predicted: bool, return_entropy: bool, return_lse: bool,
+    return_mean: bool, memory_budget: int, num_targets: int, need_hidden: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The `RowNumbers` of all rows, and the gradients of hidden, weight and bias, as `RowWeights` weigh them; those not
-    asked for are empty. Targets have been checked."""
+    asked for are empty. Targets have been checked. class_weights, (V,), are those of the means."""
     losses, dx = loss_weights.new_empty(loss_weights.shape), empty_gradient(hidden, need_hidden, hidden)
     ranks, predicted = (target.new_empty(target.shape if r else (0,)) for r in (return_rank, return_predicted))
-    entropies, lses = (losses.new_empty(losses.shape if r else (0,)) for r in (return_entropy, return_lse))
+    entropies, lses, means = (
+        losses.new_empty(losses.shape if r else (0,)) for r in (return_entropy, return_lse, return_mean)
+    )
     if is_fake(losses):
         of_weight, of_bias = (empty_gradient(t, need, hidden) for t, need in ((weight, need_weight), (bias, need_bias)))
-        return losses, ranks, predicted, entropies, lses, dx, of_weight, of_bias
+        return losses, ranks, predicted, entropies, lses, means, dx, of_weight, of_bias
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     V, H = weight.shape
     rows, targets = as_rows(hidden), target.reshape(-1)
-    others = entropy_weights, lse_weights
+    others = entropy_weights, lse_weights, mean_weights
     asked = {"losses": losses, "ranks": ranks}
     asked |= {"predicted": predicted} if return_predicted else {}
     asked |= {"entropies": entropies} if return_entropy else {}
     asked |= {"lses": lses} if return_lse else {}
+    asked |= {"means": means} if return_mean else {}
 
     T, chosen = targets.shape[0], None
     if num_targets < SKIP_BELOW * T:
@@ -99,7 +115,7 @@ def linear_rows(
         torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
         chosen = valid.argsort(descending=True, stable=True)[:num_targets]
         T = num_targets
-        for x in (losses, entropies, lses, dx):
+        for x in (losses, entropies, lses, means, dx):
             x.zero_()
         for x in (ranks, predicted):
             x.fill_(-1)
@@ -130,9 +146,11 @@ def linear_rows(
         found = {name: whole.new_empty(logits.shape[0] if whole.numel() else 0) for name, whole in asked.items()}
         weights = None
         if need_hidden or need_weight or need_bias:
-            of_entropies, of_lses = (None if w is None else take(w.reshape(-1), chunk) for w in others)
-            weights = RowWeights(take(loss_weights.reshape(-1), chunk), of_entropies, of_lses)
-        rows_in_place(logits, take(targets, chunk), RowNumbers(**found), weights, options)
+            weights = RowWeights(
+                take(loss_weights.reshape(-1), chunk),
+                *(None if w is None else take(w.reshape(-1), chunk) for w in others),
+            )
+        rows_in_place(logits, take(targets, chunk), RowNumbers(**found), weights, options, class_weights)
         for name, values in found.items():
             if values.numel():
                 put(values, asked[name].view(-1), chunk)
@@ -145,7 +163,7 @@ def linear_rows(
         if db is not None:
             db.add(logits)
     gradients = [weight.new_empty(0) if g is None else g.close() for g in (dw, db)]
-    return losses, ranks, predicted, entropies, lses, dx, gradients[0], gradients[1]
+    return losses, ranks, predicted, entropies, lses, means, dx, gradients[0], gradients[1]
 
 
 def chunk_rows(T: int, V: int, H: int, hidden: Tensor, in_torch: int, memory_budget: int, need_weight: bool) -> int:

@@ -1,18 +1,23 @@
-"""Cross entropy over given logits; the formula is at the head of `token_losses`."""
+"""Cross entropy over given logits; the formula is at the head of `token_losses`, and with class weights or token
+scaling at that of `loss_terms`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ligermodels.ops.loss.loss_terms import LossTerms
 from ligermodels.ops.loss.token_losses import (
     LossOptions,
+    LossWeights,
     Reduction,
+    RowNumbers,
+    check_class_weights,
     check_loss,
     check_targets,
     checked_loss_weights,
-    loss_weights,
-    row_losses_reference,
+    class_loss_weights,
+    row_numbers_reference,
 )
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
@@ -27,93 +32,137 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     token_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    token_scaling: bool = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_rank: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Cross entropy of logits against class indices (the formula is at the head of `token_losses`).
+    return_z_loss: bool = False,
+    return_predicted: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Cross entropy of logits against class indices (the formulas are at the heads of `token_losses` and
+    `loss_terms`).
 
     logits: (..., V), any floating dtype and strides. target: (...), int64, in [0, V) or ignore_index: such rows have no
         loss and a gradient of exact zeros.
     token_weights: (...), floating, not negative, multiplied into each row's loss; they get no gradient.
+    class_weights: (V,), floating, as `weight` of torch's cross_entropy, label smoothing included; they get no gradient.
+        The z-loss is not weighted by class, as in Liger-Kernel.
+    token_scaling: multiply each row's loss, z-loss included, by the probability of its target, without a gradient.
     reduction: "none" gives a loss for each row, (...); "sum" their sum; "mean" their sum over the number of rows not
-        ignored, or over the sum of those rows' token_weights if given. If that is 0, the loss is 0 (where torch gives
-        nan) and so are the gradients.
+        ignored, or over the sum of those rows' token_weights if given (times their targets' class_weights, but for the
+        z-loss). If that is 0, the loss is 0 (where torch gives nan) and so are the gradients.
     return_rank: also return (...) int64, the number of classes that rank before the target: those of a greater logit,
         and those of an equal logit and a smaller index; -1 for ignored rows. So rank < k is top-k accuracy.
-    Returns the loss in float32 (float64 for float64 logits), or (loss, rank).
+    return_z_loss: also return what of the loss is the z-loss, reduced in the same way, without a gradient.
+    return_predicted: also return (...) int64, the class of the greatest logit, the first of equal ones; -1 for ignored
+        rows.
+    Returns the loss in float32 (float64 for float64 logits), or a tuple of it and of what else is asked for, in this
+    order: rank, z-loss, predicted classes.
     Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range. On
-    CUDA such a target fails a device-side assertion (no wait for the device), and is never used as an index.
+    CUDA such a target fails a device-side assertion (no wait for the device), and is never used as an index;
+    `set_host_checks` asks for the InputError there too.
     """
-    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
+    options = LossOptions(
+        ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank, return_predicted
+    )  # fmt: skip
     check_loss("cross_entropy", logits, "logits", target, token_weights, reduction, options)
     V, dtype = logits.shape[-1], logits.dtype
-    target, weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype)
+    class_weights = check_class_weights("cross_entropy", class_weights, V, logits.device, dtype)
+    terms = LossTerms(options, class_weights, token_scaling, return_z_loss)
+    target, weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype, class_weights)
     if use_kernels(logits):
-        losses, rank = _CrossEntropy.apply(logits, target, options)
-    else:
-        losses, rank = row_losses_reference(logits, target, options)
-    loss = losses * weights if reduction == "none" else (losses * weights).sum()
-    return (loss, rank) if return_rank else loss
+        arguments = (logits, target, terms.mean_weights(V, logits), terms.of_kernels, terms.needs_lse)
+        found = RowNumbers(*_CrossEntropy.apply(*arguments))
+        losses, z_losses = terms.losses(found, weights)
+        return terms.results(losses if reduction == "none" else losses.sum(), z_losses, reduction, found)
+    return _by_reference(logits, target, terms, weights, reduction)
 
 
 def cross_entropy_reference(
     logits: Tensor, target: Tensor, *, reduction: Reduction = "mean", token_weights: Tensor | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    class_weights: Tensor | None = None, token_scaling: bool = False, return_z_loss: bool = False, **options: Any,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The specification of `cross_entropy`, in plain torch; the same arguments."""
     chosen = LossOptions(**options)
-    check_targets(target, logits.shape[-1], chosen.ignore_index)
-    losses, rank = row_losses_reference(logits, target, chosen)
-    losses = losses * loss_weights(target, chosen.ignore_index, reduction, token_weights, logits.dtype)
-    loss = losses if reduction == "none" else losses.sum()
-    return (loss, rank) if chosen.return_rank else loss
+    V, dtype = logits.shape[-1], logits.dtype
+    check_targets(target, V, chosen.ignore_index)
+    class_weights = check_class_weights("cross_entropy", class_weights, V, logits.device, dtype)
+    terms = LossTerms(chosen, class_weights, token_scaling, return_z_loss)
+    weights = class_loss_weights(target, chosen.ignore_index, reduction, token_weights, class_weights, dtype)
+    return _by_reference(logits, target, terms, weights, reduction)
+
+
+def _by_reference(
+    logits: Tensor, target: Tensor, terms: LossTerms, weights: LossWeights, reduction: Reduction
+) -> Tensor | tuple[Tensor, ...]:
+    means = terms.mean_weights(logits.shape[-1], logits)
+    found = row_numbers_reference(logits, target, terms.of_kernels, means, terms.needs_lse)
+    losses, z_losses = terms.losses(found, weights)
+    return terms.results(losses if reduction == "none" else losses.sum(), z_losses, reduction, found)
 
 
 @custom_op()
 def _cross_entropy_forward(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
-    logit_scale: float, return_rank: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Each row's loss, max, log of the sum of exp(x - max), and rank. A target out of range counts as ignored: targets
-    have been checked."""
+    logits: Tensor, target: Tensor, class_weights: Tensor | None, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool, return_predicted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Each row's loss, max, log of the sum of exp(x - max), rank, predicted class, and mean of class_weights * x; those
+    not asked for are empty. A target out of range counts as ignored: targets have been checked."""
     losses, maxima, log_sums = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
-    ranks = target.new_empty(target.shape if return_rank else (0,))
+    ranks, predicted = (target.new_empty(target.shape if r else (0,)) for r in (return_rank, return_predicted))
+    means = losses.new_empty((0,) if class_weights is None else losses.shape)
     if is_fake(losses):
-        return losses, maxima, log_sums, ranks
+        return losses, maxima, log_sums, ranks, predicted, means
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
-    launch_rows(as_rows(logits), target.contiguous(), losses, ranks, options, maxima=maxima, log_sums=log_sums)
-    return losses, maxima, log_sums, ranks
+    launch_rows(
+        as_rows(logits), target.contiguous(), losses, ranks, options, maxima=maxima, log_sums=log_sums,
+        predicted=predicted if return_predicted else None, means=None if class_weights is None else means,
+        class_weights=class_weights,
+    )  # fmt: skip
+    return losses, maxima, log_sums, ranks, predicted, means
 
 
 @custom_op()
 def _cross_entropy_backward(
-    dlosses: Tensor, logits: Tensor, target: Tensor, maxima: Tensor, log_sums: Tensor, ignore_index: int,
-    label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool,
+    dlosses: Tensor, dlses: Tensor | None, dmeans: Tensor | None, logits: Tensor, target: Tensor,
+    class_weights: Tensor | None, maxima: Tensor, log_sums: Tensor, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool, return_predicted: bool,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits, given that of each row's loss."""
+    """The gradient of the logits, given those of each row's loss, log-sum-exp and mean."""
     gradient = logits.new_empty(logits.shape)
     if is_fake(gradient):
         return gradient
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    launch_gradient(as_rows(logits), gradient, target.contiguous(), maxima, log_sums, dlosses.contiguous(), options)
+    dlses, dmeans = (None if d is None else d.contiguous() for d in (dlses, dmeans))
+    launch_gradient(
+        as_rows(logits), gradient, target.contiguous(), maxima, log_sums, dlosses.contiguous(), options,
+        lse_weights=dlses, mean_weights=dmeans, class_weights=None if dmeans is None else class_weights,
+    )  # fmt: skip
     return gradient
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Each row's loss and rank."""
+    """The `RowNumbers` without entropies; empty, or None, where not asked for."""
 
     @staticmethod
-    def forward(ctx, logits, target, options):
-        losses, maxima, log_sums, rank = _cross_entropy_forward(logits, target, *options)
-        ctx.save_for_backward(logits, target, maxima, log_sums)
-        ctx.options = options
-        ctx.mark_non_differentiable(rank)
-        return losses, rank
+    def forward(ctx, logits, target, class_weights, options, return_lse):
+        losses, maxima, log_sums, ranks, predicted, means = _cross_entropy_forward(
+            logits, target, class_weights, *options
+        )
+        ctx.save_for_backward(logits, target, class_weights, maxima, log_sums)
+        ctx.options, ctx.asked = options, (return_lse, class_weights is not None)
+        ctx.set_materialize_grads(False)  # None tells what the loss does not use
+        lses = maxima + log_sums if return_lse else None
+        means = means if class_weights is not None else None
+        ctx.mark_non_differentiable(ranks, predicted)
+        return losses, ranks, predicted, None, lses, means
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dlosses, _):
-        return (_cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.options),)
+    def backward(ctx, dlosses, _ranks, _predicted, _entropies, dlses, dmeans):
+        # A compiled graph has zeros for None, also for what was not asked for.
+        dlses, dmeans = (d if used else None for d, used in zip((dlses, dmeans), ctx.asked, strict=True))
+        return (_cross_entropy_backward(dlosses, dlses, dmeans, *ctx.saved_tensors, *ctx.options),)

@@ -1,16 +1,8 @@
 """Log-probabilities of given tokens straight from hidden states, by chunks of rows: what reinforcement learning and
 preference losses are made of.
 
-With effective logits x as at the head of `token_losses`, p = softmax(x) and lse = log sum exp x, each row has
-
-    log_prob = x_y - lse        entropy = -sum p log p = lse - sum p x        lse
-
-    d log_prob / dx_j = [j = y] - p_j        d entropy / dx_j = p_j (lse - entropy - x_j)        d lse / dx_j = p_j
-
-The log-probability is minus the cross entropy, so that all of it is one pass of `linear_rows`. What the gradients are
-multiplied by is known only in the backward pass. If the head is trained, that pass recomputes the logits: four GEMMs in
-all. If only the hidden states need a gradient, the forward pass computes that of each row's log-probability, and the
-backward pass multiplies it by the row's factor: two GEMMs, whatever the loss.
+The log-probability is minus the cross entropy, so that all of it is one pass of `linear_numbers`, which has the
+formulas.
 """
 
 from typing import NamedTuple
@@ -18,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import checked_head, linear_rows
+from ligermodels.ops.loss.chunks import checked_head
+from ligermodels.ops.loss.linear_numbers import linear_numbers
 from ligermodels.ops.loss.token_losses import LossOptions, check_targets, effective_logits, ranks_reference
-from ligermodels.ops.runtime.library import once_differentiable
 
 
 class TokenLogProbs(NamedTuple):
@@ -70,15 +62,24 @@ def linear_log_probs(
     Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range; on
     CUDA such a target fails a device-side assertion.
     """
-    options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale, return_rank=return_rank)
+    options = LossOptions(
+        ignore_index, softcap=softcap, logit_scale=logit_scale, return_rank=return_rank,
+        return_predicted=return_predicted,
+    )  # fmt: skip
     head = checked_head(
         "linear_log_probs", hidden, weight, target, bias, None, "none", options, memory_budget, num_targets
     )
-    asked = (return_entropy, return_lse, return_predicted, return_rank)
-    log_probs, *others = _LinearLogProbs.apply(*head, options, asked, memory_budget)
-    if not any(asked):
+    found = linear_numbers(head, options, memory_budget, return_entropy=return_entropy, return_lse=return_lse)
+    log_probs = 0 - found.losses  # an ignored row has 0, not -0
+    if not (return_entropy or return_lse or return_predicted or return_rank):
         return log_probs
-    return TokenLogProbs(log_probs, *(x if wanted else None for x, wanted in zip(others, asked, strict=True)))
+    return TokenLogProbs(
+        log_probs,
+        found.entropies if return_entropy else None,
+        found.lses if return_lse else None,
+        found.predicted if return_predicted else None,
+        found.ranks if return_rank else None,
+    )
 
 
 def linear_log_probs_reference(
@@ -114,41 +115,3 @@ def linear_log_probs_reference(
         torch.where(valid, logits.argmax(-1), -1) if return_predicted else None,
         ranks_reference(logits, y, valid) if return_rank else None,
     )
-
-
-class _LinearLogProbs(torch.autograd.Function):
-    """Log-probabilities, entropies, log-sum-exps, predicted classes and ranks; empty where not asked for."""
-
-    @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, target, loss_weights, num_targets, needs, options, asked, memory_budget
-    ):  # fmt: skip
-        return_entropy, return_lse, return_predicted, _ = asked
-        kept = needs == (True, False, False) and hidden.dtype != torch.float16
-        # log_prob is minus the loss.
-        losses, rank, predicted, entropy, lse, dx, _, _ = linear_rows(
-            hidden, weight, bias, target, -loss_weights, None, None, *options, return_predicted, return_entropy,
-            return_lse, memory_budget, num_targets, kept, False, False,
-        )  # fmt: skip
-        ctx.save_for_backward(hidden, weight, bias, target, dx if kept else None)
-        ctx.options = (*options._replace(return_rank=False), False, False, False, memory_budget, num_targets)
-        ctx.asked = (return_entropy, return_lse)
-        ctx.set_materialize_grads(False)  # None tells what the loss does not use
-        ctx.mark_non_differentiable(
-            predicted, rank, *(x for x, used in ((entropy, return_entropy), (lse, return_lse)) if not used)
-        )
-        return 0 - losses, entropy, lse, predicted, rank  # an ignored row has 0, not -0
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, of_log_probs, of_entropy, of_lse, *_):
-        *inputs, target, dx = ctx.saved_tensors
-        # A compiled graph has zeros for None, also for what was not asked for.
-        of_entropy, of_lse = (g if used else None for g, used in zip((of_entropy, of_lse), ctx.asked, strict=True))
-        if of_log_probs is None:
-            of_log_probs = torch.zeros_like(target, dtype=torch.promote_types(inputs[0].dtype, torch.float32))
-        if dx is not None and of_entropy is None and of_lse is None:
-            return ((dx * of_log_probs.unsqueeze(-1)).to(dx.dtype),)
-        return linear_rows(*inputs, target, -of_log_probs, of_entropy, of_lse, *ctx.options, *ctx.needs_input_grad[:3])[
-            5:
-        ]

@@ -5,46 +5,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.token_losses import LossOptions, ranks_reference
+from ligermodels.ops.loss.token_losses import LossOptions, RowNumbers, ranks_reference
 from ligermodels.ops.loss.token_losses_kernels import launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 
 VANISHED = -1000.0  # exp of it is 0, in float64 too
 
 
-class RowNumbers(NamedTuple):
-    """Numbers of each row, (M,): its loss, and what else is asked for, None (or empty ranks) for what is not. Ignored
-    rows have 0, and -1 for ranks and predicted classes."""
-
-    losses: Tensor
-    ranks: Tensor  # as in `cross_entropy`
-    predicted: Tensor | None = None  # the class of the greatest logit, the first of equal ones
-    entropies: Tensor | None = None  # of softmax(x), where x are the effective logits
-    lses: Tensor | None = None  # log sum exp x
-
-
 class RowWeights(NamedTuple):
-    """The factors of losses, entropies and lses, (M,), in the sum that is differentiated; None for 0."""
+    """The factors of losses, entropies, lses and means, (M,), in the sum that is differentiated; None for 0."""
 
     losses: Tensor
     entropies: Tensor | None = None
     lses: Tensor | None = None
+    means: Tensor | None = None
 
 
 def rows_in_place(
-    logits: Tensor, target: Tensor, found: RowNumbers, weights: RowWeights | None, options: LossOptions
-) -> None:
-    """Fills `found` from logits (M, V). Given weights, the gradient of the weighted sum of losses, entropies and lses
-    takes the place of the logits.
+    logits: Tensor, target: Tensor, found: RowNumbers, weights: RowWeights | None, options: LossOptions,
+    class_weights: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills `found` from logits (M, V). Given weights, the gradient of the weighted sum of losses, entropies, lses and
+    means takes the place of the logits. Means, without label smoothing, are of class_weights, (V,), of losses' dtype.
 
     With p = softmax(x), H its entropy and lse = log sum exp x: dH/dx_j = p_j (lse - H - x_j), and dlse/dx_j = p_j.
     In torch this holds what `bytes_in_torch` says beside the logits."""
-    losses, ranks, predicted, entropies, lses = found
-    of_losses, of_entropies, of_lses = weights or (None, None, None)
+    losses, ranks, predicted, entropies, lses, means = found
+    of_losses, of_entropies, of_lses, of_means = weights or (None, None, None, None)
     if use_kernels(logits):
         launch_rows(
             logits, target, losses, ranks, options, predicted=predicted, entropies=entropies, lses=lses,
-            loss_weights=of_losses, entropy_weights=of_entropies, lse_weights=of_lses,
+            means=means, loss_weights=of_losses, entropy_weights=of_entropies, lse_weights=of_lses,
+            mean_weights=of_means, class_weights=class_weights,
         )  # fmt: skip
         return
     valid = target != options.ignore_index
@@ -59,6 +51,8 @@ def rows_in_place(
     if options.softcap is not None:
         capped = x.div_(options.softcap).tanh_()
         x = capped * options.softcap
+    if means is not None and class_weights is not None:
+        means.copy_((x @ class_weights).div_(x.shape[1]).masked_fill_(~valid, 0.0))
     maximum = x.amax(1, keepdim=True)
     x.sub_(maximum)
     at_y = x.gather(1, y).squeeze(1)
@@ -99,6 +93,9 @@ def rows_in_place(
     if options.label_smoothing:
         x.sub_((options.label_smoothing / x.shape[1] * c).unsqueeze(1))
     x.scatter_add_(1, y, ((options.label_smoothing - 1) * c).unsqueeze(1))
+    if of_means is not None and class_weights is not None:
+        of_mean = of_means * (options.logit_scale / x.shape[1])
+        x.addcmul_(of_mean.unsqueeze(1), class_weights)
     if capped is not None:
         x.mul_(capped.square_().neg_().add_(1))
     logits.copy_(x.masked_fill_(~valid.unsqueeze(1), 0.0))

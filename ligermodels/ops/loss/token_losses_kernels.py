@@ -62,12 +62,12 @@ def _below(x, maximum):
 @triton.jit
 def _observe(
     start, first, col, V, y, at_y, top, total, plain, before, spread, best, best_at, scale, softcap,
-    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr,
-    PREDICTED: tl.constexpr, ENTROPY: tl.constexpr,
+    class_weights, MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+    MEAN: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile (TILES, BLOCK) of a row's logits, from `first` on, to the state of BLOCK lanes: their maxima, sums of
-    exp(x - maximum), plain sums, counts of logits that rank before the target's, sums of exp(x - maximum) *
-    (x - maximum), and the greatest given logits and their first tiles."""
+    exp(x - maximum), plain sums (if MEAN, weighted by class), counts of logits that rank before the target's, sums of
+    exp(x - maximum) * (x - maximum), and the greatest given logits and their first tiles."""
     col += first
     inside = col < V
     given = tl.load(start + col, mask=inside, other=float("-inf")) if MASKED else tl.load(start + col)
@@ -81,6 +81,9 @@ def _observe(
     total = total * _exp(top - higher) + tl.sum(_exp(x - higher[None, :]), axis=0)
     if SMOOTHED:
         plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
+    if MEAN:
+        weight = tl.load(class_weights + col, mask=inside, other=0.0)
+        plain += tl.sum(tl.where(inside, x * weight, 0.0), axis=0)
     if RANK:
         before += tl.sum((inside & ((given > at_y) | ((given == at_y) & (col < y)))).to(tl.int32), axis=0)
     if PREDICTED:
@@ -92,10 +95,11 @@ def _observe(
 
 @triton.jit
 def _gradient(
-    given, is_target, maximum, factor, of_entropy, c, V, scale, softcap, smoothing,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
+    given, is_target, maximum, factor, of_entropy, of_mean, c, V, scale, softcap, smoothing,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by given logits of the row's numbers, each times its weight. c: loss_weight * logit_scale.
+    """The gradient by given logits of the row's numbers, each times its weight. c: loss_weight * logit_scale. of_mean:
+    the share of the weighted mean, for each logit by its class.
     exp(x - maximum) gets factor - of_entropy * (x - maximum); without other weights than the loss's, factor is c times
     1 + 2 z_loss lse, over the sum of exp(x - maximum)."""
     x, slope = effective(given, scale, softcap, SCALED, CAPPED)
@@ -104,6 +108,8 @@ def _gradient(
     g = _exp(x - maximum) * factor
     if SMOOTHED:
         g -= c * smoothing / V
+    if MEAN:
+        g += of_mean
     g -= tl.where(is_target, c * (1.0 - smoothing), 0.0)
     if CAPPED:
         g *= slope
@@ -112,23 +118,27 @@ def _gradient(
 
 @triton.jit
 def _write_tile(
-    start, first, col, V, maximum, factor, of_entropy, c, scale, softcap, smoothing, MASKED: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
+    start, first, col, V, maximum, factor, of_entropy, of_mean, class_weights, c, scale, softcap, smoothing,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, MEAN: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Replaces a tile of logits by its gradient as if none were the target's."""
     place = start + first + col
     mask = (first + col < V) if MASKED else None
     given = tl.load(place, mask=mask)
+    if MEAN:
+        of_mean = of_mean * tl.load(class_weights + first + col, mask=mask)
     g = _gradient(
-        given, False, maximum, factor, of_entropy, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED, ENTROPY
-    )
+        given, False, maximum, factor, of_entropy, of_mean, c, V, scale, softcap, smoothing,
+        SCALED, CAPPED, SMOOTHED, MEAN, ENTROPY,
+    )  # fmt: skip
     tl.store(place, g.to(start.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _cross_entropy_row_kernel(
-    logits, stride, target, loss_weights, entropy_weights, lse_weights, losses, maxima, log_sums, ranks, predicted,
-    entropies, lses, V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
+    logits, stride, target, loss_weights, entropy_weights, lse_weights, mean_weights, class_weights, losses, maxima,
+    log_sums, ranks, predicted, entropies, lses, means, V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr,
     ENTROPY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -136,8 +146,8 @@ def _cross_entropy_row_kernel(
 
     BLOCK lanes go through the row, TILES logits each at a time, and are reduced once at the end: little more than one
     exp for each logit, and no barrier in the loop. Given loss_weights, the program then goes back through the row and
-    replaces it by the gradient of loss_weight * loss, and of the entropy and the log-sum-exp times their weights: what
-    it read last is still in the cache."""
+    replaces it by the gradient of loss_weight * loss, and of the entropy, the log-sum-exp and the mean times their
+    weights: what it read last is still in the cache."""
     SIZE: tl.constexpr = TILES * BLOCK
     WEIGHTED: tl.constexpr = entropy_weights is not None
     row = tl.program_id(0).to(tl.int64)
@@ -146,6 +156,7 @@ def _cross_entropy_row_kernel(
     whole = V // SIZE * SIZE
     y = tl.load(target + row)
     loss, maximum, log_sum, entropy = 0.0, 0.0, 0.0, 0.0
+    weighted = 0.0  # the sum of class_weights * x
     rank = tl.full((), -1, dtype=tl.int64)
     prediction = tl.full((), -1, dtype=tl.int64)
     if (y != ignore_index) & (y >= 0) & (y < V):
@@ -160,12 +171,12 @@ def _cross_entropy_row_kernel(
         for first in range(0, whole, SIZE):
             top, total, plain, before, spread, best, best_at = _observe(
                 start, first, col, V, y, given_y, top, total, plain, before, spread, best, best_at, scale, softcap,
-                False, SCALED, CAPPED, SMOOTHED, RANK, PREDICTED, ENTROPY,
+                class_weights, False, SCALED, CAPPED, SMOOTHED, means is not None, RANK, PREDICTED, ENTROPY,
             )  # fmt: skip
         if whole < V:
             top, total, plain, before, spread, best, best_at = _observe(
                 start, whole, col, V, y, given_y, top, total, plain, before, spread, best, best_at, scale, softcap,
-                True, SCALED, CAPPED, SMOOTHED, RANK, PREDICTED, ENTROPY,
+                class_weights, True, SCALED, CAPPED, SMOOTHED, means is not None, RANK, PREDICTED, ENTROPY,
             )  # fmt: skip
         maximum = tl.max(top, axis=0)
         total_of_row = tl.sum(total * _exp(top - maximum), axis=0)
@@ -181,6 +192,8 @@ def _cross_entropy_row_kernel(
             spread = _exp(top - maximum) * (spread + total * _below(top, maximum))
             mean = tl.sum(spread, axis=0) / total_of_row
             entropy = log_sum - mean
+        if means is not None:
+            weighted = tl.sum(plain, axis=0)
         if RANK:
             rank = tl.sum(before, axis=0).to(tl.int64)
         if PREDICTED:
@@ -198,21 +211,25 @@ def _cross_entropy_row_kernel(
                 factor += of_entropy * mean
             if lse_weights is not None:
                 factor += tl.load(lse_weights + row) * logit_scale / total_of_row
+            of_mean, of_mean_y = 0.0, 0.0
+            if mean_weights is not None:
+                of_mean = tl.load(mean_weights + row) * logit_scale / V
+                of_mean_y = of_mean * tl.load(class_weights + y)
             tl.debug_barrier()  # all threads have read the row
             if whole < V:
                 _write_tile(
-                    start, whole, col, V, maximum, factor, of_entropy, c, scale, softcap, smoothing,
-                    True, SCALED, CAPPED, SMOOTHED, WEIGHTED,
+                    start, whole, col, V, maximum, factor, of_entropy, of_mean, class_weights, c, scale, softcap,
+                    smoothing, True, SCALED, CAPPED, SMOOTHED, mean_weights is not None, WEIGHTED,
                 )  # fmt: skip
             for done in range(0, whole, SIZE):
                 first = whole - SIZE - done
                 _write_tile(
-                    start, first, col, V, maximum, factor, of_entropy, c, scale, softcap, smoothing,
-                    False, SCALED, CAPPED, SMOOTHED, WEIGHTED,
+                    start, first, col, V, maximum, factor, of_entropy, of_mean, class_weights, c, scale, softcap,
+                    smoothing, False, SCALED, CAPPED, SMOOTHED, mean_weights is not None, WEIGHTED,
                 )  # fmt: skip
             g_y = _gradient(
-                given_y, True, maximum, factor, of_entropy, c, V, scale, softcap, smoothing,
-                SCALED, CAPPED, SMOOTHED, WEIGHTED,
+                given_y, True, maximum, factor, of_entropy, of_mean_y, c, V, scale, softcap, smoothing,
+                SCALED, CAPPED, SMOOTHED, mean_weights is not None, WEIGHTED,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have written theirs
             tl.store(start + y, g_y.to(logits.dtype.element_ty))
@@ -232,11 +249,13 @@ def _cross_entropy_row_kernel(
         tl.store(entropies + row, entropy)
     if lses is not None:
         tl.store(lses + row, maximum + log_sum)
+    if means is not None:
+        tl.store(means + row, weighted / V)
 
 
 @kernel
 def _cross_entropy_gradient_kernel(
-    logits, stride, gradient, target, loss_weights, maxima, log_sums,
+    logits, stride, gradient, target, loss_weights, lse_weights, mean_weights, class_weights, maxima, log_sums,
     V, blocks, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -250,9 +269,16 @@ def _cross_entropy_gradient_kernel(
         c = tl.load(loss_weights + row) * logit_scale
         given = tl.load(start + col, mask=col < V, other=0.0)
         factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum)
+        of_mean = 0.0
+        if lse_weights is not None:
+            factor += tl.load(lse_weights + row) * logit_scale * tl.exp(-log_sum)
+        if mean_weights is not None:
+            weight = tl.load(class_weights + col, mask=col < V, other=0.0)
+            of_mean = tl.load(mean_weights + row) * logit_scale / V * weight
         g = _gradient(
-            given, col == y, maximum, factor, 0.0, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED, False
-        )
+            given, col == y, maximum, factor, 0.0, of_mean, c, V, scale, softcap, smoothing,
+            SCALED, CAPPED, SMOOTHED, mean_weights is not None, False,
+        )  # fmt: skip
         tl.store(out + col, g.to(gradient.dtype.element_ty), mask=col < V)
     else:
         tl.store(out + col, tl.zeros((BLOCK,), dtype=gradient.dtype.element_ty), mask=col < V)
@@ -276,20 +302,22 @@ def _flags(options: LossOptions) -> dict[str, bool]:
 def launch_rows(
     logits: Tensor, target: Tensor, losses: Tensor, ranks: Tensor, options: LossOptions, *,
     maxima: Tensor | None = None, log_sums: Tensor | None = None, predicted: Tensor | None = None,
-    entropies: Tensor | None = None, lses: Tensor | None = None, loss_weights: Tensor | None = None,
-    entropy_weights: Tensor | None = None, lse_weights: Tensor | None = None,
+    entropies: Tensor | None = None, lses: Tensor | None = None, means: Tensor | None = None,
+    loss_weights: Tensor | None = None, entropy_weights: Tensor | None = None, lse_weights: Tensor | None = None,
+    mean_weights: Tensor | None = None, class_weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills losses, ranks and those given of the others, (M,), from logits (M, V), whose last dimension is contiguous.
 
     loss_weights, (M,): then the gradient of loss_weights * losses takes the place of the logits, with that of
-    entropy_weights * entropies and of lse_weights * lses if these are given too."""
+    entropy_weights * entropies, lse_weights * lses and mean_weights * means if these are given too.
+    class_weights, (V,) float32: for means and mean_weights, which exclude label smoothing (their sums share lanes)."""
     M, V = logits.shape
     most = 2048 if loss_weights is None else 4096  # in place, a row should have a multiprocessor to itself
     lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), most)  # 8 a thread: 16-byte loads of bfloat16
     _cross_entropy_row_kernel[(M,)](
-        logits, logits.stride(0), target, loss_weights, entropy_weights, lse_weights, losses, maxima, log_sums, ranks,
-        predicted, entropies, lses, V, options.ignore_index, *_numbers(options), **_flags(options),
-        RANK=options.return_rank, PREDICTED=predicted is not None,
+        logits, logits.stride(0), target, loss_weights, entropy_weights, lse_weights, mean_weights, class_weights,
+        losses, maxima, log_sums, ranks, predicted, entropies, lses, means, V, options.ignore_index,
+        *_numbers(options), **_flags(options), RANK=options.return_rank, PREDICTED=predicted is not None,
         ENTROPY=entropies is not None or entropy_weights is not None,
         TILES=min(power_of_2_above(-(-V // lanes)), TILES), BLOCK=lanes, num_warps=lanes // 256,
     )  # fmt: skip
@@ -297,15 +325,17 @@ def launch_rows(
 
 def launch_gradient(
     logits: Tensor, gradient: Tensor, target: Tensor, maxima: Tensor, log_sums: Tensor, loss_weights: Tensor,
-    options: LossOptions,
+    options: LossOptions, lse_weights: Tensor | None = None, mean_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills gradient (M, V), contiguous, with that of loss_weights * losses, from the results of `launch_rows`."""
+    """Fills gradient (M, V), contiguous, with that of loss_weights * losses, and of lse_weights * lses and mean_weights
+    * means if these are given, from the results of `launch_rows`."""
     M, V = logits.shape
     block = min(power_of_2_above(V), 4096)
     blocks = -(-V // block)
     _cross_entropy_gradient_kernel[(M * blocks,)](
-        logits, logits.stride(0), gradient, target, loss_weights, maxima, log_sums,
-        V, blocks, options.ignore_index, *_numbers(options), **_flags(options),
+        logits, logits.stride(0), gradient, target, loss_weights, lse_weights, mean_weights, class_weights, maxima,
+        log_sums, V, blocks, options.ignore_index, *_numbers(options), **_flags(options),
         BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
 
