@@ -329,6 +329,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         mrope_section=[2, 2, 1],
     ),
     "qwen3_vl": qwen_vl("qwen3_vl", "qwen3", rope_type="default", mrope_interleaved=True, mrope_section=[3, 2, 2]),
+    "qwen3_vl_moe": qwen_vl(
+        "qwen3_vl_moe", "qwen3_moe-normalised", rope_type="default", mrope_interleaved=True, mrope_section=[2, 2, 1]
+    ),
 }
 """Checkpoints of more than a language model, around those of CONFIGS."""
 

@@ -60,7 +60,7 @@ def minimax_m2(config: Mapping[str, Any]) -> DecoderConfig:
         fields.choices(name, only, default=only)
     if not all(fields.flags("attn_type_list", lambda layer: True)):
         raise ConfigError(f"{fields.where}: attn_type_list: only layers of type 1, full attention, are implemented")
-    fields.ignore("shared_moe_mode", "mlp_intermediate_size", "use_mtp", "mtp_transformer_layers", "num_mtp_modules")
+    fields.ignore("shared_moe_mode", "mlp_intermediate_size")  # of a shared expert, which there is not
     norm = NormConfig(fields.number("rms_norm_eps", negative=False))
     experts, chosen = fields.experts("num_local_experts")
     router = RouterConfig(experts, chosen, scores="sigmoid", selection_bias=True)

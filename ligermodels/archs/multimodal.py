@@ -110,7 +110,9 @@ def wrapper(
                 f"config.json: text_config.{TIED} = {short(text[TIED])}: set {TIED} beside text_config too"
             )
         own = {"model_type": model.family.model_type, "architectures": [model.architecture]}
-        return {**model.defaults, **text, **own, TIED: config.get(TIED, tied)}
+        newer = model.family.attribute_map
+        defaults = {name: value for name, value in model.defaults.items() if newer.get(name) not in text}
+        return {**defaults, **text, **own, TIED: config.get(TIED, tied)}
 
     def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         text = text_of(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ligermodels.archs import qwen
+from ligermodels.archs.experts import expert_layouts
 from ligermodels.archs.multimodal import TextModel, layouts, wrapper
 
 QWEN2_VL = {
@@ -17,17 +18,31 @@ QWEN2_VL = {
     "rope_theta": 1e6,
 }
 QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 5e5}
+QWEN3_VL_MOE = {
+    **QWEN3_VL,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": True,
+}
 VISION = (r"^(model\.)?visual\.",)
 NEW = ("model.language_model", "lm_head.weight")
 """Prefix and head of the text model, as transformers 5 and the checkpoints of Qwen3-VL have them."""
 OLD = ("model", "lm_head.weight")
 """As those of Qwen2-VL and Qwen2.5-VL."""
-QWEN2, QWEN3 = (next(each for each in qwen.FAMILIES if each.model_type == name) for name in ("qwen2", "qwen3"))
+QWEN2, QWEN3, QWEN3_MOE = qwen.FAMILIES
 QWEN2_TEXT = TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_VL, lacking=("head_dim",))
 QWEN3_TEXT = TextModel(QWEN3, "Qwen3ForCausalLM", QWEN3_VL)
+QWEN3_MOE_TEXT = TextModel(QWEN3_MOE, "Qwen3MoeForCausalLM", QWEN3_VL_MOE)
+EXPERTS = [each["names"] for each in expert_layouts()]
 
 FAMILIES = (
     wrapper("qwen2_vl", {"qwen2_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), flat=True),
     wrapper("qwen2_5_vl", {"qwen2_5_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), flat=True),
     wrapper("qwen3_vl", {"qwen3_vl_text": QWEN3_TEXT}, layouts(NEW, ignored=VISION)),
+    wrapper("qwen3_vl_moe", {"qwen3_vl_moe_text": QWEN3_MOE_TEXT}, layouts(NEW, ignored=VISION, names=EXPERTS)),
 )

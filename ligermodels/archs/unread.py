@@ -31,7 +31,8 @@ HARMLESS = frozenset(
     encoder_no_repeat_ngram_size num_return_sequences return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
     unsloth_fixed unsloth_version mlx_version
-    num_mtp_layers num_nextn_predict_layers mtp_layer_types mtp_mlp_layer_types
+    num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
+    mtp_layer_types mtp_mlp_layer_types
     """)
 )
 """Fields that change nothing of what a model computes, whatever they hold. `pretraining_tp` and
@@ -57,6 +58,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
         first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func moe_topk enable_moe_block
+        use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim mamba_d_state mamba_d_conv ssm_state_size
         hidden_size_per_layer_input laurel_rank cross_attention_layers add_cross_attention cross_attention_hidden_size
