@@ -15,14 +15,14 @@ ALLOWANCE = 5 * 2**20
 """What the matrix library packs, and the allocator's own."""
 
 
-def beyond_gradients(loss: str, dtype: str, budget: int, *, trained: bool = True) -> int:
+def beyond_gradients(loss: str, dtype: str, budget: int, *, trained: bool = True, summed: bool = True) -> int:
     """Bytes at the peak of a forward and a backward pass, beyond the gradients and the sum of the weight's.
 
     loss: an expression of `ops`, `hidden` (T, H), `weight` (V, H), `target` (T,), `teacher` (a hidden and a weight of
-        the same sizes) and `budget`. trained: whether the weight has a gradient.
+        the same sizes) and `budget`. trained: whether the weight has a gradient, and `summed`, over chunks.
     """
     run = subprocess.run(
-        [sys.executable, __file__, loss, dtype, str(budget), str(int(trained))],
+        [sys.executable, __file__, loss, dtype, str(budget), str(int(trained)), str(int(summed))],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
@@ -38,7 +38,7 @@ def _peak() -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-def _main(loss: str, dtype_name: str, budget: str, trained: str) -> None:
+def _main(loss: str, dtype_name: str, budget: str, trained: str, summed: str) -> None:
     from loss_cases import targets
 
     from ligermodels import ops
@@ -54,7 +54,7 @@ def _main(loss: str, dtype_name: str, budget: str, trained: str) -> None:
         before = _peak()
         eval(loss, names).backward()
         used = _peak() - before
-    wide = 4 * weight.numel() if dtype != torch.float32 else 0
+    wide = 4 * weight.numel() if summed == "1" and dtype != torch.float32 else 0
     print(used - hidden.nbytes - (weight.nbytes + wide if weight.requires_grad else 0))
 
 

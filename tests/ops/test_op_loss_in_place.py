@@ -8,8 +8,8 @@ from conftest import Where
 from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import check
 
-from ligermodels.ops.loss.rows_in_place import RowWeights, rows_in_place
-from ligermodels.ops.loss.token_losses import LossOptions, RowNumbers, loss_weights
+from ligermodels.ops.loss.rows_in_place import RowResults, rows_in_place
+from ligermodels.ops.loss.token_losses import LossOptions, loss_weights
 from ligermodels.ops.loss.token_losses_kernels import launch_rows
 
 
@@ -26,7 +26,7 @@ class InPlace(torch.autograd.Function):
         logits = rows[:, before : before + x.shape[1]]
         losses = torch.empty_like(weights)
         ranks = y.new_empty(y.shape if chosen.return_rank else (0,))
-        rows_in_place(logits, y, RowNumbers(losses, ranks), RowWeights(weights), chosen)
+        rows_in_place(logits, y, RowResults(losses, ranks), weights, chosen)
         assert (rows[:, :before] == 7).all() and (rows[:, before + x.shape[1] :] == 7).all()
         ctx.gradient = logits.contiguous()
         ctx.mark_non_differentiable(ranks)
@@ -97,7 +97,7 @@ def test_not_a_number(where: Where) -> None:
     logits[:2, 7] = float("nan")
     y, weights = torch.tensor([3, -100, 5], device=where.device), torch.ones(3, device=where.device)
     losses = torch.empty_like(weights)
-    rows_in_place(logits, y, RowNumbers(losses, y.new_empty(0)), RowWeights(weights), LossOptions())
+    rows_in_place(logits, y, RowResults(losses, y.new_empty(0)), weights, LossOptions())
     assert losses.isnan().tolist() == [True, False, False]
     assert logits.isnan().any(1).tolist() == [True, False, False] and not logits[1].any()
 

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.gradient_sum import GradientSum
-from ligermodels.ops.loss.rows_in_place import RowWeights, bytes_in_torch, rows_in_place
+from ligermodels.ops.loss.rows_in_place import RowResults, bytes_in_torch, rows_in_place
 from ligermodels.ops.loss.token_losses import (
     LossOptions,
     LossWeights,
     Reduction,
-    RowNumbers,
     check_class_weights,
     check_loss,
     checked_loss_weights,
@@ -84,39 +83,35 @@ def checked_head(
 @custom_op()
 def linear_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor,
-    entropy_weights: Tensor | None, lse_weights: Tensor | None, mean_weights: Tensor | None,
     class_weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
     logit_scale: float, return_rank: bool, return_predicted: bool, return_entropy: bool, return_lse: bool,
     return_mean: bool, memory_budget: int, num_targets: int, need_hidden: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The `RowNumbers` of all rows, and the gradients of hidden, weight and bias, as `RowWeights` weigh them; those not
-    asked for are empty. Targets have been checked. class_weights, (V,), are those of the means."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The `RowResults` of all rows, and the gradients by hidden, weight and bias of the sum of loss_weights * losses;
+    those not asked for are empty. Targets have been checked. class_weights, (V,), are those of the means."""
     losses, dx = loss_weights.new_empty(loss_weights.shape), empty_gradient(hidden, need_hidden, hidden)
     ranks, predicted = (target.new_empty(target.shape if r else (0,)) for r in (return_rank, return_predicted))
-    entropies, lses, means = (
-        losses.new_empty(losses.shape if r else (0,)) for r in (return_entropy, return_lse, return_mean)
+    entropies, maxima, totals, means = (
+        losses.new_empty(losses.shape if r else (0,)) for r in (return_entropy, return_lse, return_lse, return_mean)
     )
     if is_fake(losses):
         of_weight, of_bias = (empty_gradient(t, need, hidden) for t, need in ((weight, need_weight), (bias, need_bias)))
-        return losses, ranks, predicted, entropies, lses, means, dx, of_weight, of_bias
+        return losses, ranks, predicted, entropies, maxima, totals, means, dx, of_weight, of_bias
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     V, H = weight.shape
     rows, targets = as_rows(hidden), target.reshape(-1)
-    others = entropy_weights, lse_weights, mean_weights
     asked = {"losses": losses, "ranks": ranks}
     asked |= {"predicted": predicted} if return_predicted else {}
     asked |= {"entropies": entropies} if return_entropy else {}
-    asked |= {"lses": lses} if return_lse else {}
+    asked |= {"maxima": maxima, "totals": totals} if return_lse else {}
     asked |= {"means": means} if return_mean else {}
 
-    T, chosen = targets.shape[0], None
-    if num_targets < SKIP_BELOW * T:
-        valid = targets != ignore_index
-        torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
-        chosen = valid.argsort(descending=True, stable=True)[:num_targets]
-        T = num_targets
-        for x in (losses, entropies, lses, means, dx):
+    chosen = rows_with_targets(targets, num_targets, ignore_index)
+    T = len(targets if chosen is None else chosen)
+    if chosen is not None:
+        for x in (losses, entropies, maxima, means, dx):
             x.zero_()
+        totals.fill_(1)
         for x in (ranks, predicted):
             x.fill_(-1)
 
@@ -129,8 +124,7 @@ def linear_rows(
         else:
             x.index_copy_(0, chosen[chunk], values)
 
-    with_entropy = return_entropy or entropy_weights is not None
-    in_torch = 0 if use_kernels(hidden) else bytes_in_torch(V, hidden.dtype, options, with_entropy)
+    in_torch = 0 if use_kernels(hidden) else bytes_in_torch(V, hidden.dtype, options, return_entropy)
     size = chunk_rows(T, V, H, hidden, in_torch, memory_budget, need_weight)
     dw = GradientSum(weight, several=size < T) if need_weight else None
     db = GradientSum(bias, several=True) if bias is not None and need_bias else None
@@ -144,13 +138,9 @@ def linear_rows(
         else:
             torch.addmm(bias, x, weight.t(), out=logits)
         found = {name: whole.new_empty(logits.shape[0] if whole.numel() else 0) for name, whole in asked.items()}
-        weights = None
-        if need_hidden or need_weight or need_bias:
-            weights = RowWeights(
-                take(loss_weights.reshape(-1), chunk),
-                *(None if w is None else take(w.reshape(-1), chunk) for w in others),
-            )
-        rows_in_place(logits, take(targets, chunk), RowNumbers(**found), weights, options, class_weights)
+        graded = need_hidden or need_weight or need_bias
+        weights = take(loss_weights.reshape(-1), chunk) if graded else None
+        rows_in_place(logits, take(targets, chunk), RowResults(**found), weights, options, class_weights)
         for name, values in found.items():
             if values.numel():
                 put(values, asked[name].view(-1), chunk)
@@ -163,7 +153,16 @@ def linear_rows(
         if db is not None:
             db.add(logits)
     gradients = [weight.new_empty(0) if g is None else g.close() for g in (dw, db)]
-    return losses, ranks, predicted, entropies, lses, means, dx, gradients[0], gradients[1]
+    return losses, ranks, predicted, entropies, maxima, totals, means, dx, gradients[0], gradients[1]
+
+
+def rows_with_targets(targets: Tensor, num_targets: int, ignore_index: int) -> Tensor | None:
+    """The numbers of the rows with targets, in order; None if nearly all rows have one, which are then all taken."""
+    if num_targets >= SKIP_BELOW * len(targets):
+        return None
+    valid = targets != ignore_index
+    torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
+    return valid.argsort(descending=True, stable=True)[:num_targets]
 
 
 def chunk_rows(T: int, V: int, H: int, hidden: Tensor, in_torch: int, memory_budget: int, need_weight: bool) -> int:

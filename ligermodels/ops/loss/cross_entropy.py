@@ -109,26 +109,26 @@ def _cross_entropy_forward(
     logits: Tensor, target: Tensor, class_weights: Tensor | None, ignore_index: int, label_smoothing: float,
     z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool, return_predicted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Each row's loss, max, log of the sum of exp(x - max), rank, predicted class, and mean of class_weights * x; those
+    """Each row's loss, max, sum of exp(x - max), rank, predicted class, and mean of class_weights * x; those
     not asked for are empty. A target out of range counts as ignored: targets have been checked."""
-    losses, maxima, log_sums = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
+    losses, maxima, totals = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
     ranks, predicted = (target.new_empty(target.shape if r else (0,)) for r in (return_rank, return_predicted))
     means = losses.new_empty((0,) if class_weights is None else losses.shape)
     if is_fake(losses):
-        return losses, maxima, log_sums, ranks, predicted, means
+        return losses, maxima, totals, ranks, predicted, means
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
     launch_rows(
-        as_rows(logits), target.contiguous(), losses, ranks, options, maxima=maxima, log_sums=log_sums,
+        as_rows(logits), target.contiguous(), losses, ranks, options, maxima=maxima, totals=totals,
         predicted=predicted if return_predicted else None, means=None if class_weights is None else means,
         class_weights=class_weights,
     )  # fmt: skip
-    return losses, maxima, log_sums, ranks, predicted, means
+    return losses, maxima, totals, ranks, predicted, means
 
 
 @custom_op()
 def _cross_entropy_backward(
     dlosses: Tensor, dlses: Tensor | None, dmeans: Tensor | None, logits: Tensor, target: Tensor,
-    class_weights: Tensor | None, maxima: Tensor, log_sums: Tensor, ignore_index: int, label_smoothing: float,
+    class_weights: Tensor | None, maxima: Tensor, totals: Tensor, ignore_index: int, label_smoothing: float,
     z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool, return_predicted: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits, given those of each row's loss, log-sum-exp and mean."""
@@ -138,7 +138,7 @@ def _cross_entropy_backward(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     dlses, dmeans = (None if d is None else d.contiguous() for d in (dlses, dmeans))
     launch_gradient(
-        as_rows(logits), gradient, target.contiguous(), maxima, log_sums, dlosses.contiguous(), options,
+        as_rows(logits), gradient, target.contiguous(), maxima, totals, dlosses.contiguous(), options,
         lse_weights=dlses, mean_weights=dmeans, class_weights=None if dmeans is None else class_weights,
     )  # fmt: skip
     return gradient
@@ -149,13 +149,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target, class_weights, options, return_lse):
-        losses, maxima, log_sums, ranks, predicted, means = _cross_entropy_forward(
+        losses, maxima, totals, ranks, predicted, means = _cross_entropy_forward(
             logits, target, class_weights, *options
         )
-        ctx.save_for_backward(logits, target, class_weights, maxima, log_sums)
+        ctx.save_for_backward(logits, target, class_weights, maxima, totals)
         ctx.options, ctx.asked = options, (return_lse, class_weights is not None)
         ctx.set_materialize_grads(False)  # None tells what the loss does not use
-        lses = maxima + log_sums if return_lse else None
+        lses = maxima + totals.log() if return_lse else None
         means = means if class_weights is not None else None
         ctx.mark_non_differentiable(ranks, predicted)
         return losses, ranks, predicted, None, lses, means

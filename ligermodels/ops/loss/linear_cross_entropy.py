@@ -113,11 +113,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx, hidden, weight, bias, target, loss_weights, options, return_lse, memory_budget, num_targets, reduced, needs
     ):  # fmt: skip
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
-        losses, rank, predicted, _, lses, _, *gradients = linear_rows(
-            hidden, weight, bias, target, loss_weights, None, None, None, None, *options, False, return_lse, False,
+        losses, rank, predicted, _, maxima, totals, _, *gradients = linear_rows(
+            hidden, weight, bias, target, loss_weights, None, *options, False, return_lse, False,
             memory_budget, num_targets, *now,
         )  # fmt: skip
-        losses = losses * loss_weights
+        losses, lses = losses * loss_weights, maxima + totals.log()
         numbers = (*options._replace(return_rank=False, return_predicted=False), False, False, False)
         ctx.options = (*numbers, memory_budget, num_targets)
         ctx.mark_non_differentiable(rank, predicted, lses)
@@ -131,6 +131,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if kept is not None:
             return kept
         *inputs, loss_weights = ctx.saved_tensors
-        return linear_rows(
-            *inputs, loss_weights * grad, None, None, None, None, *ctx.options, *ctx.needs_input_grad[:3]
-        )[-3:]
+        return linear_rows(*inputs, loss_weights * grad, None, *ctx.options, *ctx.needs_input_grad[:3])[-3:]

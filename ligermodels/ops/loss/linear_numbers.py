@@ -4,17 +4,17 @@ With effective logits x as at the head of `token_losses`, p = softmax(x) and lse
 
     -log_prob = lse - x_y        entropy = -sum p log p = lse - sum p x        lse        mean of w_j x_j
 
-    d -log_prob / dx_j = p_j - [j = y]        d entropy / dx_j = p_j (lse - entropy - x_j)        d lse / dx_j = p_j
-
 What the gradients are multiplied by is known only in the backward pass. If the head is trained, that pass recomputes
-the logits: four GEMMs in all. If only the hidden states need a gradient, the forward pass computes that of each row's
-log-probability, and the backward pass multiplies it by the row's factor: two GEMMs, whatever the loss.
+the logits, by chunks of classes (`linear_columns`): four GEMMs in all. If only the hidden states need a gradient, the
+forward pass computes that of each row's log-probability, and the backward pass multiplies it by the row's factor: two
+GEMMs, whatever the loss.
 """
 
 import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.chunks import Head, linear_rows
+from ligermodels.ops.loss.linear_columns import linear_columns
 from ligermodels.ops.loss.token_losses import LossOptions, RowNumbers
 from ligermodels.ops.runtime.library import once_differentiable
 
@@ -23,7 +23,7 @@ def linear_numbers(
     head: Head, options: LossOptions, memory_budget: int, *, return_entropy: bool = False, return_lse: bool = False,
     class_weights: Tensor | None = None, keep: bool = True,
 ) -> RowNumbers:  # fmt: skip
-    """The `RowNumbers` of a head's rows; `losses` are -log p_y, and what is not asked for is empty.
+    """The `RowNumbers` of a head's rows; `losses` are -log p_y. What is not asked for is empty, or has no gradient.
 
     options: without label smoothing and z-loss. class_weights: (V,), those of the means, if these are asked for.
     keep: whether the forward pass keeps the gradient of -log p_y where it can, which serves if the loss uses no other.
@@ -43,28 +43,31 @@ class _LinearNumbers(torch.autograd.Function):
     ):  # fmt: skip
         kept = keep and needs == (True, False, False) and hidden.dtype != torch.float16
         ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        *numbers, dx, _, _ = linear_rows(
-            hidden, weight, bias, target, ones, None, None, None, class_weights, *options, *asked, memory_budget,
-            num_targets, kept, False, False,
+        return_entropy, _, return_mean = asked
+        losses, ranks, predicted, entropies, maxima, totals, means, dx, _, _ = linear_rows(
+            hidden, weight, bias, target, ones, class_weights, *options, return_entropy, True, return_mean,
+            memory_budget, num_targets, kept, False, False,
         )  # fmt: skip
-        ctx.save_for_backward(hidden, weight, bias, target, class_weights, dx if kept else None)
-        ctx.options = (*options._replace(return_rank=False, return_predicted=False), False, False, False)
-        ctx.sizes, ctx.asked = (memory_budget, num_targets), asked
+        others = entropies, maxima + totals.log(), means
+        inputs = hidden, weight, bias, target
+        ctx.save_for_backward(*inputs, maxima, totals, entropies, class_weights, dx if kept else None)
+        ctx.options = (options.ignore_index, options.softcap, options.logit_scale, memory_budget, num_targets)
+        ctx.asked = asked
         ctx.set_materialize_grads(False)  # None tells what the loss does not use
-        losses, ranks, predicted, *others = numbers
         ctx.mark_non_differentiable(ranks, predicted, *(x for x, used in zip(others, asked, strict=True) if not used))
         return losses, ranks, predicted, *others
 
     @staticmethod
     @once_differentiable
     def backward(ctx, of_losses, _ranks, _predicted, *of_others):
-        *inputs, target, class_weights, dx = ctx.saved_tensors
+        *inputs, maxima, totals, entropies, class_weights, dx = ctx.saved_tensors
         # A compiled graph has zeros for None, also for what was not asked for.
         of_others = tuple(g if used else None for g, used in zip(of_others, ctx.asked, strict=True))
         if of_losses is None:
-            of_losses = torch.zeros_like(target, dtype=torch.promote_types(inputs[0].dtype, torch.float32))
+            of_losses = torch.zeros_like(maxima)
         if dx is not None and all(g is None for g in of_others):
             return ((dx * of_losses.unsqueeze(-1)).to(dx.dtype),)
-        return linear_rows(
-            *inputs, target, of_losses, *of_others, class_weights, *ctx.options, *ctx.sizes, *ctx.needs_input_grad[:3]
-        )[-3:]
+        return linear_columns(
+            *inputs, maxima, totals, None if of_others[0] is None else entropies, of_losses, *of_others,
+            None if of_others[2] is None else class_weights, *ctx.options, *ctx.needs_input_grad[:3],
+        )  # fmt: skip

@@ -5,38 +5,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.token_losses import LossOptions, RowNumbers, ranks_reference
+from ligermodels.ops.loss.token_losses import LossOptions, ranks_reference
 from ligermodels.ops.loss.token_losses_kernels import launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 
 VANISHED = -1000.0  # exp of it is 0, in float64 too
 
 
-class RowWeights(NamedTuple):
-    """The factors of losses, entropies, lses and means, (M,), in the sum that is differentiated; None for 0."""
+class RowResults(NamedTuple):
+    """Numbers of each row, (M,): its loss, and what else is asked for, None (or empty) for what is not. Ignored rows
+    have 0, totals of 1, and -1 for ranks and predicted classes. The log-sum-exp is the maximum + log(total); apart they
+    keep the digits of a small difference of great logits."""
 
     losses: Tensor
-    entropies: Tensor | None = None
-    lses: Tensor | None = None
-    means: Tensor | None = None
+    ranks: Tensor  # as in `cross_entropy`
+    predicted: Tensor | None = None  # the class of the greatest logit, the first of equal ones
+    entropies: Tensor | None = None  # of softmax(x), where x are the effective logits
+    maxima: Tensor | None = None  # of x
+    totals: Tensor | None = None  # sum exp (x - maximum)
+    means: Tensor | None = None  # of class_weights * x over the classes
 
 
 def rows_in_place(
-    logits: Tensor, target: Tensor, found: RowNumbers, weights: RowWeights | None, options: LossOptions,
+    logits: Tensor, target: Tensor, found: RowResults, loss_weights: Tensor | None, options: LossOptions,
     class_weights: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills `found` from logits (M, V). Given weights, the gradient of the weighted sum of losses, entropies, lses and
-    means takes the place of the logits. Means, without label smoothing, are of class_weights, (V,), of losses' dtype.
+    """Fills `found` from logits (M, V). Given loss_weights, (M,), the gradient of loss_weights * losses takes the place
+    of the logits. Means, without label smoothing, are of class_weights, (V,), of losses' dtype.
 
-    With p = softmax(x), H its entropy and lse = log sum exp x: dH/dx_j = p_j (lse - H - x_j), and dlse/dx_j = p_j.
     In torch this holds what `bytes_in_torch` says beside the logits."""
-    losses, ranks, predicted, entropies, lses, means = found
-    of_losses, of_entropies, of_lses, of_means = weights or (None, None, None, None)
+    losses, ranks, predicted, entropies, maxima, totals, means = found
     if use_kernels(logits):
         launch_rows(
-            logits, target, losses, ranks, options, predicted=predicted, entropies=entropies, lses=lses,
-            means=means, loss_weights=of_losses, entropy_weights=of_entropies, lse_weights=of_lses,
-            mean_weights=of_means, class_weights=class_weights,
+            logits, target, losses, ranks, options, predicted=predicted, entropies=entropies,
+            maxima=maxima, totals=totals, means=means, loss_weights=loss_weights, class_weights=class_weights,
         )  # fmt: skip
         return
     valid = target != options.ignore_index
@@ -58,7 +60,7 @@ def rows_in_place(
     at_y = x.gather(1, y).squeeze(1)
     mean = x.mean(1) if options.label_smoothing else 0.0
     below = None  # x - maximum
-    if entropies is not None or of_entropies is not None:
+    if entropies is not None:
         below = x.clamp_(min=VANISHED)  # -inf times its exp would be NaN
         x = below.exp()
     else:
@@ -70,32 +72,20 @@ def rows_in_place(
     if options.label_smoothing:
         loss += options.label_smoothing * (log_sum - mean)
     losses.copy_(loss.masked_fill_(~valid, 0.0))
-    expected = None  # of x - maximum
-    if below is not None:
-        expected = torch.bmm(x.unsqueeze(1), below.unsqueeze(2)).view(-1) / total
-    if entropies is not None and expected is not None:
+    if entropies is not None and below is not None:
+        expected = torch.bmm(x.unsqueeze(1), below.unsqueeze(2)).view(-1) / total  # of x - maximum
         entropies.copy_((log_sum - expected).masked_fill_(~valid, 0.0))
-    if lses is not None:
-        lses.copy_(lse.masked_fill(~valid, 0.0))
-    if of_losses is None:
+    if maxima is not None and totals is not None:
+        maxima.copy_(maximum.squeeze(1).masked_fill_(~valid, 0.0))
+        totals.copy_(total.masked_fill(~valid, 1.0))
+    if loss_weights is None:
         return
 
-    c = of_losses * options.logit_scale
-    factor = (1 + 2 * options.z_loss * lse) / total * c
-    if of_lses is not None:
-        factor += of_lses * options.logit_scale / total
-    if of_entropies is not None and below is not None and expected is not None:
-        of_entropy = of_entropies * options.logit_scale / total
-        factor += of_entropy * expected
-        x.mul_(below.mul_(-of_entropy.unsqueeze(1)).add_(factor.unsqueeze(1)))
-    else:
-        x.mul_(factor.unsqueeze(1))
+    c = loss_weights * options.logit_scale
+    x.mul_(((1 + 2 * options.z_loss * lse) / total * c).unsqueeze(1))
     if options.label_smoothing:
         x.sub_((options.label_smoothing / x.shape[1] * c).unsqueeze(1))
     x.scatter_add_(1, y, ((options.label_smoothing - 1) * c).unsqueeze(1))
-    if of_means is not None and class_weights is not None:
-        of_mean = of_means * (options.logit_scale / x.shape[1])
-        x.addcmul_(of_mean.unsqueeze(1), class_weights)
     if capped is not None:
         x.mul_(capped.square_().neg_().add_(1))
     logits.copy_(x.masked_fill_(~valid.unsqueeze(1), 0.0))

@@ -118,44 +118,38 @@ def _gradient(
 
 @triton.jit
 def _write_tile(
-    start, first, col, V, maximum, factor, of_entropy, of_mean, class_weights, c, scale, softcap, smoothing,
-    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, MEAN: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
     """Replaces a tile of logits by its gradient as if none were the target's."""
     place = start + first + col
     mask = (first + col < V) if MASKED else None
     given = tl.load(place, mask=mask)
-    if MEAN:
-        of_mean = of_mean * tl.load(class_weights + first + col, mask=mask)
     g = _gradient(
-        given, False, maximum, factor, of_entropy, of_mean, c, V, scale, softcap, smoothing,
-        SCALED, CAPPED, SMOOTHED, MEAN, ENTROPY,
-    )  # fmt: skip
+        given, False, maximum, factor, 0.0, 0.0, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED, False, False
+    )
     tl.store(place, g.to(start.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _cross_entropy_row_kernel(
-    logits, stride, target, loss_weights, entropy_weights, lse_weights, mean_weights, class_weights, losses, maxima,
-    log_sums, ranks, predicted, entropies, lses, means, V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
+    logits, stride, target, loss_weights, class_weights, losses, maxima, totals, ranks, predicted, entropies, means,
+    V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr,
     ENTROPY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program reads one row: its loss, max and log of the sum of exp(x - max), and what else is asked for.
+    """Each program reads one row: its loss, max and sum of exp(x - max), and what else is asked for.
 
     BLOCK lanes go through the row, TILES logits each at a time, and are reduced once at the end: little more than one
     exp for each logit, and no barrier in the loop. Given loss_weights, the program then goes back through the row and
-    replaces it by the gradient of loss_weight * loss, and of the entropy, the log-sum-exp and the mean times their
-    weights: what it read last is still in the cache."""
+    replaces it by the gradient of loss_weight * loss: what it read last is still in the cache."""
     SIZE: tl.constexpr = TILES * BLOCK
-    WEIGHTED: tl.constexpr = entropy_weights is not None
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     start = logits + row * stride
     whole = V // SIZE * SIZE
     y = tl.load(target + row)
-    loss, maximum, log_sum, entropy = 0.0, 0.0, 0.0, 0.0
+    loss, maximum, total_of_row, entropy = 0.0, 0.0, 1.0, 0.0
     weighted = 0.0  # the sum of class_weights * x
     rank = tl.full((), -1, dtype=tl.int64)
     prediction = tl.full((), -1, dtype=tl.int64)
@@ -187,11 +181,9 @@ def _cross_entropy_row_kernel(
         if SMOOTHED:
             loss += smoothing * (log_sum - (tl.sum(plain, axis=0) / V - maximum))
         loss += z_loss * (maximum + log_sum) * (maximum + log_sum)
-        mean = 0.0  # the expectation of x - maximum
         if ENTROPY:
             spread = _exp(top - maximum) * (spread + total * _below(top, maximum))
-            mean = tl.sum(spread, axis=0) / total_of_row
-            entropy = log_sum - mean
+            entropy = log_sum - tl.sum(spread, axis=0) / total_of_row
         if means is not None:
             weighted = tl.sum(plain, axis=0)
         if RANK:
@@ -204,32 +196,19 @@ def _cross_entropy_row_kernel(
         if loss_weights is not None:
             c = tl.load(loss_weights + row) * logit_scale
             factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) / total_of_row
-            of_entropy = 0.0
-            # By x_j the entropy has the slope p_j * (mean - (x_j - maximum)), and the log-sum-exp p_j.
-            if entropy_weights is not None:
-                of_entropy = tl.load(entropy_weights + row) * logit_scale / total_of_row
-                factor += of_entropy * mean
-            if lse_weights is not None:
-                factor += tl.load(lse_weights + row) * logit_scale / total_of_row
-            of_mean, of_mean_y = 0.0, 0.0
-            if mean_weights is not None:
-                of_mean = tl.load(mean_weights + row) * logit_scale / V
-                of_mean_y = of_mean * tl.load(class_weights + y)
             tl.debug_barrier()  # all threads have read the row
             if whole < V:
                 _write_tile(
-                    start, whole, col, V, maximum, factor, of_entropy, of_mean, class_weights, c, scale, softcap,
-                    smoothing, True, SCALED, CAPPED, SMOOTHED, mean_weights is not None, WEIGHTED,
-                )  # fmt: skip
+                    start, whole, col, V, maximum, factor, c, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED
+                )
             for done in range(0, whole, SIZE):
                 first = whole - SIZE - done
                 _write_tile(
-                    start, first, col, V, maximum, factor, of_entropy, of_mean, class_weights, c, scale, softcap,
-                    smoothing, False, SCALED, CAPPED, SMOOTHED, mean_weights is not None, WEIGHTED,
-                )  # fmt: skip
+                    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
+                )
             g_y = _gradient(
-                given_y, True, maximum, factor, of_entropy, of_mean_y, c, V, scale, softcap, smoothing,
-                SCALED, CAPPED, SMOOTHED, mean_weights is not None, WEIGHTED,
+                given_y, True, maximum, factor, 0.0, 0.0, c, V, scale, softcap, smoothing,
+                SCALED, CAPPED, SMOOTHED, False, False,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have written theirs
             tl.store(start + y, g_y.to(logits.dtype.element_ty))
@@ -240,48 +219,51 @@ def _cross_entropy_row_kernel(
     tl.store(losses + row, loss)
     if maxima is not None:
         tl.store(maxima + row, maximum)
-        tl.store(log_sums + row, log_sum)
+        tl.store(totals + row, total_of_row)
     if RANK:
         tl.store(ranks + row, rank)
     if PREDICTED:
         tl.store(predicted + row, prediction)
     if entropies is not None:
         tl.store(entropies + row, entropy)
-    if lses is not None:
-        tl.store(lses + row, maximum + log_sum)
     if means is not None:
         tl.store(means + row, weighted / V)
 
 
 @kernel
 def _cross_entropy_gradient_kernel(
-    logits, stride, gradient, target, loss_weights, lse_weights, mean_weights, class_weights, maxima, log_sums,
-    V, blocks, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, gradient, gradient_stride, target, loss_weights, entropy_weights, lse_weights, mean_weights,
+    class_weights, maxima, totals, entropies, first, columns, V, blocks, ignore_index, scale, softcap, logit_scale,
+    smoothing, z_loss, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes one block of one row of the gradient, from the saved max and log-sum."""
+    """Each program writes one block of one row of the gradient, which may take the place of the logits: of `columns`
+    of V logits, from the `first` on. maxima, totals and entropies are those of whole rows."""
     row = tl.program_id(0).to(tl.int64) // blocks
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    start, out = logits + row * stride, gradient + row * V
+    start, out, inside = logits + row * stride, gradient + row * gradient_stride, col < columns
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
-        maximum, log_sum = tl.load(maxima + row), tl.load(log_sums + row)
+        maximum, total = tl.load(maxima + row), tl.load(totals + row)
+        log_sum = tl.log(total)
         c = tl.load(loss_weights + row) * logit_scale
-        given = tl.load(start + col, mask=col < V, other=0.0)
-        factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) * tl.exp(-log_sum)
-        of_mean = 0.0
+        given = tl.load(start + col, mask=inside, other=0.0)
+        factor = c * (1.0 + 2.0 * z_loss * (maximum + log_sum)) / total
+        of_entropy, of_mean = 0.0, 0.0
+        if entropy_weights is not None:  # its slope by x_j is p_j * (log_sum - entropy - (x_j - maximum))
+            of_entropy = tl.load(entropy_weights + row) * logit_scale / total
+            factor += of_entropy * (log_sum - tl.load(entropies + row))
         if lse_weights is not None:
-            factor += tl.load(lse_weights + row) * logit_scale * tl.exp(-log_sum)
+            factor += tl.load(lse_weights + row) * logit_scale / total
         if mean_weights is not None:
-            weight = tl.load(class_weights + col, mask=col < V, other=0.0)
+            weight = tl.load(class_weights + first + col, mask=inside, other=0.0)
             of_mean = tl.load(mean_weights + row) * logit_scale / V * weight
         g = _gradient(
-            given, col == y, maximum, factor, 0.0, of_mean, c, V, scale, softcap, smoothing,
-            SCALED, CAPPED, SMOOTHED, mean_weights is not None, False,
+            given, first + col == y, maximum, factor, of_entropy, of_mean, c, V, scale, softcap, smoothing,
+            SCALED, CAPPED, SMOOTHED, mean_weights is not None, entropy_weights is not None,
         )  # fmt: skip
-        tl.store(out + col, g.to(gradient.dtype.element_ty), mask=col < V)
+        tl.store(out + col, g.to(gradient.dtype.element_ty), mask=inside)
     else:
-        tl.store(out + col, tl.zeros((BLOCK,), dtype=gradient.dtype.element_ty), mask=col < V)
+        tl.store(out + col, tl.zeros((BLOCK,), dtype=gradient.dtype.element_ty), mask=inside)
 
 
 def _numbers(options: LossOptions) -> tuple[float, ...]:
@@ -301,41 +283,43 @@ def _flags(options: LossOptions) -> dict[str, bool]:
 
 def launch_rows(
     logits: Tensor, target: Tensor, losses: Tensor, ranks: Tensor, options: LossOptions, *,
-    maxima: Tensor | None = None, log_sums: Tensor | None = None, predicted: Tensor | None = None,
-    entropies: Tensor | None = None, lses: Tensor | None = None, means: Tensor | None = None,
-    loss_weights: Tensor | None = None, entropy_weights: Tensor | None = None, lse_weights: Tensor | None = None,
-    mean_weights: Tensor | None = None, class_weights: Tensor | None = None,
+    maxima: Tensor | None = None, totals: Tensor | None = None, predicted: Tensor | None = None,
+    entropies: Tensor | None = None, means: Tensor | None = None, loss_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills losses, ranks and those given of the others, (M,), from logits (M, V), whose last dimension is contiguous.
 
-    loss_weights, (M,): then the gradient of loss_weights * losses takes the place of the logits, with that of
-    entropy_weights * entropies, lse_weights * lses and mean_weights * means if these are given too.
-    class_weights, (V,) float32: for means and mean_weights, which exclude label smoothing (their sums share lanes)."""
+    loss_weights, (M,): then the gradient of loss_weights * losses takes the place of the logits. class_weights, (V,)
+    float32: of the means, which exclude label smoothing (their sums share lanes)."""
     M, V = logits.shape
     most = 2048 if loss_weights is None else 4096  # in place, a row should have a multiprocessor to itself
     lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), most)  # 8 a thread: 16-byte loads of bfloat16
     _cross_entropy_row_kernel[(M,)](
-        logits, logits.stride(0), target, loss_weights, entropy_weights, lse_weights, mean_weights, class_weights,
-        losses, maxima, log_sums, ranks, predicted, entropies, lses, means, V, options.ignore_index,
-        *_numbers(options), **_flags(options), RANK=options.return_rank, PREDICTED=predicted is not None,
-        ENTROPY=entropies is not None or entropy_weights is not None,
+        logits, logits.stride(0), target, loss_weights, class_weights, losses, maxima, totals, ranks, predicted,
+        entropies, means, V, options.ignore_index, *_numbers(options), **_flags(options),
+        RANK=options.return_rank, PREDICTED=predicted is not None, ENTROPY=entropies is not None,
         TILES=min(power_of_2_above(-(-V // lanes)), TILES), BLOCK=lanes, num_warps=lanes // 256,
     )  # fmt: skip
 
 
 def launch_gradient(
-    logits: Tensor, gradient: Tensor, target: Tensor, maxima: Tensor, log_sums: Tensor, loss_weights: Tensor,
-    options: LossOptions, lse_weights: Tensor | None = None, mean_weights: Tensor | None = None,
-    class_weights: Tensor | None = None,
+    logits: Tensor, gradient: Tensor, target: Tensor, maxima: Tensor, totals: Tensor, loss_weights: Tensor,
+    options: LossOptions, *, entropies: Tensor | None = None, entropy_weights: Tensor | None = None,
+    lse_weights: Tensor | None = None, mean_weights: Tensor | None = None, class_weights: Tensor | None = None,
+    first: int = 0, num_classes: int | None = None,
 ) -> None:  # fmt: skip
-    """Fills gradient (M, V), contiguous, with that of loss_weights * losses, and of lse_weights * lses and mean_weights
-    * means if these are given, from the results of `launch_rows`."""
-    M, V = logits.shape
-    block = min(power_of_2_above(V), 4096)
-    blocks = -(-V // block)
+    """Fills gradient (M, n) with that of loss_weights * losses, and of entropy_weights * entropies, lse_weights * lses
+    and mean_weights * means if these are given, from the results of `launch_rows`.
+
+    logits: (M, n), which `gradient` may be; both with a contiguous last dimension. first, num_classes: they are columns
+    `first` to `first + n` of so many; by default all."""
+    M, n = logits.shape
+    block = min(power_of_2_above(n), 4096)
+    blocks = -(-n // block)
     _cross_entropy_gradient_kernel[(M * blocks,)](
-        logits, logits.stride(0), gradient, target, loss_weights, lse_weights, mean_weights, class_weights, maxima,
-        log_sums, V, blocks, options.ignore_index, *_numbers(options), **_flags(options),
+        logits, logits.stride(0), gradient, gradient.stride(0), target, loss_weights, entropy_weights, lse_weights,
+        mean_weights, class_weights, maxima, totals, entropies, first, n, num_classes or n, blocks,
+        options.ignore_index, *_numbers(options), **_flags(options),
         BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
 
