@@ -138,7 +138,7 @@ def _cross_entropy_backward(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     dlses, dmeans = (None if d is None else d.contiguous() for d in (dlses, dmeans))
     launch_gradient(
-        as_rows(logits), gradient, target.contiguous(), maxima, totals, dlosses.contiguous(), options,
+        as_rows(logits), as_rows(gradient), target.contiguous(), maxima, totals, dlosses.contiguous(), options,
         lse_weights=dlses, mean_weights=dmeans, class_weights=None if dmeans is None else class_weights,
     )  # fmt: skip
     return gradient
