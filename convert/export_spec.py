@@ -92,8 +92,6 @@ class ExportSpec:
         files: name -> path of files to copy, such as the tokenizer's.
         attribute_map: other names of the config's fields, see `for_export`.
         source: the checkpoint that the model was loaded from, if it was.
-        dtypes: name -> dtype of the tensors that are written as they were stored, whatever the dtype of the model:
-            buffers such as the selection bias of a router.
 
     Raises ConfigError when a token id in `generation_config` is not one.
     """
@@ -105,7 +103,6 @@ class ExportSpec:
     files: Mapping[str, Path] = field(default_factory=dict)
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
     source: SourceCheckpoint | None = None
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_generation(self.generation_config or {})
@@ -146,20 +143,13 @@ class ExportSpec:
                 written["generation_config.json"] = as_json(self.generation_config)
             save_checkpoint(
                 folder,
-                [*(self._as_stored(tensor) for tensor in weight_map.export(state)), *extra],
+                [*weight_map.export(state), *extra],
                 max_shard_size=max_shard_size,
                 files={**files, **written},
                 overwrite=overwrite,
                 check=check,
                 ranks=ranks,
             )
-
-    def _as_stored(self, tensor: LazyTensor) -> LazyTensor:
-        """`tensor` in the dtype of `dtypes`."""
-        dtype = self.dtypes.get(tensor.name, tensor.dtype)
-        if dtype == tensor.dtype:
-            return tensor
-        return tensor._replace(dtype=dtype, read=lambda: tensor.read().to(dtype))
 
 
 def as_json(content: Mapping[str, Any]) -> str:

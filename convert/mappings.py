@@ -8,7 +8,7 @@ of their own parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -69,6 +69,16 @@ def concat(target: str, sources: Sequence[str], sizes: Sequence[int], dim: int =
     each = zip(sources, starts, sizes, strict=True)
     return WeightMapping(
         target, tuple(TensorView(s, partial(torch.narrow, dim=dim, start=start, length=n)) for s, start, n in each)
+    )
+
+
+def rows(target: str, pieces: Iterable[tuple[str, int, int, int]]) -> WeightMapping:
+    """`target` consists of `pieces` (source, first row of the source, first row of the target, rows)."""
+    return WeightMapping(
+        target,
+        tuple(
+            TensorView(s, partial(torch.narrow, dim=0, start=at, length=n), start=first) for s, first, at, n in pieces
+        ),
     )
 
 

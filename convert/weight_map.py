@@ -47,11 +47,24 @@ class WeightMap:
         ignored: regular expressions; checkpoint tensors in whose names one is found are not loaded.
         aliases: checkpoint tensor -> the one it repeats (`lm_head.weight` of a tied model). Loading accepts either or
             both, when both are equal; export leaves the alias out.
+        dtypes: native tensor -> the dtype that an export gives it, unless the model's own is wider: of tensors that
+            are kept in a wider dtype than the rest of the model.
     """
 
     mappings: Sequence[WeightMapping]
     ignored: Sequence[str] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def stored_dtypes(
+        self, headers: Mapping[str, Spec], state: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> dict[str, torch.dtype]:
+        """For `dtypes`: how a checkpoint stores the tensors that a model of `dtype` keeps in another float dtype."""
+        return {
+            mapping.target: headers[self._stored(mapping.views[0].source, headers)].dtype
+            for mapping in self.mappings
+            if state[mapping.target].is_floating_point() and state[mapping.target].dtype != dtype
+        }
 
     def sources(self) -> set[str]:
         """Names of all checkpoint tensors that the mappings refer to."""
@@ -163,10 +176,14 @@ class WeightMap:
         views, faults = self._split(state)
         raise_faults("the model does not fit its weight map", faults)
         gather = Gather()
-        return [
-            LazyTensor(source, _shape(parts), parts[0].tensor.dtype, partial(_read, parts, state, gather))
-            for source, parts in _by_source(views).items()
-        ]
+        model = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), None)
+        found = []
+        for source, parts in _by_source(views).items():
+            dtype = parts[0].tensor.dtype
+            if model is not None and parts[0].target in self.dtypes:
+                dtype = torch.promote_types(self.dtypes[parts[0].target], model)
+            found.append(LazyTensor(source, _shape(parts), dtype, partial(_read, parts, state, gather, dtype)))
+        return found
 
     def _stored(self, source: str, names: Mapping[str, Spec]) -> str:
         """The name that `source` has among `names`: its own, or that of an alias when only that one was saved."""
@@ -218,9 +235,9 @@ def _shape(parts: Sequence[_Part]) -> tuple[int, ...]:
     return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _read(parts: Sequence[_Part], state: Mapping[str, Tensor], gather: Gather) -> Tensor:
+def _read(parts: Sequence[_Part], state: Mapping[str, Tensor], gather: Gather, dtype: torch.dtype) -> Tensor:
     rows = [part.view.view(gather(state[part.target])).reshape(part.shape) for part in parts]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+    return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(dtype)
 
 
 def raise_faults(what: str, faults: Mapping[str, Sequence[str]]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
@@ -104,14 +105,13 @@ def from_pretrained(
         source = SourceCheckpoint(
             folder.absolute(), found, weight_map, sorted(extra), nested, processors, repo_id, quantization
         )
-        spec = _export_spec(hf_config, config, folder, weight_map)
-        dtypes = _own_dtypes(weight_map, persistent_tensors(model), checkpoint.headers)
-        model.export_spec = replace(spec, source=source, dtypes=dtypes)
+        model.export_spec = replace(_export_spec(hf_config, config, folder, weight_map), source=source)
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
         allocate(model, kind, place)
         initialize_buffers(model, config.initializer_range)
         if place.type != "meta":
             weight_map.load(checkpoint, persistent_tensors(model), progress=progress, mapped=mapped)
+        _keep_dtypes(model, weight_map, checkpoint.headers, kind)
     return model.eval()
 
 
@@ -192,13 +192,11 @@ def from_transformers(
     if generation is not None:
         spec = replace(spec, generation_config=generation.to_diff_dict())
     model = _skeleton(config, spec)
-
-    def empty(tensor: Tensor) -> Tensor:
-        cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        return torch.empty(tensor.shape, dtype=kind if cast else tensor.dtype, device=place)
-
+    allocate(model, kind, "meta")
     weight_map = choose_layout(hf_config, config, state, persistent_tensors(model))
-    move_state_dict(model, weight_map, state, empty, consume=consume)
+    weight_map.plan(state, persistent_tensors(model))
+    _keep_dtypes(model, weight_map, state, kind)
+    move_state_dict(model, weight_map, state, partial(torch.empty_like, device=place), consume=consume)
     return model.train(hf_model.training)
 
 
@@ -212,6 +210,13 @@ def choose_layout(
     return replace(layout, ignored=[*layout.ignored, *heads])
 
 
+def _keep_dtypes(model: CausalLM, weight_map: WeightMap, headers: Mapping[str, Spec], dtype: torch.dtype) -> None:
+    """Have the model, loaded in `dtype`, written with what it keeps in another dtype as it was stored."""
+    spec, dtypes = model.require_export_spec(), weight_map.stored_dtypes(headers, persistent_tensors(model), dtype)
+    source = None if spec.source is None else replace(spec.source, weight_map=replace(weight_map, dtypes=dtypes))
+    model.export_spec = replace(spec, weight_map=replace(spec.weight_map, dtypes=dtypes), source=source)
+
+
 def _skeleton(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM:
     """The model on the meta device; ConfigError when a tensor would have more elements than can be counted."""
     try:
@@ -220,15 +225,6 @@ def _skeleton(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config.json: hidden_size, or a size beside it, is too large: {reason}") from None
-
-
-def _own_dtypes(
-    weight_map: WeightMap, state: Mapping[str, Tensor], headers: Mapping[str, Spec]
-) -> dict[str, torch.dtype]:
-    """The stored dtypes of the tensors that are cast to no dtype of the model's: see `allocate`."""
-    kept = {name for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-    sources = {view.source for each in weight_map.mappings if each.target in kept for view in each.views}
-    return {source: headers[source].dtype for source in sorted(sources & headers.keys())}
 
 
 def _export_spec(

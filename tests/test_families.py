@@ -110,6 +110,7 @@ def test_export_is_byte_equal_and_opens_in_transformers(pair: Pair, tmp_path: Pa
         assert torch.equal(lm.from_pretrained(out)(tokens()).logits, model(tokens()).logits)
     config, before = (json.loads((at / "config.json").read_text()) for at in (out, folder))
     rewritten = {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "rope_local_base_freq"}
+    rewritten.add("partial_rotary_factor")
     kept = [{k: v for k, v in found.items() if k not in rewritten} for found in (config, before)]
     assert kept[0] == kept[1]
 
@@ -149,7 +150,8 @@ def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixe
         name: [float((side[name].double() - truth).norm()) for side in (ours, theirs)] for name, truth in exact.items()
     }
     for name, (our_error, their_error) in errors.items():
-        assert our_error <= 2 * their_error + 4e-3 * float(exact[name].norm()), name  # of a few elements, by chance
+        most = 2 if exact[name].numel() > 8 else 3  # the error of a few elements is a sample of chance
+        assert our_error <= most * their_error + 4e-3 * float(exact[name].norm()), name
     del errors["loss"]
     together = [sum(error[side] ** 2 for error in errors.values()) ** 0.5 for side in (0, 1)]
     assert together[0] <= 1.1 * together[1], together

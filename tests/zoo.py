@@ -28,6 +28,15 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "_xkept_by_export": {"extra": [1, "é"]},
 }
+DELTA = {
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-2,  # The output of a token whose query meets no key is all rounding, which 1e-5 would magnify.
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 7,
+}
 GEMMA = {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 1}
 SANDWICH = {**GEMMA, "query_pre_attn_scalar": 19, "sliding_window": 11, "num_hidden_layers": 4}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 31}
@@ -281,7 +290,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "full_attention": {**YARN, "rope_theta": 7e4},
         },
     },
+    "qwen3_5_text": {  # With the fields of published checkpoints.
+        **BASE,
+        **DELTA,
+        "model_type": "qwen3_5_text",
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+    },
+    "qwen3_5_text-other-sizes": {
+        **BASE,
+        **DELTA,
+        "model_type": "qwen3_5_text",
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_conv_kernel_dim": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_next-without-experts": {**BASE, **DELTA, "model_type": "qwen3_next", "mlp_only_layers": [0, 1, 2, 3]},
 }
+
+
+REFUSED = {"qwen3_next"}
+"""Families whose default config is refused: it has layers with experts, of which only dense ones are implemented."""
+HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
+"""Configs with mixers that transformers' modules cannot compute natively in place (`nativize`)."""
 
 
 def within(text: str, vision: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -297,7 +341,9 @@ def qwen_vl(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
     if model_type == "qwen2_vl":  # There the width of the tower is embed_dim, and hidden_size that of its output.
         vision |= {"hidden_size": BASE["hidden_size"], "embed_dim": 16, "mlp_ratio": 2}
     if model_type.startswith("qwen3"):
-        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        vision |= {"num_position_embeddings": 16}
+    if model_type == "qwen3_vl":
+        vision |= {"deepstack_visual_indexes": [0]}
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     config = within(text, vision, model_type=model_type, **{name: 127 + i for i, name in enumerate(tokens)})
     config["text_config"] |= {"model_type": f"{model_type}_text", "rope_parameters": rope}
@@ -328,6 +374,15 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         original_max_position_embeddings=32,
         mrope_section=[2, 2, 1],
     ),
+    "qwen3_5": qwen_vl(
+        "qwen3_5",
+        "qwen3_5_text",
+        rope_type="default",
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        mrope_interleaved=True,
+        mrope_section=[1, 1, 0],
+    ),
     "qwen3_vl": qwen_vl("qwen3_vl", "qwen3", rope_type="default", mrope_interleaved=True, mrope_section=[3, 2, 2]),
     "qwen3_vl_moe": qwen_vl(
         "qwen3_vl_moe", "qwen3_moe-normalised", rope_type="default", mrope_interleaved=True, mrope_section=[2, 2, 1]
@@ -354,6 +409,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
         for name, parameter in oracle.named_parameters():
             # Biases and norms too: at their initial values a mistake in them would not show.
             mean = 1.0 if "norm" in name and "gemma" not in config["model_type"] else 0.0
+            mean = -2.0 if "A_log" in name else mean  # states that remember
             parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
         for name, buffer in oracle.named_buffers():
             if name.endswith("correction_bias"):

@@ -34,6 +34,7 @@ def decoder(
     norm: NormConfig | None = None,
     attention: Callable[[int, AttentionConfig], Mapping[str, Any]] = lambda layer, common: {},
     mlp: Callable[[int, MLPConfig], LayerConfig] = lambda layer, common: common,
+    mixer: Callable[[int, AttentionConfig], LayerConfig] = lambda layer, common: common,
     block: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
     **more: Any,
@@ -49,6 +50,7 @@ def decoder(
         norm: by default RMSNorm as in Llama, with `rms_norm_eps`.
         attention: (layer, what all layers have) -> the fields of AttentionConfig that this layer has otherwise.
         mlp: (layer, what all layers have) -> the feed-forward layer of this layer.
+        mixer: (layer, its attention) -> the token mixer of this layer.
         block, head, more: further fields of BlockConfig, HeadConfig and DecoderConfig.
 
     Raises ConfigError naming the field that is missing, bad or not implemented.
@@ -83,7 +85,7 @@ def decoder(
         vocab_size=vocab_size,
         hidden_size=hidden,
         blocks=tuple(
-            BlockConfig(replace(common, **differing[layer]), mlp(layer, gated), norm, **(block or {}))
+            BlockConfig(mixer(layer, replace(common, **differing[layer])), mlp(layer, gated), norm, **(block or {}))
             for layer in range(layers)
         ),
         norm=norm,

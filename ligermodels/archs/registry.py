@@ -25,6 +25,7 @@ from ligermodels.archs import (
     olmo,
     phi,
     qwen,
+    qwen3_5,
     qwen_moe,
     qwen_vl,
     seed_oss,
@@ -37,8 +38,8 @@ ENTRY_POINTS = "ligermodels.families"
 """Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
 
 MODULES = (
-    llama, mistral, mixtral, gemma, qwen, qwen_moe, qwen_vl, phi, olmo, granite, smollm, glm, glm_moe, minimax, ernie,
-    exaone, seed_oss, arcee, mellum,
+    llama, mistral, mixtral, gemma, qwen, qwen_moe, qwen_vl, qwen3_5, phi, olmo, granite, smollm, glm, glm_moe, minimax,
+    ernie, exaone, seed_oss, arcee, mellum,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 

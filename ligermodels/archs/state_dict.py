@@ -40,7 +40,7 @@ def layout_in_memory(spec: ExportSpec, config: DecoderConfig) -> WeightMap:
     """The weight map of a loaded transformers model (5 and later): the experts of a layer are one tensor."""
     family = family_of(spec.hf_config)
     stacked = [layout for layout in family.layouts if "experts.gate_up" in layout.get("names", {})]
-    return config.weight_map(**stacked[0]) if stacked else spec.weight_map
+    return replace(config.weight_map(**stacked[0]), dtypes=spec.weight_map.dtypes) if stacked else spec.weight_map
 
 
 def export_state_dict(model: nn.Module, weight_map: WeightMap) -> dict[str, Tensor]:

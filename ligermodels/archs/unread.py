@@ -32,7 +32,7 @@ HARMLESS = frozenset(
     exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
     unsloth_fixed unsloth_version mlx_version
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
-    mtp_layer_types mtp_mlp_layer_types
+    mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     """)
 )
 """Fields that change nothing of what a model computes, whatever they hold. `pretraining_tp` and
@@ -60,7 +60,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func moe_topk enable_moe_block
         use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-        linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim mamba_d_state mamba_d_conv ssm_state_size
+        linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+        attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         hidden_size_per_layer_input laurel_rank cross_attention_layers add_cross_attention cross_attention_hidden_size
         is_encoder_decoder pruned_heads text_config vision_config per_layer_config
         quantization_config quantization compression_config sparsity_config transformers_weights

@@ -124,6 +124,8 @@ def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, name
     attention = block.mixer
     if not isinstance(attention, AttentionConfig):
         raise ConfigError(f"nativize: a mixer of {type(attention).__name__} is not supported")
+    if attention.output_gate:
+        raise ConfigError("nativize: attention with an output gate is not supported")
     parts = {**AttentionConfig.NAMES, **MLPConfig.NAMES, **names}
     mixer, mlp = parts["attention.o"].rpartition(".")[0], parts["mlp.down"].rpartition(".")[0]
     found = {"mixer": mixer, "mlp": mlp}

@@ -5,6 +5,8 @@ from ligermodels.layers.block import Block, BlockConfig
 from ligermodels.layers.config import LayerConfig, LayerState
 from ligermodels.layers.context import ForwardContext, RouterOutput, TreeTokens
 from ligermodels.layers.embedding import Embedding
+from ligermodels.layers.full_precision import FullPrecision
+from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.lm_head import HeadConfig, LMHead
 from ligermodels.layers.mlp import GatedActivation, GatedMLP, MLPConfig
@@ -37,7 +39,10 @@ __all__ = [
     "DynamicScaling",
     "Embedding",
     "ForwardContext",
+    "FullPrecision",
     "GatedActivation",
+    "GatedDeltaNet",
+    "GatedDeltaNetConfig",
     "GatedMLP",
     "HeadConfig",
     "KVCache",

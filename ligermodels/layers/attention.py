@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename
+from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
 from ligermodels.errors import InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
@@ -28,7 +28,9 @@ class AttentionConfig(LayerConfig):
     itself; `softcap` caps the scores; `bias` and `o_bias` are those of q/k/v and of the output projection; `backend`
     names an attention backend, which is no part of what makes two configs equal. With `stored_as_pairs`, checkpoints
     rotate neighbouring channels 2 i and 2 i + 1 of a head together (GLM, ERNIE): the weight map reorders them, and the
-    computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions.
+    computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions. With
+    `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input (Qwen3-Next), which
+    checkpoints have within `q_proj`: of each head its rows of q, then those of its gate.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -49,6 +51,7 @@ class AttentionConfig(LayerConfig):
     softcap: float | None = None
     stored_as_pairs: bool = False
     query_scaling: QueryScaling | None = None
+    output_gate: bool = False
     backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -85,7 +88,10 @@ class AttentionConfig(LayerConfig):
         found = []
         for kind in ("weight", "bias") if self.bias else ("weight",):
             target = f"{native}.qkv.{kind}"
-            if "attention.qkv" in names:
+            if self.output_gate:
+                sources = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
+                found.append(rows(target, self._gated_rows(*sources)))
+            elif "attention.qkv" in names:
                 found.append(grouped_qkv_in_one(target, f"{there['attention.qkv']}.{kind}", *shape))
             else:
                 q, k, v = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
@@ -98,6 +104,16 @@ class AttentionConfig(LayerConfig):
                 count = count if self.qk_norm.over == "projection" else 1
                 found.append(heads(f"{native}.split.{norm}", source, count, self.head_dim, pairs))
         return found
+
+    def _gated_rows(self, q: str, k: str, v: str) -> Iterator[tuple[str, int, int, int]]:
+        """For `rows`: within each key/value head its query heads, its key, its value, its query heads' gates."""
+        dim, group, at = self.head_dim, self.group_size, 0
+        for kv in range(self.num_kv_heads):
+            starts = [2 * (kv * group + head) * dim for head in range(group)]
+            gates = [(q, start + dim) for start in starts]
+            for source, start in [*((q, start) for start in starts), (k, kv * dim), (v, kv * dim), *gates]:
+                yield source, start, at, dim
+                at += dim
 
     def with_attention_backend(self, name: str) -> AttentionConfig:
         return replace(self, backend=name)
@@ -118,12 +134,13 @@ class AttentionConfig(LayerConfig):
 
 
 class Attention(nn.Module):
-    """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value."""
+    """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value, then
+    the output gates of its query heads if there are any."""
 
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.num_kv_heads * (config.group_size + 2) * config.head_dim
+        width = (config.num_heads * (1 + config.output_gate) + 2 * config.num_kv_heads) * config.head_dim
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
         self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
@@ -137,7 +154,10 @@ class Attention(nn.Module):
             "window": config.window,
             "softcap": config.softcap,
         }
-        qkv = self.qkv(x)
+        qkv, gate = self.qkv(x), None
+        if config.output_gate:
+            heads = qkv.unflatten(-1, (-1, 2 * config.group_size + 2, config.head_dim))
+            qkv, gate = (part.flatten(2) for part in heads.split([config.group_size + 2, config.group_size], dim=-2))
         if state is not None and context.cache_seqlens is not None:
             q, k, v = self.split(qkv, tables, state, context.cache_seqlens)
             q = config.scale_queries(q, context)
@@ -149,4 +169,5 @@ class Attention(nn.Module):
             if state is not None:
                 state.fill(k, v)
             out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
-        return self.o(out.flatten(2))
+        out = out.flatten(2)
+        return self.o(out if gate is None else out * gate.sigmoid())

@@ -8,6 +8,13 @@ from ligermodels.ops.decoding.topk_indices import topk_indices, topk_indices_ref
 from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_reference
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
+from ligermodels.ops.linear_attention.causal_conv import causal_conv, conv_sources
+from ligermodels.ops.linear_attention.gated_delta_rule import (
+    TreeUpdates,
+    gated_delta_rule,
+    gated_delta_rule_tree,
+    tree_state,
+)
 from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
@@ -26,18 +33,23 @@ __all__ = [
     "Routes",
     "Sequences",
     "TokenLogProbs",
+    "TreeUpdates",
     "accept_path",
     "accept_path_reference",
     "adamw_step",
     "add_rms_norm",
     "add_rms_norm_reference",
     "attention",
+    "causal_conv",
     "compact_kv_cache",
     "compact_kv_cache_reference",
+    "conv_sources",
     "cross_entropy",
     "cross_entropy_reference",
     "decode_attention",
     "decode_attention_reference",
+    "gated_delta_rule",
+    "gated_delta_rule_tree",
     "gather_rows",
     "geglu",
     "geglu_reference",
@@ -70,5 +82,6 @@ __all__ = [
     "topk_indices_reference",
     "tree_inputs",
     "tree_inputs_reference",
+    "tree_state",
     "use_kernels",
 ]

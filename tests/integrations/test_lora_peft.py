@@ -25,7 +25,8 @@ TOLERANCE = 1e-5
 LLAMA = {**BASE, "model_type": "llama"}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+# PEFT takes a Qwen3-Next to have experts in every layer, and adapts nothing in dense ones.
+@pytest.fixture(scope="module", params=sorted(CONFIGS.keys() - {"qwen3_next-without-experts"}))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("model")
     return folder, make_checkpoint(folder, CONFIGS[request.param])

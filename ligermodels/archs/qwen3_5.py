@@ -1,0 +1,129 @@
+"""Qwen3.5 and Qwen3-Next: three layers of Gated DeltaNet to one of gated attention; so far their dense models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import FULL, Fields
+from ligermodels.archs.multimodal import MULTIMODAL_ROPE, TextModel, layouts, wrapper
+from ligermodels.errors import ConfigError
+from ligermodels.layers import AttentionConfig, GatedDeltaNetConfig, LayerConfig, MLPConfig, NormConfig, QKNormConfig
+
+LINEAR = "linear_attention"
+QWEN3_5 = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+QWEN3_NEXT = {
+    **QWEN3_5,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "decoder_sparse_step": 1,
+    "num_experts": 512,
+}
+OF_EXPERTS = (
+    "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
+    "output_router_logits", "router_aux_loss_coef",
+)  # fmt: skip
+"""Fields of Qwen3-Next that count in layers with experts alone."""
+
+
+def qwen3_5_text(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Qwen3_5TextConfig` dict."""
+    return _hybrid(Fields(_plain_rope(config), QWEN3_5))
+
+
+def qwen3_next(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Qwen3NextConfig` dict whose layers are all dense."""
+    fields = Fields(_plain_rope(config), QWEN3_NEXT)
+    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
+    experts = fields.size("num_experts", zero=True)
+    fields.ignore(*OF_EXPERTS)
+
+    def mlp(layer: int, gated: MLPConfig) -> MLPConfig:
+        if experts and layer not in dense and not (layer + 1) % step:
+            raise ConfigError(
+                f"{fields.where}: num_experts = {experts}: layers with experts are not implemented for model_type "
+                f"'qwen3_next'; of num_hidden_layers, layer {layer} is one by mlp_only_layers and decoder_sparse_step"
+            )
+        return gated
+
+    return _hybrid(fields, mlp=mlp)
+
+
+def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
+    """The model of both families; `more` as of `decoder`."""
+    fields.choices("attn_output_gate", True, default=True)
+    fields.choices("output_gate_type", "swish", default="swish")
+    fields.choices("mamba_ssm_dtype", "float32", default="float32")
+    fields.choices("hidden_act", "silu", default=None)
+    interval = fields.size("full_attention_interval")
+    kinds = fields.kinds("layer_types", (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL)
+    norm = NormConfig(fields.number("rms_norm_eps", negative=False), offset=1.0, casting_mode="gemma")
+    delta = GatedDeltaNetConfig(
+        num_key_heads=fields.size("linear_num_key_heads"),
+        num_value_heads=fields.size("linear_num_value_heads"),
+        key_head_dim=fields.size("linear_key_head_dim"),
+        value_head_dim=fields.size("linear_value_head_dim"),
+        conv_width=fields.size("linear_conv_kernel_dim"),
+        norm_eps=norm.eps,
+    )
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ConfigError(
+            f"{fields.where}: linear_num_key_heads {delta.num_key_heads} does not divide linear_num_value_heads "
+            f"{delta.num_value_heads}"
+        )
+    bias = fields.flag("attention_bias", False)
+    attention = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm), "output_gate": True}
+
+    def mixer(layer: int, full: AttentionConfig) -> LayerConfig:
+        return full if kinds[layer] == FULL else delta
+
+    return decoder(
+        fields, partial_rotary=True, norm=norm, attention=lambda layer, common: attention, mixer=mixer, **more
+    )
+
+
+def _plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without the rope's settings for images."""
+    plain = dict(config)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(settings := config.get(name), Mapping):
+            plain[name] = {key: value for key, value in settings.items() if key not in MULTIMODAL_ROPE}
+    return plain
+
+
+BESIDE = (r"^(model\.)?visual\.", r"^mtp\.")
+"""Tensors of the vision tower, and of the head that drafts."""
+NESTED, ALONE = ("model.language_model", "lm_head.weight"), ("model", "lm_head.weight")
+"""Prefix and head of the text model, beside a vision tower and without one."""
+PACKED = {"delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba"}
+TEXT = Family("qwen3_5_text", qwen3_5_text, layouts(ALONE, NESTED, ignored=BESIDE))
+
+FAMILIES = (
+    TEXT,
+    wrapper("qwen3_5", {"qwen3_5_text": TextModel(TEXT, "Qwen3_5ForCausalLM")}, layouts(NESTED, ignored=BESIDE)),
+    Family("qwen3_next", qwen3_next, layouts(ALONE, ignored=BESIDE, names=[PACKED])),
+)

@@ -1,0 +1,234 @@
+"""Gated DeltaNet (Yang et al., 2024, https://arxiv.org/abs/2412.06464), as in Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels import ops
+from ligermodels.convert.mappings import TensorView, WeightMapping, rename, rows
+from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.delta_state import DeltaState, LayerDelta
+from ligermodels.layers.full_precision import FullPrecision
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetConfig(LayerConfig):
+    """Heads of one Gated DeltaNet layer.
+
+    Key head j // (num_value_heads / num_key_heads) goes with value head j. `conv_width` tokens enter the convolution,
+    the token itself among them; `norm_eps` is that of the norm of the output.
+    """
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "delta.qkv": "linear_attn.in_proj_qkv",
+        "delta.z": "linear_attn.in_proj_z",
+        "delta.b": "linear_attn.in_proj_b",
+        "delta.a": "linear_attn.in_proj_a",
+        "delta.conv": "linear_attn.conv1d",
+        "delta.A_log": "linear_attn.A_log",
+        "delta.dt_bias": "linear_attn.dt_bias",
+        "delta.norm": "linear_attn.norm",
+        "delta.out": "linear_attn.out_proj",
+    }
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int = 4
+    norm_eps: float = 1e-6
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return GatedDeltaNet(hidden_size, self)
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all key heads, and of all query heads."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all value heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Those of q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+    def new_state(
+        self,
+        num_layers: int,
+        batch_size: int,
+        max_length: int,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> DeltaState:
+        matrix = self.num_value_heads, self.key_head_dim, self.value_head_dim
+        conv_inputs = self.conv_width - 1, self.conv_channels
+        return DeltaState(num_layers, batch_size, conv_inputs, matrix, dtype=dtype, device=device)
+
+    def weight_mappings(
+        self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
+    ) -> list[WeightMapping]:
+        """The projections into the layer are four tensors; or two, where `names` has "delta.qkvz" and "delta.ba": each
+        key head has its rows of q, k, v and z together, and of b and a."""
+        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        each = self._packed_rows() if "delta.qkvz" in names else self._rows()
+        pieces = ((f"{there[f'delta.{part}']}.weight", first, at, count) for part, first, at, count in each)
+        return [
+            rows(f"{native}.in_proj.weight", pieces),
+            WeightMapping(f"{native}.conv.weight", (TensorView(f"{there['delta.conv']}.weight", _with_input_channel),)),
+            rename(f"{native}.decay.log_rate", there["delta.A_log"]),
+            rename(f"{native}.decay.bias", there["delta.dt_bias"]),
+            rename(f"{native}.norm.weight", f"{there['delta.norm']}.weight"),
+            rename(f"{native}.out.weight", f"{there['delta.out']}.weight"),
+        ]
+
+    def _rows(self) -> Iterator[tuple[str, int, int, int]]:
+        """For `rows`: part, its first row in the checkpoint, its first row here, rows."""
+        sizes = {"qkv": self.conv_channels, "z": self.value_size, "b": self.num_value_heads, "a": self.num_value_heads}
+        start = 0
+        for part, size in sizes.items():
+            yield part, 0, start, size
+            start += size
+
+    def _packed_rows(self) -> Iterator[tuple[str, int, int, int]]:
+        """As `_rows`, of tensors in which each key head has its rows of all parts together."""
+        repeats = self.num_value_heads // self.num_key_heads
+        keys, values = self.key_head_dim, repeats * self.value_head_dim
+        tensors = {"qkvz": (keys, keys, values, values), "ba": (repeats, repeats)}
+        start = 0
+        for part, sizes in tensors.items():
+            for i, size in enumerate(sizes):
+                for head in range(self.num_key_heads):
+                    yield part, head * sum(sizes) + sum(sizes[:i]), start + head * size, size
+                start += self.num_key_heads * size
+
+    def state_elements(self, max_length: int) -> int:
+        matrix = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        return (self.conv_width - 1) * self.conv_channels + matrix
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "linear_key_heads": self.num_key_heads,
+            "linear_value_heads": self.num_value_heads,
+            "linear_key_head_dim": self.key_head_dim,
+            "linear_value_head_dim": self.value_head_dim,
+        }
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta rule over convolved queries, keys and values; its output is normalised and gated.
+
+    The rows of `in_proj` are those of q, k and v, of the gate z, of b (how far the state moves to a value) and a (its
+    decay).
+    """
+
+    def __init__(self, hidden_size: int, config: GatedDeltaNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.conv_channels + config.value_size + 2 * config.num_value_heads
+        self.in_proj = nn.Linear(hidden_size, width, bias=False)
+        self.conv = CausalConv(config.conv_channels, config.conv_width)
+        self.decay = Decay(config.num_value_heads)
+        self.norm = GatedNorm(config.value_head_dim, config.norm_eps)
+        self.out = nn.Linear(config.value_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
+        """x (B, T, H) -> (B, T, H). With a `state`, which is zero before a prefill, the tokens of x are added to it."""
+        config, tree = self.config, context.tree
+        heads = config.num_value_heads
+        sizes = [config.conv_channels, config.value_size, heads, heads]
+        inputs, z, b, a = self.in_proj(x).split(sizes, dim=-1)
+        g, beta = self.decay(a), b.to(torch.promote_types(b.dtype, torch.float32)).sigmoid()
+        if context.seq_lens is not None:  # padding leaves the state as it is
+            real = (torch.arange(x.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
+            g, beta = g * real, beta * real
+        earlier, matrix = None, None
+        if state is not None:
+            inputs, earlier, matrix = inputs.to(state.inputs.dtype), state.inputs, state.matrix
+        sources = None if tree is None else ops.conv_sources(tree.parent, tree.depth, config.conv_width)
+        convolved = self.conv(inputs, earlier, context.cu_seqlens, sources)
+        q, k, v = convolved.split([config.key_size, config.key_size, config.value_size], dim=-1)
+        q, k = (each.unflatten(-1, (config.num_key_heads, -1)) for each in (q, k))
+        v = v.unflatten(-1, (heads, -1))
+        if tree is not None and state is not None:
+            o, updates = ops.gated_delta_rule_tree(q, k, v, g, beta, state.matrix, tree.mask)
+            state.branch(inputs, updates, tree)
+        else:
+            o, last = ops.gated_delta_rule(q, k, v, g, beta, initial_state=matrix, cu_seqlens=context.cu_seqlens)
+            if state is not None:
+                state.advance(inputs, last, context.seq_lens)
+        y = self.norm(o.to(x.dtype).reshape(-1, config.value_head_dim), z.reshape(-1, config.value_head_dim))
+        return self.out(y.view(*x.shape[:2], config.value_size))
+
+
+class CausalConv(nn.Module):
+    """See `ops.causal_conv`."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+
+    def init_weights(self, std: float) -> None:
+        """Normal."""
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, x: Tensor, earlier: Tensor | None, cu_seqlens: Tensor | None, sources: Tensor | None) -> Tensor:
+        """x (B, T, channels) -> (B, T, channels)."""
+        return ops.causal_conv(x, self.weight, earlier=earlier, cu_seqlens=cu_seqlens, sources=sources)
+
+
+class Decay(FullPrecision):
+    """g = -exp(log_rate) softplus(a + bias), the logarithm of the decay of each value head's state before a token.
+
+    Checkpoints call `log_rate` A_log and `bias` dt_bias.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.log_rate = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+
+    def init_weights(self, std: float = 0.0) -> None:
+        """Rates uniform in (0.01, 16), biases one, as in transformers."""
+        nn.init.uniform_(self.log_rate, 0.01, 16).log_()
+        nn.init.ones_(self.bias)
+
+    def forward(self, a: Tensor) -> Tensor:
+        """a (B, T, heads) -> (B, T, heads), at least fp32."""
+        dtype = torch.promote_types(a.dtype, torch.float32)
+        return -self.log_rate.to(dtype).exp() * F.softplus(a.to(dtype) + self.bias.to(dtype))
+
+
+class GatedNorm(FullPrecision):
+    """RMSNorm(x) * silu(z)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
+
+    def init_weights(self, std: float = 0.0) -> None:
+        """Scale one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """x, z (rows, size) -> (rows, size), of x's dtype; the gate is computed in at least fp32."""
+        gate = F.silu(z.to(torch.promote_types(z.dtype, torch.float32)))
+        return (ops.rms_norm(x, self.weight, self.eps) * gate).to(x.dtype)
+
+
+def _with_input_channel(weight: Tensor) -> Tensor:
+    """As nn.Conv1d of one input channel a group has it: (channels, width) -> (channels, 1, width)."""
+    return weight.unsqueeze(1)

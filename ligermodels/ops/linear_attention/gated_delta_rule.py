@@ -1,0 +1,218 @@
+"""The gated delta rule (Yang et al., 2024, https://arxiv.org/abs/2412.06464), over texts and over trees of tokens.
+
+A head keeps a state S (K, V), zero at first. q and k are normalised to length 1, and q divided by sqrt(K). Each token
+
+    S = exp(g) S;    u = beta (v - S^T k);    S = S + k u^T;    o = S^T q
+
+For tokens of which an ancestor never follows its descendant, and G_i the sum of g over token i and its ancestors, this
+is the same for all of them at once. Where j is i or an ancestor of i, let decay_ij = exp(G_i - G_j), else 0; with S the
+state before the first token and A_ij = beta_i (k_i . k_j) decay_ij for strict ancestors,
+
+    (1 + A) U = beta (V - exp(G) K S)                            unit triangular
+    O = exp(G) Q S + ((Q K^T) * decay) U
+    state after token a = exp(G_a) S + sum of decay_aj k_j u_j^T
+
+A text takes chunks of this with the ancestors of a triangle, packed documents with blocks of triangles; a tree is one
+chunk with its own ancestors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.library import reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor
+
+CHUNK = 64
+"""Tokens that are computed at once: of a text of T tokens memory is T * CHUNK for each head, and T / CHUNK states."""
+
+EPS = 1e-6
+"""Added to the squared lengths of queries and keys."""
+
+
+class TreeUpdates(NamedTuple):
+    """What the N nodes of a tree add to the state: `tree_state` makes the state after one of them.
+
+    decay: (B, N, R) fp64, the sum of g over each node's path. keys: (B, N, G, K), normalised, and values: (B, N, R, V),
+    what is added along each key; both fp32, or fp64 for operands of fp64.
+    """
+
+    decay: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over sequences of tokens; see this module for the formula.
+
+    Args:
+        q, k: (B, T, G, K), any floating dtype; the op normalises them. The state of value head j goes with the query
+            and key head j // (R / G).
+        v: (B, T, R, V), of q's dtype.
+        g: (B, T, R), logarithm of the decay of the state before each token, at most 0; a floating dtype.
+        beta: (B, T, R), how far each token moves the state to its value, within [0, 1]; a floating dtype.
+        initial_state: (B, R, K, V), before the first token; zero by default.
+        cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1): each starts from a state of zero,
+            but for the first one where there is an `initial_state`.
+
+    Returns o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for operands of
+    fp64), in which all is computed. A token with g = 0 and beta = 0 leaves the state as it is. Differentiable in all
+    tensors but cu_seqlens.
+
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    wide, state = _check("gated_delta_rule", q, k, v, g, beta, initial_state)
+    batch, tokens = q.shape[:2]
+    if cu_seqlens is not None and batch != 1:
+        raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {batch}")
+    size = CHUNK if tokens > CHUNK else tokens
+    count = -(-tokens // size)
+    place = torch.arange(count * size, device=q.device)
+    document = torch.zeros_like(place)
+    if cu_seqlens is not None:  # what pads the last chunk belongs to the last document
+        document = torch.bucketize(place.clamp(max=tokens - 1), cu_seqlens[1:], right=True)
+    document = document.view(count, size)
+    ancestors = (document[:, :, None] == document[:, None, :]).tril()
+    before = torch.cat([document[:1, :1], document[:-1, -1:]])  # of the token before each chunk
+    with torch.autocast(q.device.type, enabled=False):
+        chunked = partial(_chunked, dtype=wide, count=count, size=size)
+        queries, keys = _normalised(chunked(q), chunked(k))
+        chunks = _Chunk(queries, keys, chunked(v), chunked(g), chunked(beta), ancestors, document == before)
+        outputs = []
+        for i in range(count):
+            o, state = chunks.run(i, state)
+            outputs.append(o)
+        o = torch.stack(outputs, dim=3).flatten(3, 4)[:, :, :, :tokens]
+    return o.flatten(1, 2).transpose(1, 2).to(q.dtype), state.flatten(1, 2)
+
+
+def gated_delta_rule_tree(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, ancestors: Tensor
+) -> tuple[Tensor, TreeUpdates]:
+    """The gated delta rule over trees of tokens: each node comes after its ancestors, and after no other node.
+
+    Args:
+        q, k, v, g, beta: as of `gated_delta_rule`, for the N nodes in place of T tokens.
+        initial_state: (B, R, K, V), before the root.
+        ancestors: bool (N, N), True at [i, j] where node j is node i or one of its ancestors; j <= i.
+
+    Returns o (B, N, R, V) of q's dtype, and what `tree_state` needs. Raises InputError as `gated_delta_rule`.
+    """
+    wide, state = _check("gated_delta_rule_tree", q, k, v, g, beta, initial_state)
+    nodes = q.shape[1]
+    check_tensor("gated_delta_rule_tree", "ancestors", ancestors, (nodes, nodes), q.device, torch.bool)
+    with torch.autocast(q.device.type, enabled=False):
+        chunked = partial(_chunked, dtype=wide, count=1, size=nodes)
+        queries, keys = _normalised(chunked(q), chunked(k))
+        follows = ancestors.new_ones(1, nodes)
+        chunk = _Chunk(queries, keys, chunked(v), chunked(g), chunked(beta), ancestors[None], follows)
+        o, u = chunk.outputs(0, state)
+    keys = chunk.k[:, :, 0, 0].transpose(1, 2)
+    decay, values = (t.flatten(1, 2).transpose(1, 2) for t in (chunk.path_decay[:, :, :, 0], u))
+    return o.flatten(1, 2).transpose(1, 2).to(q.dtype), TreeUpdates(decay, keys, values)
+
+
+def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Tensor) -> Tensor:
+    """The state after a node of each tree, which may be any.
+
+    initial_state: (B, R, K, V), before the root. updates: those of the tree. node: long (B,). ancestors: as of
+    `gated_delta_rule_tree`. Returns (B, R, K, V) of the dtype of `initial_state`.
+    """
+    decay, keys, values = updates
+    repeats = values.shape[2] // keys.shape[2]
+    with torch.autocast(values.device.type, enabled=False):
+        reached = decay.gather(1, node[:, None, None].expand(-1, 1, decay.shape[2]))
+        kept = (reached - decay).masked_fill(~ancestors[node][:, :, None], -torch.inf).to(values.dtype).exp()
+        keys = keys.repeat_interleave(repeats, dim=2).permute(0, 2, 3, 1)
+        added = keys @ (kept[..., None] * values).transpose(1, 2)
+        return reached.to(values.dtype).exp().mT[..., None] * initial_state + added.to(initial_state.dtype)
+
+
+def _check(
+    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> tuple[torch.dtype, Tensor]:
+    """The dtype to compute in, and the initial state, (B, G, R / G, K, V)."""
+    reject_dtensors(op, q, k, v, g, beta, initial_state)
+    check_tensor(op, "q", q, ("B", "T", "G", "K"), q.device)
+    batch, tokens, groups, width = q.shape
+    check_tensor(op, "k", k, q.shape, q.device, q.dtype)
+    check_tensor(op, "v", v, (batch, tokens, "R", "V"), q.device, q.dtype)
+    heads = v.shape[2]
+    if not tokens or not groups or heads % groups:
+        raise InputError(
+            f"{op}: needs tokens, and heads of v that are a multiple of those of q and k, got {heads} of v "
+            f"and {groups} of q for {tokens} tokens"
+        )
+    for name, each in (("g", g), ("beta", beta)):
+        check_tensor(op, name, each, v.shape[:3], q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    shape = batch, heads, width, v.shape[3]
+    if initial_state is None:
+        return wide, q.new_zeros(shape, dtype=wide).unflatten(1, (groups, -1))
+    check_tensor(op, "initial_state", initial_state, shape, q.device)
+    return wide, initial_state.to(wide).unflatten(1, (groups, -1))
+
+
+def _chunked(x: Tensor, dtype: torch.dtype, count: int, size: int) -> Tensor:
+    """x (B, T, heads, ...) -> (B, heads, count, size, ...) of `dtype`, zeros after the last token."""
+    after, x = count * size - x.shape[1], x.to(dtype)
+    x = F.pad(x, (*[0] * (2 * x.dim() - 4), 0, after)) if after else x
+    return x.unflatten(1, (count, size)).movedim(3, 1)
+
+
+def _normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Of length 1, and q divided by sqrt(K): (B, G, n, C, K) -> (B, G, 1, n, C, K)."""
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
+    return (q * q.shape[-1] ** -0.5)[:, :, None], k[:, :, None]
+
+
+class _Chunk:
+    """n chunks of C tokens, and all that does not depend on the state before each of them.
+
+    q, k: (B, G, 1, n, C, K), normalised. v: (B, R, n, C, V). g, beta: (B, R, n, C). ancestors: bool (n, C, C). follows:
+    bool (n, C), whether the state before the chunk is that before the token's first ancestor.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ancestors: Tensor, follows: Tensor
+    ) -> None:
+        v, g, beta = (x.unflatten(1, (k.shape[1], -1)) for x in (v, g, beta))
+        self.k, weights = k, beta[..., None]
+        # In fp64: differences of sums that are large beside them.
+        self.path_decay = (ancestors * g.double()[..., None, :]).sum(-1)
+        apart = (self.path_decay[..., :, None] - self.path_decay[..., None, :]).to(g.dtype)
+        decay = apart.masked_fill(~ancestors, -torch.inf).exp()  # other differences may overflow
+        kept = (self.path_decay.to(g.dtype).exp() * follows)[..., None]
+        self.q_kept, self.attending = kept * q, q @ k.transpose(-1, -2) * decay
+        self.u, self.k_kept = weights * v, weights * kept * k
+        if k.shape[-2] > 1:
+            a = weights * (k @ k.transpose(-1, -2)) * decay.tril(-1)
+            both = torch.cat([self.u, self.k_kept], dim=-1)
+            solved = torch.linalg.solve_triangular(a, both, upper=False, unitriangular=True)
+            self.u, self.k_kept = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+        self.k_last, self.kept_last = k * decay[..., -1, :, None], kept[..., -1:, :]
+
+    def outputs(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """o and u (B, G, R / G, C, V) of chunk i, with the state (B, G, R / G, K, V) before it."""
+        u = self.u[:, :, :, i] - self.k_kept[:, :, :, i] @ state
+        return self.q_kept[:, :, :, i] @ state + self.attending[:, :, :, i] @ u, u
+
+    def run(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """o of chunk i, and the state after it."""
+        o, u = self.outputs(i, state)
+        return o, self.kept_last[:, :, :, i] * state + self.k_last[:, :, :, i].transpose(-1, -2) @ u
