@@ -106,8 +106,9 @@ def test_export_is_byte_equal_and_opens_in_transformers(pair: Pair, tmp_path: Pa
     assert all(ours[name].dtype == t.dtype and torch.equal(ours[name], t) for name, t in theirs.items())
     reopened = plain(AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager"))
     with torch.no_grad():
-        assert torch.equal(reopened(tokens()).logits, oracle(tokens()).logits)
-        assert torch.equal(lm.from_pretrained(out)(tokens()).logits, model(tokens()).logits)
+        assert relative_error(reopened(tokens()).logits, oracle(tokens()).logits) < TOLERANCE
+        again = lm.from_pretrained(out).state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
     config, before = (json.loads((at / "config.json").read_text()) for at in (out, folder))
     rewritten = {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "rope_local_base_freq"}
     rewritten.add("partial_rotary_factor")

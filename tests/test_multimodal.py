@@ -133,7 +133,7 @@ def test_export_of_everything_in_every_layout(config: dict[str, Any], layout: di
     assert not any(info.values()), info
     with torch.no_grad():
         wanted = oracle(tokens()).logits
-        assert torch.equal(plain(reopened)(tokens()).logits, wanted)
+        assert relative_error(plain(reopened)(tokens()).logits, wanted) < TOLERANCE
         assert relative_error(model(tokens()).logits, wanted) < TOLERANCE
     rewritten = {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "rope_local_base_freq"}
     rewritten.add("partial_rotary_factor")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
-from zoo import CONFIGS, REFUSED
+from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES, fields
@@ -85,7 +85,7 @@ def default_config(model_type: str) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **NO_DROPOUT) if hasattr(config, "residual_dropout") else config
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - REFUSED))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_configs_that_transformers_writes_pass(model_type: str) -> None:
     config = default_config(model_type)
     compose({**config.to_dict(), "dtype": "bfloat16"})
@@ -114,9 +114,9 @@ def test_every_field_that_some_families_read_is_known_to_the_others(monkeypatch:
         check(self)
 
     monkeypatch.setattr(fields.Fields, "check_unread", record)
-    for model_type in FAMILIES.keys() - REFUSED:
+    for model_type in FAMILIES:
         compose(default_config(model_type).to_dict())
-    assert read.keys() == FAMILIES.keys() - REFUSED
+    assert read.keys() == FAMILIES.keys()
     read = {model_type: names for model_type, names in read.items() if FAMILIES[model_type].text is None}
     for_some = set.union(*read.values()) - set.intersection(*read.values())
     assert for_some <= COMPUTATION.keys() | HARMLESS, for_some

@@ -318,12 +318,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": True,
     },
+    "qwen3_next": {
+        **BASE,
+        **DELTA,
+        **EXPERTS,
+        "model_type": "qwen3_next",
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 13,
+        "mlp_only_layers": [1],
+    },
     "qwen3_next-without-experts": {**BASE, **DELTA, "model_type": "qwen3_next", "mlp_only_layers": [0, 1, 2, 3]},
+    "qwen3_5_moe_text": {
+        **BASE,
+        **DELTA,
+        **EXPERTS,
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 5,
+        "shared_expert_intermediate_size": 13,
+    },
 }
 
 
-REFUSED = {"qwen3_next"}
-"""Families whose default config is refused: it has layers with experts, of which only dense ones are implemented."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with mixers that transformers' modules cannot compute natively in place (`nativize`)."""
 
@@ -382,6 +397,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         partial_rotary_factor=0.25,
         mrope_interleaved=True,
         mrope_section=[1, 1, 0],
+    ),
+    "qwen3_5_moe": qwen_vl(
+        "qwen3_5_moe", "qwen3_5_moe_text", rope_type="default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0]
     ),
     "qwen3_vl": qwen_vl("qwen3_vl", "qwen3", rope_type="default", mrope_interleaved=True, mrope_section=[3, 2, 2]),
     "qwen3_vl_moe": qwen_vl(

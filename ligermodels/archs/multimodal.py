@@ -91,7 +91,7 @@ def wrapper(
         if not isinstance(found, Mapping):
             raise ConfigError(f"config.json: field 'text_config' must be an object, got {short(found)}")
         shared = {name: config[name] for name in SHARED if config.get(name) is not None}
-        text = _plain_rope({**shared, **found})
+        text = plain_rope({**shared, **found})
         kind = text.get("model_type") or next(iter(text_models))
         if not isinstance(kind, str) or kind not in text_models:
             known = ", ".join(map(repr, text_models))
@@ -128,16 +128,17 @@ def wrapper(
     return Family(model_type, decoder_config, layouts, theta, text=text_of, attribute_map=first.family.attribute_map)
 
 
-def _plain_rope(text: dict[str, Any]) -> dict[str, Any]:
-    """`text` without the settings of MULTIMODAL_ROPE, and with the plain rope in place of Qwen2-VL's "mrope"."""
+def plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without the settings of MULTIMODAL_ROPE, and with the plain rope in place of Qwen2-VL's "mrope"."""
+    found = dict(config)
     for name in ("rope_scaling", "rope_parameters"):
-        settings = text.get(name)
+        settings = config.get(name)
         if isinstance(settings, Mapping):
             plain = {key: value for key, value in settings.items() if key not in MULTIMODAL_ROPE}
             for key in ("type", "rope_type"):
                 plain |= {key: "default"} if plain.get(key) == "mrope" else {}
-            text[name] = plain
-    return text
+            found[name] = plain
+    return found
 
 
 def tied_as_stored(config: dict[str, Any], family: Family, reader: Reader) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: three layers of Gated DeltaNet to one of gated attention; so far their dense models."""
+"""Qwen3.5 and Qwen3-Next: three layers of Gated DeltaNet to one of gated attention; dense or with experts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.experts import expert_layouts, sparse_layers
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, Fields
-from ligermodels.archs.multimodal import MULTIMODAL_ROPE, TextModel, layouts, wrapper
+from ligermodels.archs.multimodal import TextModel, layouts, plain_rope, wrapper
 from ligermodels.errors import ConfigError
-from ligermodels.layers import AttentionConfig, GatedDeltaNetConfig, LayerConfig, MLPConfig, NormConfig, QKNormConfig
+from ligermodels.layers import AttentionConfig, GatedDeltaNetConfig, LayerConfig, NormConfig, QKNormConfig
 
 LINEAR = "linear_attention"
 QWEN3_5 = {
@@ -33,44 +34,63 @@ QWEN3_5 = {
     "linear_num_value_heads": 32,
     "full_attention_interval": 4,
 }
-QWEN3_NEXT = {
+QWEN3_5_MOE = {
     **QWEN3_5,
-    "vocab_size": 151936,
     "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 48,
+    "intermediate_size": 1,  # of no layer: all have experts
+    "num_hidden_layers": 40,
     "num_key_value_heads": 2,
     "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}
+QWEN3_NEXT = {
+    **QWEN3_5_MOE,
+    "vocab_size": 151936,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_experts_per_tok": 10,
     "num_experts": 512,
 }
+
+
 OF_EXPERTS = (
-    "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
-    "output_router_logits", "router_aux_loss_coef",
+    "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "num_experts_per_tok", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef",
 )  # fmt: skip
 """Fields of Qwen3-Next that count in layers with experts alone."""
 
 
 def qwen3_5_text(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Qwen3_5TextConfig` dict."""
-    return _hybrid(Fields(_plain_rope(config), QWEN3_5))
+    return _hybrid(Fields(plain_rope(config), QWEN3_5))
+
+
+def qwen3_5_moe_text(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Qwen3_5MoeTextConfig` dict: mixtures in all layers."""
+    fields = Fields(plain_rope(config), QWEN3_5_MOE)
+    for name in ("decoder_sparse_step", "norm_topk_prob"):
+        fields.choices(name, QWEN3_5_MOE[name], default=None)
+    fields.choices("mlp_only_layers", [], default=[])
+    return _mixture(fields)
 
 
 def qwen3_next(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `Qwen3NextConfig` dict whose layers are all dense."""
-    fields = Fields(_plain_rope(config), QWEN3_NEXT)
-    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
-    experts = fields.size("num_experts", zero=True)
+    """The composed config of a `Qwen3NextConfig` dict: some layers are mixtures, the others are dense."""
+    fields = Fields(plain_rope(config), QWEN3_NEXT)
+    if fields.size("num_experts", zero=True):
+        return _mixture(fields)
     fields.ignore(*OF_EXPERTS)
+    return _hybrid(fields)
 
-    def mlp(layer: int, gated: MLPConfig) -> MLPConfig:
-        if experts and layer not in dense and not (layer + 1) % step:
-            raise ConfigError(
-                f"{fields.where}: num_experts = {experts}: layers with experts are not implemented for model_type "
-                f"'qwen3_next'; of num_hidden_layers, layer {layer} is one by mlp_only_layers and decoder_sparse_step"
-            )
-        return gated
 
-    return _hybrid(fields, mlp=mlp)
+def _mixture(fields: Fields) -> DecoderConfig:
+    mlp = sparse_layers(fields, fields.size("shared_expert_intermediate_size"))
+    return _hybrid(fields, mlp=mlp, router_aux_loss_coef=fields.router_aux_loss_coef())
 
 
 def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
@@ -106,24 +126,23 @@ def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
     )
 
 
-def _plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` without the rope's settings for images."""
-    plain = dict(config)
-    for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(settings := config.get(name), Mapping):
-            plain[name] = {key: value for key, value in settings.items() if key not in MULTIMODAL_ROPE}
-    return plain
-
-
 BESIDE = (r"^(model\.)?visual\.", r"^mtp\.")
 """Tensors of the vision tower, and of the head that drafts."""
 NESTED, ALONE = ("model.language_model", "lm_head.weight"), ("model", "lm_head.weight")
 """Prefix and head of the text model, beside a vision tower and without one."""
 PACKED = {"delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba"}
+EXPERTS = [each["names"] for each in expert_layouts()]
 TEXT = Family("qwen3_5_text", qwen3_5_text, layouts(ALONE, NESTED, ignored=BESIDE))
+MOE_TEXT = Family("qwen3_5_moe_text", qwen3_5_moe_text, layouts(ALONE, NESTED, ignored=BESIDE, names=EXPERTS))
 
 FAMILIES = (
     TEXT,
+    MOE_TEXT,
     wrapper("qwen3_5", {"qwen3_5_text": TextModel(TEXT, "Qwen3_5ForCausalLM")}, layouts(NESTED, ignored=BESIDE)),
-    Family("qwen3_next", qwen3_next, layouts(ALONE, ignored=BESIDE, names=[PACKED])),
+    wrapper(
+        "qwen3_5_moe",
+        {"qwen3_5_moe_text": TextModel(MOE_TEXT, "Qwen3_5MoeForCausalLM")},
+        layouts(NESTED, ignored=BESIDE, names=EXPERTS),
+    ),
+    Family("qwen3_next", qwen3_next, layouts(ALONE, ignored=BESIDE, names=[{**PACKED, **names} for names in EXPERTS])),
 )
