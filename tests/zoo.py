@@ -335,6 +335,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_5_moe_text",
         "num_experts": 5,
         "shared_expert_intermediate_size": 13,
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
     },
 }
 
