@@ -161,6 +161,7 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
         q, k = (pairs_to_halves(each, config.rope.channels) for each in (q, k))
     options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "window": config.window}
     options["softcap"] = config.softcap
+    options["sinks"] = attrgetter(native.names["attention.sinks"])(module) if config.sinks else None
     if state is not None and context.cache_seqlens is not None:
         joined = torch.cat([each.unflatten(2, (k.shape[2], -1)) for each in (q, k, v)], dim=3)
         group = q.shape[2] // k.shape[2]

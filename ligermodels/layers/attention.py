@@ -28,13 +28,15 @@ class AttentionConfig(LayerConfig):
     itself; `softcap` caps the scores; `bias` and `o_bias` are those of q/k/v and of the output projection; `backend`
     names an attention backend, which is no part of what makes two configs equal. With `stored_as_pairs`, checkpoints
     rotate neighbouring channels 2 i and 2 i + 1 of a head together (GLM, ERNIE): the weight map reorders them, and the
-    computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions.
+    computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions. With `sinks` each
+    query head has a learned logit, one more in the denominator of its softmax (gpt-oss).
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
         **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkvo"},
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
+        "attention.sinks": "self_attn.sinks",
     }
 
     num_heads: int
@@ -49,6 +51,7 @@ class AttentionConfig(LayerConfig):
     softcap: float | None = None
     stored_as_pairs: bool = False
     query_scaling: QueryScaling | None = None
+    sinks: bool = False
     backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -92,6 +95,8 @@ class AttentionConfig(LayerConfig):
                 found.append(grouped_qkv(target, q, k, v, *shape))
         for kind in ("weight", "bias") if self.o_bias else ("weight",):
             found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
+        if self.sinks:
+            found.append(rename(f"{native}.sinks", there["attention.sinks"]))
         if self.qk_norm is not None:
             for norm, count in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
                 source = f"{there[f'attention.{norm}']}.weight"
@@ -118,7 +123,10 @@ class AttentionConfig(LayerConfig):
 
 
 class Attention(nn.Module):
-    """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value."""
+    """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value.
+
+    Parameter `sinks` (num_heads,), None where the config has none.
+    """
 
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -127,6 +135,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
         self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.init_weights()
+
+    def init_weights(self, std: float = 0.02) -> None:
+        """Sinks normal(0, std), as in transformers."""
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, std=std)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
         """x (B, T, H) -> (B, T, H). With a `state`, keys and values of x are added to it."""
@@ -136,6 +151,7 @@ class Attention(nn.Module):
             "softmax_scale": config.softmax_scale,
             "window": config.window,
             "softcap": config.softcap,
+            "sinks": self.sinks,
         }
         qkv = self.qkv(x)
         if state is not None and context.cache_seqlens is not None:
