@@ -73,8 +73,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Scores of x are softmax(weight @ x + bias) or sigmoid(weight @ x + bias): see `RouterConfig`.
 
-    Parameters `weight` (E, H) and `bias` (E,), None if there is none; buffer `selection_bias` (E,), float32, if there is one. Nothing waits for the device, and
-    shapes do not depend on values.
+    Parameters `weight` (E, H) and `bias` (E,), None if there is none; buffer `selection_bias` (E,), float32, if there
+    is one. Nothing waits for the device, and shapes do not depend on values.
     """
 
     selection_bias: Tensor | None
