@@ -218,7 +218,7 @@ def _glu_backward_kernel(
         g, u = _load_pairs(gate, up, first + i * BLOCK, N, PACKED, BLOCK)
         tiles += ((d, g, u),)  # type: ignore[assignment]  # the loop is unrolled
     for i in tl.static_range(TILES):
-        d, g0, u0 = tiles[i]
+        d, g0, u0 = tiles[i]  # type: ignore[var-annotated]
         g, u = _bounded(g0, u0, limit, up_offset)
         if gate_multiplier is not None:
             g = g * gate_multiplier
