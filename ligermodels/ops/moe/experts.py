@@ -115,15 +115,17 @@ def _counts(offsets: Tensor, rows: int) -> list[int]:
 
 
 @custom_op()
-def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool) -> Tensor:
-    """x (R, K), weights (E, M, K) -> (R, M)."""
+def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool, biases: Tensor | None = None) -> Tensor:
+    """x (R, K), weights (E, M, K), biases (E, M) -> (R, M)."""
     if is_fake(x):
         return x.new_empty(x.shape[0], weights.shape[1])
     if kernels and _has_grouped_gemm(x, weights.shape[1]):
-        return torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _grouped_mm_without_a_wait(x, weights, offsets)
-    return grouped_mm_reference(x, weights, offsets)
+        y = torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
+    elif x.is_cuda and torch.cuda.is_current_stream_capturing():
+        y = _grouped_mm_without_a_wait(x, weights, offsets)
+    else:
+        return grouped_mm_reference(x, weights, offsets, biases)
+    return y if biases is None else y.add_(biases[_group_of_rows(x, offsets)])
 
 
 def _grouped_mm_without_a_wait(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -180,8 +182,7 @@ class _GroupedMM(torch.autograd.Function):
         need_x, need_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weights else None, weights if need_x else None, offsets)
         ctx.kernels = kernels
-        y = _grouped_mm(x, weights, offsets, kernels)
-        return y if biases is None else y.add_(biases[_group_of_rows(x, offsets)])
+        return _grouped_mm(x, weights, offsets, kernels, biases)
 
     @staticmethod
     @once_differentiable
