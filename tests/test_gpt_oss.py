@@ -1,6 +1,7 @@
 """gpt-oss: checkpoints in mxfp4, sinks, and configs. What all families are tested for is in test_families.py."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,21 @@ def test_load_balancing_loss(tmp_path: Path) -> None:
     assert relative_error(output.loss, wanted.loss) < 1e-5
 
 
+def test_compiled_with_packed_documents() -> None:
+    """One graph for training, with the gradients of the sinks."""
+    model = lm.from_config(GPT_OSS)
+    bounds = torch.tensor([0, 30, 31, 82], dtype=torch.int32)
+    torch._dynamo.reset()
+    results = []
+    for step in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss = step(IDS.view(1, -1), labels=IDS.view(1, -1), cu_seqlens=bounds).loss
+        loss.backward()
+        results.append((loss.detach(), *(block.mixer.sinks.grad for block in model.decoder.blocks)))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-8)
+
+
 # -- configs -----------------------------------------------------------------------------------------------------------
 
 
@@ -122,6 +138,53 @@ def test_load_balancing_loss(tmp_path: Path) -> None:
 def test_bad_fields_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lm.from_config({**GPT_OSS, **fields}, device="meta")
+
+
+def test_the_published_config() -> None:
+    """Of gpt-oss-20b: every field is known, and the model has as many parameters."""
+    published = {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 201088,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = lm.from_config(published, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 20_914_757_184
 
 
 @pytest.mark.parametrize(
