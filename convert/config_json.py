@@ -101,7 +101,7 @@ def rope_parameters(
     if _is_rope(default_theta):
         whole = dict(cast(Mapping[str, Any], default_theta))
         default_theta = whole.pop("default_theta", 10_000.0)
-        new = new or (new if old else whole)
+        new = whole if config.get("rope_parameters") is None and not old else new
     if layer_type is None:
         if nested := nested or _layer_types(old):
             raise ConfigError(f"rope_parameters: one rope for all layers is implemented, got one for each of {nested}")

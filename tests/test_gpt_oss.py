@@ -194,6 +194,7 @@ def test_the_published_config() -> None:
         {"rope_theta": 1e4},
         {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}},
         {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {}},
     ],
     ids=str,
 )
