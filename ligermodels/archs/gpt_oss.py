@@ -42,6 +42,7 @@ ROPE = {
 }
 NAMES = {
     "experts.router": "mlp.router.weight",
+    "experts.router_bias": "mlp.router.bias",
     "experts.gate_up_pairs": "mlp.experts.gate_up_proj",
     "experts.down_transposed": "mlp.experts.down_proj",
 }

@@ -47,7 +47,7 @@ class MoEConfig(LayerConfig):
         "experts.gate": "mlp.experts.{expert}.gate_proj.weight",
         "experts.up": "mlp.experts.{expert}.up_proj.weight",
         "experts.down": "mlp.experts.{expert}.down_proj.weight",
-        "experts.router_bias": "mlp.router.bias",
+        "experts.router_bias": "mlp.gate.bias",
         "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
         "experts.down_bias": "mlp.experts.down_proj_bias",
         "experts.shared": "mlp.shared_expert.{part}_proj",

@@ -135,6 +135,9 @@ LONG_CASES: dict[str, dict[str, Any]] = {
     "softcap in a window": {"softcap": 5.0, "window": 130},
     "packed": {"bounds": (0, 1, 300, 301, 700)},
     "packed window": {"bounds": (0, 1, 300, 301, 700), "window": 130},
+    "sinks": {"sinks": True},
+    "sinks in a window": {"sinks": True, "window": 130},
+    "packed sinks": {"sinks": True, "bounds": (0, 1, 300, 301, 700)},
 }
 
 
@@ -145,7 +148,7 @@ LONG_CASES: dict[str, dict[str, Any]] = {
 def test_long_sequences(name: str, case: str, head_dim: int) -> None:
     """Over many tiles, in bfloat16, against the reference in float32 on the same values."""
     options = dict(LONG_CASES[case])
-    bounds = options.pop("bounds", None)
+    bounds, sinks = options.pop("bounds", None), options.pop("sinks", False)
     batch = 1 if bounds else 2
     if bounds:
         options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device="cuda")
@@ -153,12 +156,18 @@ def test_long_sequences(name: str, case: str, head_dim: int) -> None:
         torch.randn(batch, 700, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (8, 2, 2)
     ]
+    if sinks:
+        inputs.append(torch.randn(8, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None = None, **which: str) -> Any:
+        return attention(q, k, v, sinks=s, **options, **which)
+
     try:
-        out = attention(*inputs, backend=name, **options)
+        out = call(*inputs, backend=name)
     except BackendError as refusal:
         pytest.skip(str(refusal))
     exact = [x.detach().float().requires_grad_() for x in inputs]
-    wanted = attention(*exact, backend="reference", **options)
+    wanted = call(*exact, backend="reference")
     seed = torch.randn_like(out)
     found = [out, *torch.autograd.grad(out, inputs, seed)]
     expected = [wanted, *torch.autograd.grad(wanted, exact, seed.float())]
