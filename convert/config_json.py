@@ -91,14 +91,17 @@ def rope_parameters(
 
     With a `layer_type`, such as "full_attention", the settings are those of its layers: its entry of `rope_parameters`,
     and LAYER_THETAS say how the v4 schema writes them. `default_theta` may have one base for each layer type; or be,
-    with its own "rope_theta", all settings of a config that has none.
+    with its own "rope_type", all settings of a config that has none, and with a "default_theta" the base where neither
+    they nor the config name one.
 
     Raises ConfigError where the settings are not objects, or are by layer type where they should not be, or reversed.
     """
     old, new = (_object(config, name) for name in ("rope_scaling", "rope_parameters"))
     nested = _layer_types(new)
     if _is_rope(default_theta):
-        new, default_theta = new or (new if old else cast(Mapping[str, Any], default_theta)), 10_000.0
+        whole = dict(cast(Mapping[str, Any], default_theta))
+        default_theta = whole.pop("default_theta", 10_000.0)
+        new = whole if config.get("rope_parameters") is None and not old else new
     if layer_type is None:
         if nested := nested or _layer_types(old):
             raise ConfigError(f"rope_parameters: one rope for all layers is implemented, got one for each of {nested}")
@@ -126,7 +129,7 @@ def rope_parameters(
 
 def _is_rope(default_theta: float | Mapping[str, Any]) -> bool:
     """Whether these are the settings of a rope, rather than one base, or one for each layer type."""
-    return isinstance(default_theta, Mapping) and "rope_theta" in default_theta
+    return isinstance(default_theta, Mapping) and "rope_type" in default_theta
 
 
 def _object(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:

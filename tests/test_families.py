@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from zoo import BASE, CONFIGS, MIXTURES, gradients_of, make_checkpoint, plain, relative_error, stored_as
 
 import ligermodels as lm
+from ligermodels.cli.describe import checkpoint_facts
 from ligermodels.verify import verify
 
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
@@ -32,6 +33,15 @@ def test_every_module(pair: Pair) -> None:
     report = verify(pair[0], tokens=41, tolerance=TOLERANCE)
     assert len(report.places) >= 4 * len(pair[2].decoder.blocks)
     assert report.passed, report.first_mismatch
+
+
+def test_info_of_the_checkpoint(pair: Pair) -> None:
+    folder, oracle, model = pair
+    found = checkpoint_facts(folder)
+    assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    rope = oracle.config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    assert (found["rope_type"], found["rope_theta"]) == (rope["rope_type"], rope["rope_theta"])
 
 
 def test_logits_loss_and_every_gradient(pair: Pair) -> None:

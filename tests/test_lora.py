@@ -142,7 +142,9 @@ def test_target_modules(wanted: Any, found: set[str]) -> None:
     assert len(trained) == len(found) + len(lora_layers(model))
 
 
-@pytest.mark.parametrize("name", ["llama-2", "phi3", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "name", ["llama-2", "phi3", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss"]
+)
 def test_all_linear(name: str) -> None:
     model = build(CONFIGS[name])
     leaves = {part.name.rpartition(".")[2] for layer in lora_layers(model).values() for part in layer.parts}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2SparseMoeBlock
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
@@ -34,6 +35,7 @@ from ligermodels.layers import (
 from ligermodels.layers.config import persistent_tensors
 
 HIDDEN, SIZE, SHARED = 22, 13, 17
+LIMIT = 1.25  # of gpt-oss's activations, which many exceed
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.kernels])]
 ORACLES = {
     "mixtral": MixtralSparseMoeBlock,
@@ -41,6 +43,7 @@ ORACLES = {
     "qwen3_moe": Qwen3MoeSparseMoeBlock,
     "glm4_moe": Glm4MoeMoE,
     "minimax_m2": MiniMaxM2SparseMoeBlock,
+    "gpt_oss": GptOssMLP,
 }
 
 
@@ -65,6 +68,7 @@ CASES = {
     "glm4, one of many groups": Case("glm4_moe", 12, 2, False, (3, 11), (6, 1)),
     "glm4, all groups": Case("glm4_moe", 6, 5, True, (3, 11), (3, 3)),
     "minimax": Case("minimax_m2", 9, 4, True, (2, 9)),
+    "gpt_oss": Case("gpt_oss", 7, 3, True, (2, 9)),
     "all experts": Case("qwen3_moe", 4, 4, False, (2, 5)),
     "one expert": Case("mixtral", 1, 1, True, (2, 5)),
     "most experts without a token": Case("qwen3_moe", 64, 3, True, (1, 5)),
@@ -72,7 +76,7 @@ CASES = {
 
 
 def make_oracle(case: Case, hidden: int = HIDDEN, size: int = SIZE) -> nn.Module:
-    mixtral = case.family in ("mixtral", "minimax_m2")
+    mixtral = case.family in ("mixtral", "minimax_m2", "gpt_oss")
     fields = {"hidden_size": hidden, "num_experts_per_tok": case.top_k, "num_local_experts": case.num_experts}
     fields |= {"intermediate_size": size} if mixtral else {"moe_intermediate_size": size}
     if case.family == "glm4_moe":
@@ -81,6 +85,8 @@ def make_oracle(case: Case, hidden: int = HIDDEN, size: int = SIZE) -> nn.Module
     elif not mixtral:
         fields |= {"num_experts": case.num_experts, "norm_topk_prob": case.normalize}
         fields |= {"shared_expert_intermediate_size": SHARED}
+    if case.family == "gpt_oss":
+        fields |= {"swiglu_limit": LIMIT}
     oracle = ORACLES[case.family](AutoConfig.for_model(case.family, **fields))
     for tensor in oracle.state_dict().values():
         tensor.normal_(std=0.5)
@@ -91,6 +97,9 @@ def config_of(case: Case, size: int = SIZE) -> MoEConfig:
     router = RouterConfig(case.num_experts, case.top_k, normalize=case.normalize)
     if case.family == "qwen2_moe":
         return MoEConfig(router, size, shared=MLPConfig(SHARED), shared_gate=True)
+    if case.family == "gpt_oss":
+        router = RouterConfig(*router_sizes(case), bias=True)
+        return MoEConfig(router, size, alpha=1.702, limit=LIMIT, up_offset=1.0, bias=True)
     if case.family == "minimax_m2":
         return MoEConfig(RouterConfig(*router_sizes(case), scores="sigmoid", selection_bias=True), size)
     if case.family == "glm4_moe":
@@ -115,8 +124,8 @@ def router_sizes(case: Case) -> tuple[int, int]:
 
 def stacked(case: Case, config: MoEConfig, hidden: int = HIDDEN) -> WeightMap:
     """Names in transformers' modules -> ours, by the layout of the family in which experts are one tensor."""
-    names = FAMILIES[case.family].layouts[1]["names"]
-    return WeightMap(config.weight_mappings(hidden, "moe", "layer", names))
+    layouts = FAMILIES[case.family].layouts
+    return WeightMap(config.weight_mappings(hidden, "moe", "layer", layouts[min(1, len(layouts) - 1)]["names"]))
 
 
 def make_ours(case: Case, oracle: nn.Module, hidden: int = HIDDEN, size: int = SIZE) -> MoE:
@@ -139,7 +148,8 @@ def stored(layer: MoE, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By transformers' names."""
     config, hidden = layer.config, layer.router.weight.shape[1]
     shared = "shared_expert" if config.shared_gate else "shared_experts"
-    names = {**STACKED_EXPERTS, "experts.shared": f"mlp.{shared}.{{part}}_proj"}
+    stacked_names = FAMILIES["gpt_oss"].layouts[0]["names"] if config.bias else STACKED_EXPERTS
+    names = {**stacked_names, "experts.shared": f"mlp.{shared}.{{part}}_proj"}
     mappings = config.weight_mappings(hidden, "moe", "layer", names)
     weights = WeightMap([each for each in mappings if each.target.removeprefix("moe.") in gradients])
     exported = weights.export({f"moe.{name}": gradient for name, gradient in gradients.items()})
@@ -188,7 +198,9 @@ def test_bf16_is_no_worse_than_transformers(family: str, device: str) -> None:
     # Logits that bfloat16 holds exactly: else its rounding chooses other experts than the truth, now and then.
     router = torch.randn(9, 64).mul(16).round().div(8)
     router[4] = -8  # nobody's choice
-    oracle.gate.weight.data.copy_(router)
+    if family == "gpt_oss":
+        oracle.router.bias.data.zero_()
+    getattr(oracle, "router" if family == "gpt_oss" else "gate").weight.data.copy_(router)
     for bias in (buffer for name, buffer in oracle.named_buffers() if "correction_bias" in name):
         bias.copy_(bias.bfloat16())  # which theirs becomes
     layer = make_ours(case, oracle, *sizes).to(device, torch.bfloat16)
@@ -204,8 +216,10 @@ def test_bf16_is_no_worse_than_transformers(family: str, device: str) -> None:
         assert torch.equal(again, ours[part]), f"{part}: a second run gave other bits"
 
 
-def test_gradients_in_fp64() -> None:
-    layer = MoEConfig(RouterConfig(4, 2), 3).build(5).double()
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_in_fp64(biased: bool) -> None:
+    router = RouterConfig(4, 2, bias=biased)
+    layer = MoEConfig(router, 3, alpha=1.5, limit=0.5 if biased else None, bias=biased).build(5).double()
     x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     names = dict(layer.named_parameters())
 
@@ -232,7 +246,7 @@ def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
     assert all(leaf.grad is None for name, leaf in leaves.items() if name != trained)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "glm4, groups", "minimax"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "glm4, groups", "minimax", "gpt_oss"])
 def test_compiled(name: str) -> None:
     case = CASES[name]
     layer = make_ours(case, make_oracle(case))

@@ -72,6 +72,8 @@ def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch
     """Losses, gradients, logits and generated tokens, natively as counted by passes, and again after `restore`."""
     hf, inputs = make(name), batch()
     cases = {case: {**inputs, **options} for case, options in CASES.items()}
+    if name.startswith("gpt_oss"):  # Of this model transformers' eager masks let documents see one another.
+        del cases["documents"]
     wanted = {case: loss_and_gradients(hf, **given) for case, given in cases.items()}
     prompt: Any = {"input_ids": inputs["input_ids"][:, 6:15], "max_new_tokens": 5, "do_sample": False}
     keys, text = list(hf.state_dict()), hf.eval().generate(**prompt, eos_token_id=None)

@@ -83,6 +83,24 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 """Mixtures with shared experts, sigmoid scores, selection biases and groups."""
+GPT_OSS = {
+    **BASE,
+    "model_type": "gpt_oss",
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 8.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+"""With a limit that many of the experts' channels exceed, and none comes near: there gradients jump."""
 PHI_LONGROPE = {
     "model_type": "phi3",
     "head_dim": 10,
@@ -192,6 +210,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe-normalised": {**BASE, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 5, "norm_topk_prob": True},
     **MIXTURES,
+    "gpt_oss": GPT_OSS,
+    "gpt_oss-v4-fields": {  # As on the hub, without biases in the attention.
+        **{name: value for name, value in GPT_OSS.items() if name != "rope_parameters"},
+        "attention_bias": False,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "swiglu_alpha": 1.3,
+        "experts_per_token": 2,
+        "initial_context_length": 16,
+        "rope_theta": 1e4,
+        "rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False},
+    },
     "phi3": {
         **BASE,
         "model_type": "phi3",
@@ -473,7 +503,11 @@ def stored_as(
     """Tensors in the layout of files, in that of the oracle, or of its tensors: it keeps all experts of a layer as one
     tensor."""
     own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
-    found = {name: t for name, t in tensors.items() if ".experts." not in name and "block_sparse_moe" not in name}
+    found = {
+        name: t
+        for name, t in tensors.items()
+        if name in own or (".experts." not in name and "block_sparse_moe" not in name)
+    }
     for name, parameter in own.items():
         if name in found:
             continue

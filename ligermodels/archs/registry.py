@@ -16,6 +16,7 @@ from ligermodels.archs import (
     gemma,
     glm,
     glm_moe,
+    gpt_oss,
     granite,
     llama,
     mellum,
@@ -39,7 +40,7 @@ ENTRY_POINTS = "ligermodels.families"
 
 MODULES = (
     llama, mistral, mixtral, gemma, qwen, qwen_moe, qwen_vl, qwen3_5, phi, olmo, granite, smollm, glm, glm_moe, minimax,
-    ernie, exaone, seed_oss, arcee, mellum,
+    ernie, exaone, seed_oss, arcee, mellum, gpt_oss,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 

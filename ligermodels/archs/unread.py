@@ -57,6 +57,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         num_experts num_local_experts num_experts_per_tok num_experts_per_token num_shared_experts moe_num_experts
         moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
+        experts_per_token swiglu_alpha swiglu_limit initial_context_length
         first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func moe_topk enable_moe_block
         use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim

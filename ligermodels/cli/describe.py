@@ -90,7 +90,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     model = from_config(hf_config, device="meta")
     config = model.config
     thetas = family_of(model.hf_config).default_theta
-    rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) else None)
+    rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) and FULL in thetas else None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = dtype_of(hf_config).itemsize
     mixers = [block.mixer for block in config.blocks]

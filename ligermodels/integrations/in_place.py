@@ -149,6 +149,8 @@ def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, name
     elif isinstance(block.mlp, MoEConfig):
         places = {name: STACKED_EXPERTS[name].rpartition(".") for name in ("experts.gate_up", "experts.down")}
         within = {name: attribute for name, (_, _, attribute) in places.items()}
+        if "experts.gate_up_pairs" in names:
+            within["experts.gate_up_pairs"] = within["experts.gate_up"]
         experts, _, _ = places["experts.down"]
         set_forward(layer.get_submodule(experts), experts_forward, Native(block.mlp, within))
         if block.mlp.shared is not None:

@@ -24,7 +24,7 @@ from ligermodels.layers import AttentionConfig, Block, ForwardContext, MLPConfig
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.mlp import ACTIVATIONS
-from ligermodels.layers.moe import mix_experts
+from ligermodels.layers.moe import MoEConfig, mix_experts
 from ligermodels.layers.norm import AddRMSNorm, NormConfig, RMSNorm, RMSNormAdd
 from ligermodels.layers.qkv import Tables
 from ligermodels.layers.rope import pairs_to_halves
@@ -127,12 +127,22 @@ def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = N
 def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Any:
     """x (N, H), experts and their weights (N, top_k) -> (N, H). A rank's share of the experts runs its class's code."""
     native = native_of(module)
-    gate_up, down = (attrgetter(native.names[name])(module) for name in ("experts.gate_up", "experts.down"))
+    config: MoEConfig = native.config
+    names = [native.names[name] for name in ("experts.gate_up", "experts.down")]
+    gate_up, down = (attrgetter(name)(module) for name in names)
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in (gate_up, down))
-    if args or not plain or len(gate_up) != native.config.router.num_experts:
+    if args or not plain or len(gate_up) != config.router.num_experts:
         return type(module).forward(module, x, top_k_index, top_k_weights, *args)
-    activation: Callable[..., Tensor] = ACTIVATIONS[native.config.activation]
-    return mix_experts(x, top_k_weights, top_k_index, gate_up, down, lambda rows: activation(*rows.chunk(2, dim=-1)))
+    pairs = "experts.gate_up_pairs" in native.names  # and transposed, as in the layout of this name
+    if pairs:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up_bias, down_bias = (getattr(module, f"{name}_bias") if config.bias else None for name in names)
+
+    def activation(rows: Tensor) -> Tensor:
+        parts = (rows,) if pairs else rows.chunk(2, dim=-1)
+        return ACTIVATIONS[config.activation](*parts, **config.activation_options)
+
+    return mix_experts(x, top_k_weights, top_k_index, gate_up, down, activation, (gate_up_bias, down_bias))
 
 
 def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +171,7 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
         q, k = (pairs_to_halves(each, config.rope.channels) for each in (q, k))
     options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "window": config.window}
     options["softcap"] = config.softcap
+    options["sinks"] = attrgetter(native.names["attention.sinks"])(module) if config.sinks else None
     if state is not None and context.cache_seqlens is not None:
         joined = torch.cat([each.unflatten(2, (k.shape[2], -1)) for each in (q, k, v)], dim=3)
         group = q.shape[2] // k.shape[2]
@@ -213,9 +224,10 @@ class _BlockView:
 
     @property
     def mlp(self) -> Callable[..., Any]:
-        """The feed-forward layer; what is not ours, such as a mixture of experts, takes no context."""
+        """The feed-forward layer; what is not ours, such as a mixture of experts, takes no context, and may give
+        weights of its router beside its result."""
         module = part(self._layer, "mlp")
-        return module if is_ours(module, mlp_forward) else lambda x, context: module(x)
+        return module if is_ours(module, mlp_forward) else lambda x, context: _first(module(x))
 
     def _norm(self, name: str, place: str) -> Callable[..., Any] | None:
         """The norm, fused with an addition if it is ours."""
@@ -253,6 +265,10 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _first(found: Any) -> Any:
+    return found[0] if isinstance(found, tuple) else found
 
 
 def layer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

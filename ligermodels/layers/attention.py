@@ -30,13 +30,15 @@ class AttentionConfig(LayerConfig):
     rotate neighbouring channels 2 i and 2 i + 1 of a head together (GLM, ERNIE): the weight map reorders them, and the
     computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions. With
     `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input (Qwen3-Next), which
-    checkpoints have within `q_proj`: of each head its rows of q, then those of its gate.
+    checkpoints have within `q_proj`: of each head its rows of q, then those of its gate. With `sinks` each query head
+    has a learned logit, one more in the denominator of its softmax (gpt-oss).
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
         **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkvo"},
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
+        "attention.sinks": "self_attn.sinks",
     }
 
     num_heads: int
@@ -52,6 +54,7 @@ class AttentionConfig(LayerConfig):
     stored_as_pairs: bool = False
     query_scaling: QueryScaling | None = None
     output_gate: bool = False
+    sinks: bool = False
     backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -98,6 +101,8 @@ class AttentionConfig(LayerConfig):
                 found.append(grouped_qkv(target, q, k, v, *shape))
         for kind in ("weight", "bias") if self.o_bias else ("weight",):
             found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
+        if self.sinks:
+            found.append(rename(f"{native}.sinks", there["attention.sinks"]))
         if self.qk_norm is not None:
             for norm, count in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
                 source = f"{there[f'attention.{norm}']}.weight"
@@ -135,7 +140,10 @@ class AttentionConfig(LayerConfig):
 
 class Attention(nn.Module):
     """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value, then
-    the output gates of its query heads if there are any."""
+    the output gates of its query heads if there are any.
+
+    Parameter `sinks` (num_heads,), None where the config has none.
+    """
 
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -144,6 +152,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
         self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.init_weights()
+
+    def init_weights(self, std: float = 0.02) -> None:
+        """Sinks normal(0, std), as in transformers."""
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, std=std)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
         """x (B, T, H) -> (B, T, H). With a `state`, keys and values of x are added to it."""
@@ -153,6 +168,7 @@ class Attention(nn.Module):
             "softmax_scale": config.softmax_scale,
             "window": config.window,
             "softcap": config.softcap,
+            "sinks": self.sinks,
         }
         qkv, gate = self.qkv(x), None
         if config.output_gate:

@@ -23,15 +23,18 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class GatedActivation(nn.Module):
-    """activation(gate_multiplier * gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I)."""
+    """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I).
 
-    def __init__(self, activation: str, gate_multiplier: float = 1.0) -> None:
+    activation: a key of ACTIVATIONS; `options` are those of its op.
+    """
+
+    def __init__(self, activation: str, **options: float | None) -> None:
         super().__init__()
-        self.activation, self.gate_multiplier = activation, gate_multiplier
+        self.activation, self.options = activation, options
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up (..., 2 I) -> (..., I), same dtype."""
-        return ACTIVATIONS[self.activation](gate_up, gate_multiplier=self.gate_multiplier)
+        return ACTIVATIONS[self.activation](gate_up, **self.options)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, config: MLPConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(hidden_size, 2 * config.size, bias=config.bias)
-        self.activation = GatedActivation(config.activation, config.gate_multiplier)
+        self.activation = GatedActivation(config.activation, gate_multiplier=config.gate_multiplier)
         self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
         self.down_multiplier = config.down_multiplier
 

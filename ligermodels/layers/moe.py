@@ -31,6 +31,9 @@ class MoEConfig(LayerConfig):
     """Gated feed-forward layers of `size` intermediate channels, of which the `router` chooses some for each token.
 
     activation: a key of ACTIVATIONS.
+    alpha, limit, up_offset: gate is at most `limit` and up within [-limit, limit]; then up + up_offset is multiplied by
+        activation(alpha * gate) / alpha (gpt-oss).
+    bias: whether the experts' projections have biases.
     shared: a feed-forward layer that every token meets too; with `shared_gate` its output is multiplied by the sigmoid
         of a linear layer to one channel (Qwen1.5-MoE).
     aux_loss: whether training may add a load-balancing loss, for which the layer gives its router's logits.
@@ -44,6 +47,9 @@ class MoEConfig(LayerConfig):
         "experts.gate": "mlp.experts.{expert}.gate_proj.weight",
         "experts.up": "mlp.experts.{expert}.up_proj.weight",
         "experts.down": "mlp.experts.{expert}.down_proj.weight",
+        "experts.router_bias": "mlp.gate.bias",
+        "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+        "experts.down_bias": "mlp.experts.down_proj_bias",
         "experts.shared": "mlp.shared_expert.{part}_proj",
         "experts.shared_gate": "mlp.shared_expert_gate.weight",
     }
@@ -51,6 +57,10 @@ class MoEConfig(LayerConfig):
     router: RouterConfig
     size: int
     activation: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    bias: bool = False
     shared: MLPConfig | None = None
     shared_gate: bool = False
     aux_loss: bool = True
@@ -58,6 +68,16 @@ class MoEConfig(LayerConfig):
     def __post_init__(self) -> None:
         if self.shared_gate and self.shared is None:
             raise ConfigError("shared_gate: there is no shared expert that it could gate; set shared")
+        for name in ("alpha", "limit"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}: must be above 0, got {value}")
+
+    @property
+    def activation_options(self) -> dict[str, float | None]:
+        """Those of the activation's op."""
+        multipliers = {"gate_multiplier": self.alpha, "down_multiplier": 1 / self.alpha}
+        return {**multipliers, "limit": self.limit, "up_offset": self.up_offset}
 
     def build(self, hidden_size: int) -> nn.Module:
         return MoE(hidden_size, self)
@@ -66,10 +86,15 @@ class MoEConfig(LayerConfig):
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
         """Each expert's tensors by themselves, or one for all experts, where `names` has an "experts.gate_up", or, of
-        the transposed matrices, an "experts.gate_up_transposed"."""
+        the transposed matrices, an "experts.gate_up_transposed", or, if their gate and up alternate, an
+        "experts.gate_up_pairs". Biases are one tensor for all experts, and alternate."""
         names = {**self.NAMES, **names}
         there = {part: f"{checkpoint}.{name}" for part, name in names.items()}
         found = [rename(f"{native}.router.weight", there["experts.router"])]
+        if self.router.bias:
+            found.append(rename(f"{native}.router.bias", there["experts.router_bias"]))
+        for part in ("gate_up", "down") if self.bias else ():
+            found.append(rename(f"{native}.{part}_bias", there[f"experts.{part}_bias"]))
         if self.router.selection_bias:
             found.append(rename(f"{native}.router.selection_bias", there["experts.selection_bias"]))
         if self.shared is not None:
@@ -87,6 +112,9 @@ class MoEConfig(LayerConfig):
         if "experts.gate_up_transposed" in names:
             joined = experts_gate_up_transposed(gate_up, there["experts.gate_up_transposed"])
             return [*found, joined, transposed(down, there["experts.down_transposed"])]
+        if "experts.gate_up_pairs" in names:
+            pairs = transposed(gate_up, there["experts.gate_up_pairs"])
+            return [*found, pairs, transposed(down, there["experts.down_transposed"])]
         each = {
             part: [there[f"experts.{part}"].format(expert=expert) for expert in range(self.router.num_experts)]
             for part in ("gate", "up", "down")
@@ -103,7 +131,8 @@ class MoE(nn.Module):
 
     Modules `router` (see `Router`), `shared` (a `GatedMLP`) and `shared_gate` (a linear layer to one channel), the last
     two None where there are none; parameters `gate_up` (E, 2 * size, H) with each expert's gate and up rows in pairs,
-    as in `GatedMLP`, and `down` (E, H, size). No expert has a capacity, so no token is dropped.
+    as in `GatedMLP`, and `down` (E, H, size); `gate_up_bias` (E, 2 * size) and `down_bias` (E, H), None where there are
+    none. No expert has a capacity, so no token is dropped.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
@@ -114,21 +143,27 @@ class MoE(nn.Module):
         self.router = Router(hidden_size, config.router)
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * config.size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, config.size))
-        self.activation = GatedActivation(config.activation)
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * config.size)) if config.bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if config.bias else None
+        self.activation = GatedActivation(config.activation, **config.activation_options)
         self.shared = None if config.shared is None else config.shared.build(hidden_size)
         self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
         self.init_weights()
 
     def init_weights(self, std: float = 0.02) -> None:
-        """The experts' weights: normal(0, std)."""
+        """The experts' weights: normal(0, std); their biases zero."""
         for weight in (self.gate_up, self.down):
             nn.init.normal_(weight, std=std)
+        for bias in (self.gate_up_bias, self.down_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor | tuple[Tensor, RouterOutput]:
         """x (..., H) -> (..., H), same dtype; with the router's output where the config has an `aux_loss`."""
         tokens = x.flatten(0, -2)
         logits, weights, experts = self.router(tokens)
-        out = mix_experts(tokens, weights, experts, self.gate_up, self.down, self.activation)
+        biases = self.gate_up_bias, self.down_bias
+        out = mix_experts(tokens, weights, experts, self.gate_up, self.down, self.activation, biases)
         if self.shared is not None:
             shared = cast(Tensor, self.shared(tokens))
             out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
@@ -143,6 +178,7 @@ def mix_experts(
     gate_up: Tensor,
     down: Tensor,
     activation: Callable[[Tensor], Tensor],
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """The weighted sum of down_e(activation(gate_up_e(x))) over the chosen experts e of each token x.
 
@@ -151,13 +187,14 @@ def mix_experts(
         weights, experts: (N, top_k), `experts` long in [0, E).
         gate_up, down: (E, 2 * size, H) and (E, H, size).
         activation: (R, 2 * size) -> (R, size).
+        biases: of gate_up, (E, 2 * size), and of down, (E, H).
 
     Returns (N, H) of the dtype that the experts compute in.
     """
     order, inverse, offsets = ops.sort_by_expert(experts, len(gate_up))
     rows = ops.gather_rows(tokens, order, inverse, copies=experts.shape[1])
-    rows = activation(ops.grouped_mm(rows, gate_up, offsets))
-    rows = ops.gather_rows(ops.grouped_mm(rows, down, offsets), inverse, order)
+    rows = activation(ops.grouped_mm(rows, gate_up, offsets, biases[0]))
+    rows = ops.gather_rows(ops.grouped_mm(rows, down, offsets, biases[1]), inverse, order)
     # In float32 the products and their sum are rounded once, at the end.
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     return (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(rows.dtype)

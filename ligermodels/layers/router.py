@@ -26,6 +26,7 @@ class RouterConfig:
     normalize: the weights of a token's experts are divided by their sum plus `eps`.
     scale: the weights are multiplied by it, after that.
     float32_logits: logits are computed in float32 whatever the dtype of the model, under autocast too.
+    bias: logits have one. Normalised softmax scores are the softmax over the logits of the chosen experts (gpt-oss).
 
     Raises ConfigError, naming the field, when they do not fit together.
     """
@@ -40,6 +41,7 @@ class RouterConfig:
     eps: float = 0.0
     scale: float = 1.0
     float32_logits: bool = False
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if self.scores not in ("softmax", "sigmoid"):
@@ -69,10 +71,10 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores of x are softmax(weight @ x) or sigmoid(weight @ x): see `RouterConfig`.
+    """Scores of x are softmax(weight @ x + bias) or sigmoid(weight @ x + bias): see `RouterConfig`.
 
-    Parameter `weight` (E, H); buffer `selection_bias` (E,), float32, if there is one. Nothing waits for the device, and
-    shapes do not depend on values.
+    Parameters `weight` (E, H) and `bias` (E,), None if there is none; buffer `selection_bias` (E,), float32, if there
+    is one. Nothing waits for the device, and shapes do not depend on values.
     """
 
     selection_bias: Tensor | None
@@ -81,6 +83,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.bias else None
         # A buffer, as in transformers: `requires_grad_` and optimizers leave it alone, and FSDP2 does not shard it.
         self.register_buffer("selection_bias", None)
         if config.selection_bias:
@@ -88,8 +91,10 @@ class Router(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = 0.02) -> None:
-        """Weight normal(0, std), selection bias zero."""
-        nn.init.normal_(self.weight, std=std)
+        """Weight and bias normal(0, std), selection bias zero."""
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                nn.init.normal_(parameter, std=std)
         if self.selection_bias is not None:
             nn.init.zeros_(self.selection_bias)
 
@@ -109,9 +114,10 @@ class Router(nn.Module):
         if config.float32_logits:
             with torch.autocast(tokens.device.type, enabled=False):
                 wide = torch.promote_types(tokens.dtype, torch.float32)
-                logits = F.linear(tokens.to(wide), self.weight.to(wide))
+                bias = None if self.bias is None else self.bias.to(wide)
+                logits = F.linear(tokens.to(wide), self.weight.to(wide), bias)
         else:
-            logits = F.linear(tokens, self.weight)
+            logits = F.linear(tokens, self.weight, self.bias)
         scores = softmax(logits) if config.scores == "softmax" else _wide(logits).sigmoid()
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if config.top_k_groups < config.num_groups:

@@ -22,6 +22,14 @@ CASES: dict[str, dict[str, Any]] = {
     "decode-some": {"queries": 4},
     "decode-one-window": {"queries": 1, "window": 5},
     "one-kv-head": {"kv_heads": 1},
+    "sinks": {"sinks": True},
+    "sinks-window": {"sinks": True, "window": 3, "softmax_scale": 0.7},
+    "sinks-softcap": {"sinks": True, "softcap": 1.5},
+    "sinks-packed-window": {"sinks": True, "bounds": [0, 5, 6, 6, 13], "window": 4},
+    "sinks-mask": {"sinks": True, "masked": True, "kv_heads": 1},
+    "sinks-decode-one": {"sinks": True, "queries": 1},
+    "sinks-decode-some": {"sinks": True, "queries": 4, "window": 5},
+    "sinks-scale-of-0": {"sinks": True, "softmax_scale": 0.0},
     "all-options": {"window": 6, "softcap": 2.0, "softmax_scale": 0.3, "bounds": [0, 8, 13]},
 }
 DEVICES = [
@@ -42,6 +50,7 @@ def by_definition(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     *,
     softmax_scale: float | None = None,
     window: int | None = None,
@@ -66,7 +75,9 @@ def by_definition(
             for h in range(heads):
                 scores = k[b, seen, h // group] @ q[b, t, h] * (dim**-0.5 if softmax_scale is None else softmax_scale)
                 scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-                rows.append(scores.softmax(0) @ v[b, seen, h // group])
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h, None]])
+                rows.append(scores.softmax(0)[: len(seen)] @ v[b, seen, h // group])
     return torch.stack(rows).view(batch, length, heads, dim)
 
 
@@ -77,7 +88,7 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
     options = dict(CASES[case])
     bounds, queries, kv_heads = options.pop("bounds", None), options.pop("queries", 13), options.pop("kv_heads", 2)
     batch = 1 if bounds else 2
-    mask = None
+    sinks, mask = options.pop("sinks", False), None
     if options.pop("masked", False):
         mask = (torch.rand(batch, queries, 13) < 0.4) | torch.eye(13, dtype=torch.bool)[-queries:]
     request = AttentionRequest(
@@ -91,6 +102,7 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
         softcap=options.get("softcap"),
         masked=mask is not None,
         packed=bounds is not None,
+        sinks=sinks,
     )
     if name != "reference":  # It serves everything.
         try:
@@ -99,13 +111,15 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
             assert name in str(refusal)
             return
     tensors = [torch.randn(batch, n, h, head_dim) for n, h in ((queries, 4), (13, kv_heads), (13, kv_heads))]
+    tensors += [2 * torch.randn(4)] if sinks else []
     inputs = [x.to(device, dtype).requires_grad_() for x in tensors]
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
     if bounds:
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-        out = attention(*inputs, cu_seqlens=cu_seqlens, backend=name, **options)
-    else:
-        out = attention(*inputs, mask=None if mask is None else mask.to(device), backend=name, **options)
+        options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=device)
+    if sinks:
+        options["sinks"] = inputs[3]
+    out = attention(*inputs[:3], mask=None if mask is None else mask.to(device), backend=name, **options)
+    options = {key: value for key, value in options.items() if key not in ("cu_seqlens", "sinks")}
     wanted = by_definition(*exact, mask=mask, bounds=bounds, **options)
     seed = torch.randn(wanted.shape).to(dtype)
     found = [out, *torch.autograd.grad(out, inputs, seed.to(device))]
@@ -121,6 +135,9 @@ LONG_CASES: dict[str, dict[str, Any]] = {
     "softcap in a window": {"softcap": 5.0, "window": 130},
     "packed": {"bounds": (0, 1, 300, 301, 700)},
     "packed window": {"bounds": (0, 1, 300, 301, 700), "window": 130},
+    "sinks": {"sinks": True},
+    "sinks in a window": {"sinks": True, "window": 130},
+    "packed sinks": {"sinks": True, "bounds": (0, 1, 300, 301, 700)},
 }
 
 
@@ -131,7 +148,7 @@ LONG_CASES: dict[str, dict[str, Any]] = {
 def test_long_sequences(name: str, case: str, head_dim: int) -> None:
     """Over many tiles, in bfloat16, against the reference in float32 on the same values."""
     options = dict(LONG_CASES[case])
-    bounds = options.pop("bounds", None)
+    bounds, sinks = options.pop("bounds", None), options.pop("sinks", False)
     batch = 1 if bounds else 2
     if bounds:
         options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device="cuda")
@@ -139,12 +156,18 @@ def test_long_sequences(name: str, case: str, head_dim: int) -> None:
         torch.randn(batch, 700, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (8, 2, 2)
     ]
+    if sinks:
+        inputs.append(torch.randn(8, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None = None, **which: str) -> Any:
+        return attention(q, k, v, sinks=s, **options, **which)
+
     try:
-        out = attention(*inputs, backend=name, **options)
+        out = call(*inputs, backend=name)
     except BackendError as refusal:
         pytest.skip(str(refusal))
     exact = [x.detach().float().requires_grad_() for x in inputs]
-    wanted = attention(*exact, backend="reference", **options)
+    wanted = call(*exact, backend="reference")
     seed = torch.randn_like(out)
     found = [out, *torch.autograd.grad(out, inputs, seed)]
     expected = [wanted, *torch.autograd.grad(wanted, exact, seed.float())]
@@ -171,6 +194,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         attention(q[:, :, :3], k, k)
     with pytest.raises(InputError, match="4 queries but only 3 keys"):
         attention(q, k[:, :3], k[:, :3])
+    with pytest.raises(InputError, match=r"sinks must be floating of shape \(4\)"):
+        attention(q, k, k, sinks=torch.zeros(2))
     with pytest.raises(InputError, match=r"mask must be torch.bool of shape"):
         attention(q, k, k, mask=torch.ones(4, 4, dtype=torch.bool))
     with pytest.raises(InputError, match="cu_seqlens needs one row"):

@@ -41,7 +41,7 @@ def plain_attention(
 ) -> Callable[..., torch.Tensor]:
     """One token at a time over just the keys that it sees; scores and weights in q's dtype, as in eager models."""
 
-    def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         B, T, heads, D = q.shape
         nodes = None if tree is None else tree.int().expand(B, T, T).tolist()
         out = torch.zeros_like(q)
@@ -56,7 +56,10 @@ def plain_attention(
                 )
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
-                out[b, t] = torch.einsum("hs,shd->hd", wide(scores).softmax(-1).to(q.dtype), values)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[:, None]], dim=1)
+                weights = wide(scores).softmax(-1).to(q.dtype)[:, : len(slots)]
+                out[b, t] = torch.einsum("hs,shd->hd", weights, values)
         return out
 
     return expected
@@ -97,15 +100,17 @@ def check_attention(
     tree: torch.Tensor | None = None,
     q_layout: Callable = contiguous,
     cache_layout: Callable = contiguous,
+    sinks: bool = False,
     **options: Any,
 ) -> None:
     q, k, v = make(where, T, heads, kv_heads, D, S, cache_seqlens)
     counts = torch.tensor(cache_seqlens, device=where.device)
     mask = None if tree is None else tree.to(where.device)
+    extra = [q_layout(3 * torch.randn(heads, dtype=where.dtype, device=where.device))] if sinks else []
     check_forward(
-        lambda q, k, v: decode_attention(q, k, v, counts, tree_mask=mask, **options),
+        lambda q, k, v, s=None: decode_attention(q, k, v, counts, tree_mask=mask, sinks=s, **options),
         plain_attention(cache_seqlens, tree=tree, **options),
-        [q_layout(q), cache_layout(k), cache_layout(v)],
+        [q_layout(q), cache_layout(k), cache_layout(v), *extra],
     )
 
 
@@ -126,8 +131,12 @@ CASES: dict[str, dict[str, Any]] = {  # T, query heads, kv heads, head_dim, slot
     "wide tree": {"sizes": (67, 2, 1, 16, 200, [130]), "tree": random_tree},
     "tree in a window": {"sizes": (13, 2, 1, 16, 200, [187, 2]), "tree": random_tree, "window": 3},
     "wide tree in a window": {"sizes": (70, 1, 1, 16, 200, [129]), "tree": random_tree, "window": 66},
+    "sinks": {"sizes": (3, 6, 2, 80, 300, [290, 0, 65]), "sinks": True},
+    "sinks in a window": {"sizes": (4, 6, 3, 16, 300, [290, 0]), "sinks": True, "window": 33},
+    "sinks and a softcap": {"sizes": (1, 3, 1, 64, 100, [90]), "sinks": True, "softcap": 3.0},
     "tree and all else": {
         "sizes": (6, 4, 2, 80, 100, [94, 4]),
+        "sinks": True,
         "tree": random_tree,
         "window": 9,
         "softcap": 2.0,
@@ -159,7 +168,7 @@ def test_several_tiles_of_rows(where: Where, tokens: int, heads: int, monkeypatc
     """A tile may hold parts of tokens' groups of heads; the window starts elsewhere in each."""
     monkeypatch.setattr(MODULE, "MAX_ROWS", 16)
     for options in ({}, {"window": 5}, {"tree": random_tree(tokens)}, {"tree": random_tree(tokens), "window": 5}):
-        check_attention(where, tokens, heads, 2, 16, 100, [80], **options)
+        check_attention(where, tokens, heads, 2, 16, 100, [80], sinks=bool(options), **options)
 
 
 @pytest.mark.parametrize("q_layout", [*LAYOUTS, middle_transposed])
@@ -174,6 +183,7 @@ def test_each_row_its_own_mask(where: Where, window: int | None) -> None:
     masks = torch.stack([random_tree(5), torch.rand(5, 5) < 0.4, torch.zeros(5, 5, dtype=torch.bool)])
     for tree in (masks, transposed(masks), masks[:1].expand(3, 5, 5)):
         check_attention(where, 5, 4, 2, 16, 80, [70, 66, 0], tree=tree, window=window)
+        check_attention(where, 5, 4, 2, 16, 80, [70, 66, 0], tree=tree, window=window, sinks=True)
     alone = decode_attention(
         *make(where, 5, 4, 2, 16, 80, [0]), torch.tensor([0], device=where.device), tree_mask=masks[2].to(where.device)
     )
@@ -213,7 +223,8 @@ def test_as_ops_attention(where: Where) -> None:
     """Where both can serve: one row, the cache just full."""
     q, k, v = make(where, 3, 6, 2, 64, 100, [97])
     cache_seqlens = torch.tensor([97], device=where.device)
-    for options in ({}, {"window": 20}, {"softcap": 4.0, "softmax_scale": 0.2}):
+    sinks = torch.randn(6, dtype=where.dtype, device=where.device)
+    for options in ({}, {"window": 20}, {"softcap": 4.0, "softmax_scale": 0.2}, {"window": 20, "sinks": sinks}):
         ours, other = decode_attention(q, k, v, cache_seqlens, **options), ops.attention(q, k, v, **options)
         tolerance = 1e-4 if where.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance)
@@ -221,7 +232,13 @@ def test_as_ops_attention(where: Where) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "all": {"softmax_scale": 0.3, "window": 5, "softcap": 2.0, "tree_mask": random_tree(3)},
+    "all": {
+        "softmax_scale": 0.3,
+        "window": 5,
+        "softcap": 2.0,
+        "tree_mask": random_tree(3),
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+    },
 }
 
 
@@ -238,8 +255,8 @@ def test_compiled(name: str, kernels_device: torch.device) -> None:
         counts = torch.tensor(cache_seqlens, device=kernels_device)
         with torch._dynamo.config.patch(error_on_recompile=cache_seqlens[1] == 0):
             assert torch.equal(compiled(q, k, v, counts, **options), decode_attention(q, k, v, counts, **options))
-    given = {"tree_mask": None, "softmax_scale": 0.25, "window": None, "softcap": None} | options
-    given = [given[name] for name in ("tree_mask", "softmax_scale", "window", "softcap")]
+    given = {"tree_mask": None, "softmax_scale": 0.25, "window": None, "softcap": None, "sinks": None} | options
+    given = [given[name] for name in ("tree_mask", "softmax_scale", "window", "softcap", "sinks")]
     torch.library.opcheck(
         torch.ops.ligermodels.decode_attention.default,
         (q.transpose(0, 1).contiguous().transpose(0, 1), k, v, counts, *given),
@@ -257,7 +274,8 @@ def test_large(heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> None:
     where = Where(torch.device("cuda"), dtype)
     for T in (1, 2, 64):
         check_attention(where, T, heads, kv_heads, D, 1500, [1400, 1, 700])
-        check_attention(where, T, heads, kv_heads, D, 1500, [1400, 65], tree=random_tree(T), window=300, softcap=30.0)
+        for options in ({"softcap": 30.0}, {"sinks": True}):
+            check_attention(where, T, heads, kv_heads, D, 1500, [1400, 65], tree=random_tree(T), window=300, **options)
     check_attention(where, 1, heads, kv_heads, D, 900, [i * 13 for i in range(64)])
 
 
@@ -330,6 +348,8 @@ Q, CACHE, LENGTHS = torch.ones(2, 3, 4, 8), torch.ones(2, 9, 2, 8), torch.tensor
         ({"cache_seqlens": torch.ones(2)}, "cache_seqlens must be torch.int32"),
         ({"tree_mask": torch.ones(3, 3)}, r"tree_mask must be torch.bool of shape \(3, 3\)"),
         ({"tree_mask": torch.ones(1, 3, 3, dtype=torch.bool)}, "tree_mask must be"),
+        ({"sinks": torch.ones(2)}, r"sinks must be floating of shape \(4\)"),
+        ({"sinks": torch.ones(4).requires_grad_()}, "has no gradient"),
         ({"window": 0}, "window must be at least 1"),
         (
             {"cache_seqlens": torch.ones(2, dtype=torch.int32, device="meta")},

@@ -22,10 +22,13 @@ def ends(counts: tuple[int, ...], device: torch.device | str = "cpu") -> torch.T
     return torch.tensor(counts, device=device).cumsum(0).int()
 
 
-def plain(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def plain(
+    x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, biases: torch.Tensor | None = None
+) -> torch.Tensor:
     """Each row against a copy of its own weight."""
     group = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
-    return torch.cat([w @ row[:, None] for row, w in zip(x, weights[group], strict=True)], dim=1).t()
+    y = torch.cat([w @ row[:, None] for row, w in zip(x, weights[group], strict=True)], dim=1).t()
+    return y if biases is None else y + biases[group]
 
 
 @pytest.mark.parametrize(("counts", "K", "M"), SHAPES, ids=str)
@@ -34,6 +37,9 @@ def test_grouped_mm(where: Where, counts: tuple[int, ...], K: int, M: int, layou
     x = torch.randn(sum(counts), K, dtype=where.dtype, device=where.device)
     weights = torch.randn(len(counts), M, K, dtype=where.dtype, device=where.device)
     inputs = [layout(x), layout(weights), ends(counts, where.device)]
+    check(ops.grouped_mm, plain, inputs, frozen=layout is contiguous)
+    check(ops.grouped_mm_reference, plain, inputs)
+    inputs.append(layout(torch.randn(len(counts), M, dtype=where.dtype, device=where.device)))
     check(ops.grouped_mm, plain, inputs, frozen=layout is contiguous)
     check(ops.grouped_mm_reference, plain, inputs)
 
@@ -54,6 +60,7 @@ def test_torchs_grouped_gemm(
     monkeypatch.setattr(experts, "grouped_mm_reference", None)
     x, weights = (layout(torch.randn(s).bfloat16()) for s in ((sum(counts), K), (len(counts), M, K)))
     check(ops.grouped_mm, plain, [x, weights, ends(counts)])
+    check(ops.grouped_mm, plain, [x, weights, ends(counts), layout(torch.randn(weights.shape[:2]).bfloat16())])
     leaf = x.detach().requires_grad_()
     ops.grouped_mm(leaf, weights, ends(counts)).sum().backward()  # an expanded scalar as gradient
     assert torch.isfinite(leaf.grad).all()
@@ -61,8 +68,9 @@ def test_torchs_grouped_gemm(
 
 @pytest.mark.parametrize("op", [ops.grouped_mm, ops.grouped_mm_reference])
 def test_grouped_mm_gradients(op: Callable) -> None:
-    x, weights = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((6, 3), (4, 2, 3)))
+    x, weights, biases = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((6, 3), (4, 2, 3), (4, 2)))
     assert torch.autograd.gradcheck(lambda x, w: op(x, w, ends((2, 0, 3, 1))), (x, weights))
+    assert torch.autograd.gradcheck(lambda x, w, b: op(x, w, ends((2, 0, 3, 1)), b), (x, weights, biases))
 
 
 def test_no_rows() -> None:
@@ -73,12 +81,12 @@ def test_no_rows() -> None:
 
 
 def test_grouped_mm_under_autocast() -> None:
-    x, weights = torch.randn(4, 3, requires_grad=True), torch.randn(2, 5, 3, requires_grad=True)
+    x, weights, biases = (torch.randn(s, requires_grad=True) for s in ((4, 3), (2, 5, 3), (2, 5)))
     with torch.autocast("cpu", torch.bfloat16):
-        y = ops.grouped_mm(x, weights, ends((1, 3)))
-    assert torch.equal(y, ops.grouped_mm(x.bfloat16(), weights.bfloat16(), ends((1, 3))))
+        y = ops.grouped_mm(x, weights, ends((1, 3)), biases)
+    assert torch.equal(y, ops.grouped_mm(x.bfloat16(), weights.bfloat16(), ends((1, 3)), biases.bfloat16()))
     y.sum().backward()
-    assert x.grad.dtype == weights.grad.dtype == torch.float32
+    assert x.grad.dtype == weights.grad.dtype == biases.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("tokens", "k", "num_experts"), [(1, 1, 1), (7, 3, 5), (40, 8, 8), (300, 2, 64), (0, 2, 3)])
@@ -103,19 +111,19 @@ def test_rows_go_to_their_experts_and_back(where: Where, tokens: int, k: int, nu
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("frozen", [None, 0, 1])
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2])
 def test_compiled_with_varying_sizes(frozen: int | None, kernels_device: torch.device) -> None:
     """No graph break, one graph for all sizes, and equal bits."""
     torch._dynamo.reset()
 
-    def op(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def op(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         order, inverse, offsets = ops.sort_by_expert(experts, 4)
-        return ops.grouped_mm(ops.gather_rows(x, order, inverse, copies=2), weights, offsets)
+        return ops.grouped_mm(ops.gather_rows(x, order, inverse, copies=2), weights, offsets, biases)
 
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 3, 9):
         experts = torch.rand(tokens, 4, device=kernels_device).topk(2).indices
-        inputs = [torch.randn(s, device=kernels_device, requires_grad=True) for s in ((tokens, 6), (4, 7, 6))]
+        inputs = [torch.randn(s, device=kernels_device, requires_grad=True) for s in ((tokens, 6), (4, 7, 6), (4, 7))]
         if frozen is not None:
             inputs[frozen].requires_grad_(False)
         with torch._dynamo.config.patch(error_on_recompile=tokens != 5):
@@ -152,6 +160,7 @@ X, WEIGHTS, OFFSETS = torch.ones(4, 3), torch.ones(2, 5, 3), ends((1, 3))
         ((X, WEIGHTS, OFFSETS[:1]), "offsets must be torch.int32"),
         ((X, WEIGHTS, ends((1, 2))), "end at x's 4 rows"),
         ((X, WEIGHTS, ends((5, -1))), "must not decrease"),
+        ((X, WEIGHTS, OFFSETS, torch.ones(2, 3)), r"biases must be torch.float32 of shape \(2, 5\)"),
     ],
 )
 def test_bad_input(inputs: tuple[torch.Tensor, ...], message: str) -> None:

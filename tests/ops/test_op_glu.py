@@ -20,9 +20,18 @@ def plain(activation: Callable[[torch.Tensor], torch.Tensor]) -> Op:
     """As eager models write it: the activation is rounded, then the product; of two tensors or of packed pairs."""
 
     def glu(
-        gate: torch.Tensor, up: torch.Tensor | None = None, *, gate_multiplier: float = 1, down_multiplier: float = 1
+        gate: torch.Tensor,
+        up: torch.Tensor | None = None,
+        *,
+        gate_multiplier: float = 1,
+        down_multiplier: float = 1,
+        limit: float | None = None,
+        up_offset: float = 0,
     ) -> torch.Tensor:
         gate, up = (gate[..., ::2], gate[..., 1::2]) if up is None else (gate, up)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        up = up + up_offset
         return activation(wide(gate * gate_multiplier)).to(gate.dtype) * up * down_multiplier
 
     return glu
@@ -53,19 +62,39 @@ def test_glu(where: Where, ops: tuple[Op, Op, Op], shape: tuple[int, ...], layou
     check(op, expected, [packed])
 
 
-MULTIPLIERS = [{"gate_multiplier": 0.37}, {"down_multiplier": -1.7}, {"gate_multiplier": 3, "down_multiplier": 0.6}]
+OPTIONS = [
+    {"gate_multiplier": 0.37},
+    {"down_multiplier": -1.7},
+    {"gate_multiplier": 3, "down_multiplier": 0.6},
+    {"limit": 0.75},  # exact in every dtype, so that all agree on what is beyond it
+    {"up_offset": 1},
+    {"gate_multiplier": 1.702, "down_multiplier": 1 / 1.702, "limit": 1.25, "up_offset": 1},  # gpt-oss
+]
 
 
-@pytest.mark.parametrize("multipliers", MULTIPLIERS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", [(3, 100), (2, 2050)], ids=str)
-def test_multipliers(
-    where: Where, ops: tuple[Op, Op, Op], shape: tuple[int, int], multipliers: dict[str, float]
-) -> None:
-    op, reference, expected = (partial(each, **multipliers) for each in ops)
+def test_options(where: Where, ops: tuple[Op, Op, Op], shape: tuple[int, int], options: dict[str, float]) -> None:
+    op, reference, expected = (partial(each, **options) for each in ops)
     gate, up, packed = (torch.randn(shape[0], n * shape[1], dtype=where.dtype, device=where.device) for n in (1, 1, 2))
     check(op, expected, [gate, up], frozen=True)
     check(op, expected, [packed])
     torch.testing.assert_close(op(packed), reference(packed))
+
+
+def test_bounds(where: Where, ops: tuple[Op, Op, Op]) -> None:
+    """What is just at a bound has its gradient, as with torch's clamp, and NaN stays."""
+    gate = torch.tensor([2.0, 2.25, -1.0, 2.0, float("nan"), 1.0], dtype=where.dtype, device=where.device)
+    up = torch.tensor([-2.0, 2.0, -2.25, 9.0, 1.0, float("nan")], dtype=where.dtype, device=where.device)
+    found = []
+    for op in (ops[0], ops[2]):
+        leaves = [each.clone().requires_grad_() for each in (gate, up)]
+        y = op(*leaves, limit=2.0, up_offset=1.0)
+        found.append([y, *torch.autograd.grad(y.sum(), leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours[:4], theirs[:4], rtol=1e-2, atol=1e-2)
+        assert torch.equal(ours[:4] == 0, theirs[:4] == 0) and ours[4:].isnan().any()
+    assert found[0][0][4:].isnan().all()
 
 
 def test_columns_of_a_shard_are_a_shard(where: Where, ops: tuple[Op, Op, Op]) -> None:
@@ -91,7 +120,7 @@ from ligermodels.ops.glu import glu
 dtype, per_thread = sys.argv[1], int(sys.argv[2])
 pointers = dict.fromkeys(("gate", "out", "dy", "dgate", "dup"), f"*{dtype}")
 shared = {"PACKED": True, "TILES": 4, "BLOCK": 128 * per_thread, "ACTIVATION": "silu", "up": None, "up_stride": 0}
-shared |= dict.fromkeys(("gate_multiplier", "down_multiplier"))
+shared |= dict.fromkeys(("gate_multiplier", "down_multiplier", "limit", "up_offset"))
 for kernel, more in ((glu._glu_forward_kernel, {}), (glu._glu_backward_kernel, {"NEED_GATE": True, "NEED_UP": False})):
     constants, names = {**shared, **more}, kernel._jitted.arg_names
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
@@ -139,6 +168,7 @@ def test_reference_gradients(ops: tuple[Op, Op, Op]) -> None:
     assert torch.autograd.gradcheck(ops[1], (gate, up))
     assert torch.autograd.gradcheck(ops[1], (packed,))
     assert torch.autograd.gradcheck(partial(ops[1], gate_multiplier=0.3, down_multiplier=2.0), (packed,))
+    assert torch.autograd.gradcheck(partial(ops[1], limit=0.7, up_offset=1.0), (packed,))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +185,12 @@ def test_bad_input(gate: torch.Tensor, up: torch.Tensor | None, message: str) ->
         swiglu(gate, up)
     with pytest.raises(InputError, match=f"^geglu: .*{message}"):
         geglu(gate, up)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_is_above_0(limit: float) -> None:
+    with pytest.raises(InputError, match="swiglu: limit must be above 0"):
+        swiglu(torch.ones(2), limit=limit)
 
 
 def test_unknown_approximation() -> None:

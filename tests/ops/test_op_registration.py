@@ -82,7 +82,9 @@ CASES = {
         ("lora_linear_forward", "lora_linear_backward"),
     ),
     "swiglu with multipliers": Case(
-        lambda x: ops.swiglu(x, gate_multiplier=0.7, down_multiplier=2.0), ((4, 60),), ("glu_forward", "glu_backward")
+        lambda x: ops.swiglu(x, gate_multiplier=0.7, down_multiplier=2.0, limit=1.0, up_offset=1.0),
+        ((4, 60),),
+        ("glu_forward", "glu_backward"),
     ),
     "linear_distillation": Case(
         lambda h, w, b: ops.linear_distillation(h, w, h.flip(0), w.flip(0), h[:, 0] > 0, b, divergence="jsd"),

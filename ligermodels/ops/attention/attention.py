@@ -35,6 +35,7 @@ class AttentionRequest:
     masked: bool
     packed: bool
     compiling: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Backend:
 
     name: str
     refuses: Callable[[AttentionRequest], str | None]
-    run: Callable[[Tensor, Tensor, Tensor, AttentionRequest, Tensor | None, Tensor | None], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, AttentionRequest, Tensor | None, Tensor | None, Tensor | None], Tensor]
 
 
 def attention(
@@ -56,6 +57,7 @@ def attention(
     softcap: float | None = None,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Softmax attention of each query over the keys at or before its own place.
@@ -68,6 +70,8 @@ def attention(
         softcap: logits become softcap * tanh(logits / softcap) before masking (Gemma 2).
         mask: bool (B, T, S), True where a query sees a key; replaces the causal rule. Every query must see a key.
         cu_seqlens: int32 (n + 1,), the bounds of n sequences packed into one row (B = 1, S = T).
+        sinks: floating (Hq,), for each query head one more logit in the denominator of its softmax, after scale and
+            softcap; what it takes of the weights goes to no value (gpt-oss, https://arxiv.org/abs/2508.10925).
         backend: "auto", or the name of one of `backends()`.
 
     Returns:
@@ -88,6 +92,8 @@ def attention(
         check_tensor("attention", "mask", mask, (batch, length, k.shape[1]), q.device, torch.bool)
     if cu_seqlens is not None and (batch != 1 or k.shape[1] != length or mask is not None):
         raise InputError("attention: cu_seqlens needs one row (B = 1), as many keys as queries, and no mask")
+    if sinks is not None:
+        check_tensor("attention", "sinks", sinks, (heads,), q.device)
     request = AttentionRequest(
         device=q.device.type,
         dtype=q.dtype,
@@ -100,8 +106,9 @@ def attention(
         masked=mask is not None,
         packed=cu_seqlens is not None,
         compiling=torch.compiler.is_compiling(),
+        sinks=sinks is not None,
     )
-    return choose(request, backend).run(q, k, v, request, mask, cu_seqlens)
+    return choose(request, backend).run(q, k, v, request, mask, cu_seqlens, sinks)
 
 
 def choose(request: AttentionRequest, name: str = "auto") -> Backend:
@@ -138,8 +145,9 @@ def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor 
 
 
 def _reference(
-    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The specification: fp32 (or fp64) scores and softmax, every option; memory grows with T * S."""
     batch, length, heads, head_dim = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -149,7 +157,11 @@ def _reference(
         scores = request.softcap * torch.tanh(scores / request.softcap)
     allowed = visible(request, q.device, cu_seqlens) if mask is None else mask[:, None, None]
     scores = scores.masked_fill(~allowed, float("-inf"))
-    out = torch.einsum("bhgts,bshd->bthgd", scores.softmax(-1), v.to(compute))
+    if sinks is not None:
+        sink = sinks.to(compute).view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    out = torch.einsum("bhgts,bshd->bthgd", weights, v.to(compute))
     return out.reshape(batch, length, heads, head_dim).to(q.dtype)
 
 
@@ -162,12 +174,15 @@ _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacke
 
 
 def _sdpa_refuses(request: AttentionRequest) -> str | None:
-    return "torch's scaled_dot_product_attention has no softcap" if request.softcap is not None else None
+    if request.softcap is not None:
+        return "torch's scaled_dot_product_attention has no softcap"
+    return "sinks need a softmax_scale other than 0" if request.sinks and request.softmax_scale == 0 else None
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     if cu_seqlens is not None and request.device == "cpu" and not request.compiling:
         # Here bounds can be read without a sync, and separate sequences cost less than a T x T mask.
         alone = []
@@ -175,13 +190,17 @@ def _sdpa(
             if length := end - start:
                 window = request.window if request.window is not None and request.window < length else None
                 part = replace(request, query_length=length, key_length=length, window=window, packed=False)
-                alone.append(_sdpa(q[:, start:end], k[:, start:end], v[:, start:end], part, None, None))
+                alone.append(_sdpa(q[:, start:end], k[:, start:end], v[:, start:end], part, None, None, sinks))
         return torch.cat(alone, dim=1)
     shifted = request.key_length != request.query_length and request.query_length > 1
     if mask is not None:
         mask = mask[:, None]
     elif cu_seqlens is not None or shifted or request.window is not None:
         mask = visible(request, q.device, cu_seqlens)
+    head_dim = q.shape[3]
+    if sinks is not None:
+        q, k, v = _with_sink(q, k, v, sinks, request.softmax_scale)
+        mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
     long = q.is_cuda and mask is None and request.query_length >= _LONG and not request.compiling
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if long else nullcontext():
         out = F.scaled_dot_product_attention(
@@ -193,7 +212,22 @@ def _sdpa(
             scale=request.softmax_scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
-    return out.transpose(1, 2)
+    out = out.transpose(1, 2)
+    return out if sinks is None else out[:, 1:, :, :head_dim]
+
+
+def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v after one more position, whose key meets each query head with its sink, and whose value is zero.
+
+    Kernels of SDPA give no denominator from which autograd could go on, but they take this key as any other. A channel
+    beyond those of the heads makes its product with every query the sink, and that of the other keys zero. The query
+    of that position keeps the causal rule square. Channels are filled up to the next multiple of 8, for fused kernels.
+    """
+    head_dim = q.shape[3]
+    q, k, v = (F.pad(each, (0, 8 - head_dim % 8, 0, 0, 1, 0)) for each in (q, k, v))
+    q[..., head_dim] = sinks.to(q.dtype)
+    k[:, 0, :, head_dim] = 1 / softmax_scale
+    return q, k, v
 
 
 # -- flash-attn 4, 3 and 2 ---------------------------------------------------------------------------------------------
@@ -228,14 +262,17 @@ def _flash_refuses(name: str, request: AttentionRequest) -> str | None:
         return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
     if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
         return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
+    if request.sinks:
+        return "sinks are not implemented on it"
     if request.compiling and name != "flash-attn-4":
         return "torch.compile is not known to trace it"
     return "it takes no arbitrary mask" if request.masked else None
 
 
 def _flash(
-    name: str, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, _: None, cu_seqlens: Tensor | None
-) -> Tensor:
+    name: str, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, _: None, cu_seqlens: Tensor | None,
+    sinks: None,
+) -> Tensor:  # fmt: skip
     packed = cu_seqlens is not None
     q, k, v = (q[0], k[0], v[0]) if packed else (q, k, v)
     if name == "flash-attn-4":

@@ -38,6 +38,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     tree_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of T new tokens of each sequence over its cache slots, which include the new keys and values.
 
@@ -55,22 +56,24 @@ def decode_attention(
         the new ones. None is causal: new token t sees the slots up to its own, cache_seqlens + t.
     window: a token at position p sees only positions above p - window. The position of a token is its slot, except for
         new tokens under a tree_mask: t is at cache_seqlens + (number of new tokens that t sees, t included) - 1.
+    sinks: floating (Hq,), one more logit in each query head's softmax denominator: see `ops.attention`.
 
     Returns contiguous (B, T, Hq, D) in q's dtype, computed in float32 (float64 for float64). A token that sees nothing
     gets zeros. Equal bits in every run.
     Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
     """
-    _check(q, k_cache, v_cache, cache_seqlens, window, tree_mask)
+    _check(q, k_cache, v_cache, cache_seqlens, window, tree_mask, sinks)
     softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if not use_kernels(q, k_cache) or q.shape[3] > MAX_KERNEL_HEAD_DIM:
-        options: dict[str, Any] = {"window": window, "softcap": softcap, "tree_mask": tree_mask}
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "tree_mask": tree_mask, "sinks": sinks}
         return decode_attention_reference(q, k_cache, v_cache, cache_seqlens, softmax_scale=softmax_scale, **options)
-    return _decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap)
+    return _decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap, sinks)
 
 
 def decode_attention_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, *, softmax_scale: float | None = None,
     window: int | None = None, softcap: float | None = None, tree_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The specification of `decode_attention`, in plain torch; it reads the whole cache."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -83,7 +86,10 @@ def decode_attention_reference(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     hidden = ~visible[:, :, None, None]
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)  # that of nothing is NaN
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(dtype).view(*scores.shape[2:4], 1).expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1]].masked_fill(hidden, 0)  # that of nothing is NaN
     return torch.einsum("bthgs,bshd->bthgd", weights, v).reshape(q.shape).to(q.dtype).contiguous()
 
 
@@ -108,10 +114,11 @@ def _visible(q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, window: int | No
 
 
 def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, window: int | None, tree_mask: Tensor | None
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, window: int | None, tree_mask: Tensor | None,
+    sinks: Tensor | None,
+) -> None:  # fmt: skip
     op = "decode_attention"
-    reject_dtensors(op, q, k_cache, v_cache)
+    reject_dtensors(op, q, k_cache, v_cache, sinks)
     check_tensor(op, "q", q, ("B", "T", "Hq", "D"), q.device)
     B, T, heads, head_dim = q.shape
     check_caches(op, k_cache, v_cache, (B, "S", "Hkv", head_dim), q)
@@ -125,9 +132,11 @@ def _check(
     if tree_mask is not None:
         shape = (T, T) if tree_mask.dim() == 2 else (B, T, T)
         check_tensor(op, "tree_mask", tree_mask, shape, q.device, torch.bool)
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks, (heads,), q.device)
     if window is not None and window < 1:
         raise InputError(f"{op}: window must be at least 1, got {window}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, sinks)):
         raise InputError("decode_attention has no gradient: call it under torch.no_grad(), or use ops.attention")
 
 
@@ -168,14 +177,15 @@ def _attend(
 @kernel
 def _decode_attention_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_slot, k_head, v, v_batch, v_slot, v_head,
-    cache_seqlens, tree, tree_batch, tree_node, out, log_sums, T, S, kv_heads, tiles, window, scale, softcap,
+    cache_seqlens, tree, tree_batch, tree_node, sinks, out, log_sums, T, S, kv_heads, tiles, window, scale, softcap,
     GROUP: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TREE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Each program takes the query heads of a kv head for some tokens, as rows t * GROUP + g, and an even share of the
     tiles of slots that are filled and in the window. It writes their attention over these slots, and the base-2
-    logarithm of the softmax denominator. Without SPLIT there is one share, and this is the result."""
+    logarithm of the softmax denominator, of which the first share has the sinks. Without SPLIT there is one share, and
+    this is the result."""
     tile = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
     batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
@@ -222,6 +232,10 @@ def _decode_attention_kernel(
     top = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
+    if sinks is not None:
+        first = tl.program_id(1) == 0
+        top = tl.where(first, tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634, top)  # log2(e)
+        total = tl.where(first, 1.0, total)
     for start in range(begin + low * BLOCK_SLOTS, tl.minimum(begin + high * BLOCK_SLOTS, end), BLOCK_SLOTS):
         slot = start + col
         visible = slot[None, :] <= newest[:, None]
@@ -252,7 +266,10 @@ def _decode_attention_kernel(
     channels = DIM
     if SPLIT:
         tl.store(log_sums + place, top + tl.log2(total), mask=exists)
-        channels = tl.where(high > low, DIM, 0)  # an empty share writes nothing, and is not read
+        written = high > low  # an empty share writes nothing, and is not read
+        if sinks is not None:
+            written = written | (tl.program_id(1) == 0)
+        channels = tl.where(written, DIM, 0)
     tl.store(out + place[:, None] * DIM + d, acc.to(out.dtype.element_ty), mask=exists[:, None] & (d < channels))
 
 
@@ -280,7 +297,7 @@ def _combine_attention_kernel(
 @custom_op()
 def _decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, tree_mask: Tensor | None,
-    softmax_scale: float, window: int | None, softcap: float | None,
+    softmax_scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     out = q.new_empty(q.shape)
     if is_fake(out) or not out.numel():
@@ -302,7 +319,8 @@ def _decode_attention(
         tree = tree.contiguous()
     _decode_attention_kernel[(B * kv_heads * tiles, splits)](
         q, *q.stride()[:3], k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
-        cache_seqlens.contiguous(), tree, *((0, 0) if tree is None else tree.stride()[:2]), parts, log_sums,
+        cache_seqlens.contiguous(), tree, *((0, 0) if tree is None else tree.stride()[:2]),
+        None if sinks is None else sinks.contiguous(), parts, log_sums,
         T, S, kv_heads, tiles, window or 0,
         softmax_scale * LOG2_E if softcap is None else softmax_scale / softcap,
         0.0 if softcap is None else softcap * LOG2_E,

@@ -7,7 +7,8 @@ Each activation is g * p(g), where p is the part of the gate that passes; with s
     gelu_tanh:  p(g) = (1 + tanh(z / 2)) / 2 = s(z), with z = sqrt(8 / pi) * (g + 0.044715 * g^3)
 
 With multipliers (Falcon-H1, https://arxiv.org/abs/2507.22448) the result is
-down_multiplier * activation(gate_multiplier * gate) * up.
+down_multiplier * activation(gate_multiplier * gate) * up. With a `limit`, gate is at most that and up within
+[-limit, limit], and then `up_offset` is added to up (gpt-oss, https://arxiv.org/abs/2508.10925).
 """
 
 from typing import Any, Literal, NamedTuple
@@ -32,21 +33,30 @@ class _Options(NamedTuple):
     activation: str
     gate_multiplier: float = 1.0
     down_multiplier: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
 
 
 def swiglu(
-    gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
 ) -> Tensor:
-    """down_multiplier * silu(gate_multiplier * gate) * up, with silu(g) = g * sigmoid(g).
+    """down_multiplier * silu(gate_multiplier * gate) * (up + up_offset), with silu(g) = g * sigmoid(g).
 
     gate, up: (..., I), any floating dtype and strides. Without `up`, `gate` is packed, (..., 2*I): pairs of a gate and
         an up value, g0, u0, g1, u1, ..., as a projection gives them whose weight has gate and up rows interleaved. Its
         gradient is one packed tensor.
+    limit: before all else, gate becomes min(gate, limit), and up min(max(up, -limit), limit); None for no bounds.
     Returns a contiguous (..., I) of gate's dtype, computed in float32 (float64 for float64) and rounded once. The
     backward pass recomputes from gate and up; nothing else is saved.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
-    return _glu("swiglu", gate, up, _Options("silu", gate_multiplier, down_multiplier))
+    return _glu("swiglu", gate, up, _Options("silu", gate_multiplier, down_multiplier, limit, up_offset))
 
 
 def geglu(
@@ -56,27 +66,29 @@ def geglu(
     *,
     gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
 ) -> Tensor:
-    """down_multiplier * gelu(gate_multiplier * gate) * up, with the error function ("none") or its tanh approximation,
-    as `torch.nn.functional.gelu`.
+    """down_multiplier * gelu(gate_multiplier * gate) * (up + up_offset), with the error function ("none") or its tanh
+    approximation, as `torch.nn.functional.gelu`.
 
     Arguments, result and errors otherwise as for `swiglu`.
     """
     if approximate not in GELU:
         raise InputError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return _glu("geglu", gate, up, _Options(GELU[approximate], gate_multiplier, down_multiplier))
+    return _glu("geglu", gate, up, _Options(GELU[approximate], gate_multiplier, down_multiplier, limit, up_offset))
 
 
-def swiglu_reference(gate: Tensor, up: Tensor | None = None, **multipliers: float) -> Tensor:
+def swiglu_reference(gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
     """The specification of `swiglu`, in plain torch."""
-    return _glu_reference(gate, up, _Options("silu", **multipliers))
+    return _glu_reference(gate, up, _Options("silu", **options))
 
 
 def geglu_reference(
-    gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh", **multipliers: float
+    gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh", **options: Any
 ) -> Tensor:
     """The specification of `geglu`, in plain torch."""
-    return _glu_reference(gate, up, _Options(GELU[approximate], **multipliers))
+    return _glu_reference(gate, up, _Options(GELU[approximate], **options))
 
 
 def _glu(op: str, gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
@@ -88,6 +100,8 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
             raise InputError(f"{op}: a packed gate must have an even last dimension, got {tuple(gate.shape)}")
     else:
         check_tensor(op, "up", up, gate.shape, gate.device, gate.dtype)
+    if options.limit is not None and not options.limit > 0:
+        raise InputError(f"{op}: limit must be above 0, got {options.limit}")
     if not use_kernels(gate, up):
         return _glu_reference(gate, up, options)
     return _GLU.apply(gate, up, options)
@@ -96,12 +110,16 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
 def _glu_reference(gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
     if up is None:
         gate, up = gate.unflatten(-1, (gate.shape[-1] // 2, 2)).unbind(-1)
-    g = _times(gate.to(torch.promote_types(gate.dtype, torch.float32)), options.gate_multiplier)
+    gate, up, dtype = *(each.to(torch.promote_types(gate.dtype, torch.float32)) for each in (gate, up)), gate.dtype
+    if options.limit is not None:
+        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    g = _times(gate, options.gate_multiplier)
     if options.activation == "silu":
         y = functional.silu(g)
     else:
         y = functional.gelu(g, approximate="tanh" if options.activation == "gelu_tanh" else "none")
-    return _times(y * up.to(y.dtype), options.down_multiplier).to(gate.dtype)
+    up = up + options.up_offset if options.up_offset else up
+    return _times(y * up, options.down_multiplier).to(dtype)
 
 
 def _times(x: Tensor, multiplier: float) -> Tensor:
@@ -141,9 +159,20 @@ def _load_pairs(gate, up, first, N, PACKED: tl.constexpr, BLOCK: tl.constexpr):
     return g.to(tl.float32), u.to(tl.float32)
 
 
+@triton.jit
+def _bounded(g, u, limit, up_offset):
+    """Gate and up within their bounds, and up with its offset; `limit` and `up_offset` are None for none."""
+    if limit is not None:
+        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.clamp(u, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    if up_offset is not None:
+        u = u + up_offset
+    return g, u
+
+
 @kernel
 def _glu_forward_kernel(
-    gate, gate_stride, up, up_stride, out, gate_multiplier, down_multiplier, N, blocks,
+    gate, gate_stride, up, up_stride, out, gate_multiplier, down_multiplier, limit, up_offset, N, blocks,
     ACTIVATION: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes TILES tiles of BLOCK columns of a row. All loads come before the first store, which none of
@@ -158,6 +187,7 @@ def _glu_forward_kernel(
         tiles += (_load_pairs(gate, up, first + i * BLOCK, N, PACKED, BLOCK),)  # type: ignore[assignment]
     for i in tl.static_range(TILES):  # these loops are unrolled
         g, u = tiles[i]  # type: ignore[var-annotated]
+        g, u = _bounded(g, u, limit, up_offset)
         if gate_multiplier is not None:
             g = g * gate_multiplier
         if down_multiplier is not None:
@@ -169,7 +199,8 @@ def _glu_forward_kernel(
 
 @kernel
 def _glu_backward_kernel(
-    dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dup, gate_multiplier, down_multiplier, N, blocks,
+    dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dup, gate_multiplier, down_multiplier,
+    limit, up_offset, N, blocks,
     ACTIVATION: tl.constexpr, PACKED: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -187,15 +218,21 @@ def _glu_backward_kernel(
         g, u = _load_pairs(gate, up, first + i * BLOCK, N, PACKED, BLOCK)
         tiles += ((d, g, u),)  # type: ignore[assignment]  # the loop is unrolled
     for i in tl.static_range(TILES):
-        d, g, u = tiles[i]
+        d, g0, u0 = tiles[i]  # type: ignore[var-annotated]
+        g, u = _bounded(g0, u0, limit, up_offset)
         if gate_multiplier is not None:
             g = g * gate_multiplier
             u = u * gate_multiplier  # which occurs in the gate's gradient alone
         if down_multiplier is not None:
             d = d * down_multiplier
         p, slope = _part(g, ACTIVATION)
-        of_gate = (d * u * (p + g * slope)).to(gate.dtype.element_ty)
-        of_up = (d * g * p).to(gate.dtype.element_ty)
+        of_gate = d * u * (p + g * slope)
+        of_up = d * g * p
+        if limit is not None:  # beyond the bounds, which count as within, no gradient; NaN stays
+            of_gate = tl.where(g0 > limit, 0.0, of_gate)
+            of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
+        of_gate = of_gate.to(gate.dtype.element_ty)
+        of_up = of_up.to(gate.dtype.element_ty)
         if PACKED:
             col = 2 * (first + i * BLOCK) + tl.arange(0, 2 * BLOCK)
             pairs = tl.reshape(tl.join(of_gate, of_up), (2 * BLOCK,))
@@ -216,22 +253,29 @@ def _blocks(gate: Tensor, N: int, packed: bool) -> tuple[int, dict[str, Any]]:
     return -(-N // (tiles * block)), {"PACKED": packed, "TILES": tiles, "BLOCK": block, "num_warps": num_warps}
 
 
-def _unless_1(multiplier: float) -> float | None:
-    return None if multiplier == 1 else float(multiplier)
+def _unless(value: float | None, neutral: float | None) -> float | None:
+    """The value, None where it changes nothing."""
+    return None if value is None or value == neutral else float(value)
+
+
+def _numbers(gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float) -> list[Any]:
+    """As the kernels take them."""
+    return [_unless(gate_multiplier, 1), _unless(down_multiplier, 1), _unless(limit, None), _unless(up_offset, 0)]
 
 
 @custom_op()
 def _glu_forward(
-    gate: Tensor, up: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float
-) -> Tensor:
+    gate: Tensor, up: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float,
+    limit: float | None, up_offset: float,
+) -> Tensor:  # fmt: skip
     out = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
     if is_fake(out):
         return out
     M, N = out.shape[:-1].numel(), out.shape[-1]
     blocks, options = _blocks(gate, N, up is None)
     _glu_forward_kernel[(M * blocks,)](
-        *rows_and_stride(gate), *rows_and_stride(up), out, _unless_1(gate_multiplier), _unless_1(down_multiplier),
-        N, blocks, ACTIVATION=activation, **options,
+        *rows_and_stride(gate), *rows_and_stride(up), out,
+        *_numbers(gate_multiplier, down_multiplier, limit, up_offset), N, blocks, ACTIVATION=activation, **options,
     )  # fmt: skip
     return out
 
@@ -239,7 +283,7 @@ def _glu_forward(
 @custom_op()
 def _glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, need_gate: int, need_up: bool, activation: str,
-    gate_multiplier: float, down_multiplier: float,
+    gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of gate (packed if up is None) and of up; those not needed are empty."""
     dgate, dup = empty_gradient(gate, need_gate, gate), empty_gradient(up, need_up, gate)
@@ -249,7 +293,7 @@ def _glu_backward(
     blocks, options = _blocks(gate, N, up is None)
     _glu_backward_kernel[(M * blocks,)](
         *rows_and_stride(dy), *rows_and_stride(gate), *rows_and_stride(up), dgate, dup,
-        _unless_1(gate_multiplier), _unless_1(down_multiplier), N, blocks,
+        *_numbers(gate_multiplier, down_multiplier, limit, up_offset), N, blocks,
         ACTIVATION=activation, NEED_GATE=bool(need_gate), NEED_UP=need_up, **options,
     )  # fmt: skip
     return dgate, dup

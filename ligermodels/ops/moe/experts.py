@@ -68,10 +68,11 @@ class _GatherRows(torch.autograd.Function):
 # -- grouped GEMM ------------------------------------------------------------------------------------------------------
 
 
-def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | None = None) -> Tensor:
     """Rows of x times the weight of their group: y[r] = weights[e] @ x[r] for offsets[e - 1] <= r < offsets[e].
 
-    x: (R, K), any floating dtype. weights: (E, M, K), of x's dtype (under autocast both are cast to its dtype).
+    x: (R, K), any floating dtype. weights: (E, M, K), of x's dtype (under autocast all are cast to its dtype).
+    biases: (E, M), of x's dtype: biases[e] is added to the group's rows.
     offsets: int32 (E,), where each group ends; they do not decrease, and the last is R. Returns (R, M) of x's dtype.
 
     In bfloat16 on CUDA, K and M multiples of 8, on Hopper (or any GPU from Ampere on with torch 2.10), this is torch's
@@ -80,24 +81,28 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     grouped GEMM too, and made only when its operand needs it; that of a group without rows is zero.
     Raises InputError if shapes, dtypes or devices do not fit, or (in the loop) if the offsets do not.
     """
-    reject_dtensors("grouped_mm", x, weights, offsets)
+    reject_dtensors("grouped_mm", x, weights, offsets, biases)
     check_tensor("grouped_mm", "x", x, ("R", "K"), x.device)
     check_tensor("grouped_mm", "weights", weights, ("E", "M", x.shape[1]), x.device, weights.dtype)
     if len(weights) == 0:
         raise InputError(f"grouped_mm: weights must be of one expert or more, got {tuple(weights.shape)}")
     check_tensor("grouped_mm", "offsets", offsets, (len(weights),), x.device, torch.int32)
+    if biases is not None:
+        check_tensor("grouped_mm", "biases", biases, tuple(weights.shape[:2]), x.device, weights.dtype)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), weights.to(dtype)
+        biases = None if biases is None else biases.to(dtype)
     if x.dtype != weights.dtype:
         raise InputError(f"grouped_mm: weights must be of x's dtype {x.dtype}, got {weights.dtype}")
-    return _GroupedMM.apply(x, weights, offsets, use_kernels(x, weights))
+    return _GroupedMM.apply(x, weights, biases, offsets, use_kernels(x, weights))
 
 
-def grouped_mm_reference(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm_reference(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | None = None) -> Tensor:
     """The specification of `grouped_mm`, in plain torch."""
     parts = x.split(_counts(offsets, x.shape[0]))
-    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
+    added = [None] * len(parts) if biases is None else biases.unbind()
+    return torch.cat([F.linear(*each) for each in zip(parts, weights.unbind(), added, strict=True)])
 
 
 def _counts(offsets: Tensor, rows: int) -> list[int]:
@@ -110,23 +115,30 @@ def _counts(offsets: Tensor, rows: int) -> list[int]:
 
 
 @custom_op()
-def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool) -> Tensor:
-    """x (R, K), weights (E, M, K) -> (R, M)."""
+def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool, biases: Tensor | None = None) -> Tensor:
+    """x (R, K), weights (E, M, K), biases (E, M) -> (R, M)."""
     if is_fake(x):
         return x.new_empty(x.shape[0], weights.shape[1])
     if kernels and _has_grouped_gemm(x, weights.shape[1]):
-        return torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _grouped_mm_without_a_wait(x, weights, offsets)
-    return grouped_mm_reference(x, weights, offsets)
+        y = torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
+    elif x.is_cuda and torch.cuda.is_current_stream_capturing():
+        y = _grouped_mm_without_a_wait(x, weights, offsets)
+    else:
+        return grouped_mm_reference(x, weights, offsets, biases)
+    return y if biases is None else y.add_(biases[_group_of_rows(x, offsets)])
 
 
 def _grouped_mm_without_a_wait(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     y = x.new_zeros(x.shape[0], weights.shape[1])
-    group = torch.bucketize(torch.arange(x.shape[0], device=x.device), offsets, right=True)
+    group = _group_of_rows(x, offsets)
     for index, weight in enumerate(weights.unbind()):
         y = torch.where((group == index)[:, None], F.linear(x, weight), y)
     return y
+
+
+def _group_of_rows(x: Tensor, offsets: Tensor) -> Tensor:
+    """Long (R,): the group of each row of x."""
+    return torch.bucketize(torch.arange(x.shape[0], device=x.device), offsets, right=True)
 
 
 @custom_op()
@@ -166,11 +178,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, offsets, kernels):
+    def forward(ctx, x, weights, biases, offsets, kernels):
         need_x, need_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weights else None, weights if need_x else None, offsets)
         ctx.kernels = kernels
-        return _grouped_mm(x, weights, offsets, kernels)
+        return _grouped_mm(x, weights, offsets, kernels, biases)
 
     @staticmethod
     @once_differentiable
@@ -178,4 +190,7 @@ class _GroupedMM(torch.autograd.Function):
         x, weights, offsets = ctx.saved_tensors
         dx = None if weights is None else _grouped_mm(dy, weights.transpose(1, 2), offsets, ctx.kernels)
         dw = None if x is None else _grouped_outer(dy, x, offsets, ctx.kernels)
-        return dx, dw
+        db = None
+        if ctx.needs_input_grad[2]:  # sums over the rows of each group, in a fixed order
+            db = _grouped_outer(dy, dy.new_ones(dy.shape[0], ALIGNMENT // 2), offsets, ctx.kernels)[..., 0].contiguous()
+        return dx, dw, db
