@@ -333,6 +333,15 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     assert all(p.requires_grad for p in model.parameters()) and not lora_layers(model)
 
 
+def test_hooks_on_a_layer_are_not_lost() -> None:
+    model = lm.from_config(LLAMA)
+    model.get_submodule("decoder.blocks.1.mixer.o").register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=r"decoder\.blocks\.1\.mixer\.o: has hooks"):
+        lm.add_lora(model, 2)
+    assert not lora_layers(model) and all(p.requires_grad for p in model.parameters())
+    lm.add_lora(model, 2, target_modules=["q_proj"])
+
+
 def test_experts_are_refused_by_name() -> None:
     for config, names in (
         (CONFIGS["mixtral"], ["w1", "gate"]),

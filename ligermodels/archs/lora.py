@@ -25,6 +25,9 @@ from ligermodels.layers.sharding import is_sharded
 
 Model = TypeVar("Model", bound=CausalLM)
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module has its hooks."""
+
 
 def add_lora(
     model: Model,
@@ -58,7 +61,7 @@ def add_lora(
 
     Raises:
         InputError: an argument out of range; a name in `target_modules` that no such layer has (known ones are listed);
-            a model that has LoRA already, or is sharded.
+            a model that has LoRA already, or is sharded; hooks on a layer that LoRA takes the place of.
         ConfigError: the model was composed by hand and has no `export_spec`, which has the names.
     """
     check_adaptable(model, "add_lora")
@@ -147,6 +150,9 @@ def new_layers(
     for path, part in parts.items():
         by_module.setdefault(found[path].module, []).append(part)
     linear: Callable[[str], Any] = model.get_submodule
+    for name in by_module:
+        if any(getattr(linear(name), hooks) for hooks in HOOKS):
+            raise InputError(f"{name}: has hooks, which the LoRA layer in its place would not call; add LoRA, then hooks")
     return {name: LoRALinear(linear(name), each, dropout=dropout, dtype=kind) for name, each in by_module.items()}
 
 
