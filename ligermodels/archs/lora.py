@@ -152,7 +152,7 @@ def new_layers(
     linear: Callable[[str], Any] = model.get_submodule
     for name in by_module:
         if any(getattr(linear(name), hooks) for hooks in HOOKS):
-            raise InputError(f"{name}: has hooks, which the LoRA layer in its place would not call; add LoRA, then hooks")
+            raise InputError(f"{name}: has hooks, which the LoRA layer in its place would not call; add LoRA first")
     return {name: LoRALinear(linear(name), each, dropout=dropout, dtype=kind) for name, each in by_module.items()}
 
 
