@@ -78,7 +78,7 @@ def linear_log_probs(
         return (log_probs,) if logged else (log_probs, found)
 
     def ours(x: Tensor, w: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:
-        found = ops.linear_log_probs(x, w, y, return_entropy=entropy)
+        found = ops.linear_log_probs(x, w, y, return_entropy=entropy, entropy_in_loss=entropy and not logged)
         return found if isinstance(found, Tensor) else outputs(found.log_probs, cast(Tensor, found.entropy))
 
     def eager(x: Tensor, w: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:

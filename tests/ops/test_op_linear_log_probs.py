@@ -150,6 +150,7 @@ def test_what_a_loss_does_not_use(where: Where, used: str, trained: bool) -> Non
         ("", "", (1, 0)),
         ("hidden", "log_probs", (2, 0)),
         ("hidden", "log_probs entropy", (2, 2)),
+        ("hidden in_loss", "log_probs entropy", (1, 2)),
         ("hidden weight bias", "log_probs entropy lse", (1, 3)),
         ("hidden weight", "log_probs", (1, 3)),
         ("weight", "entropy", (1, 2)),
@@ -161,15 +162,17 @@ def test_number_of_gemms(needs: str, used: str, wanted: tuple[int, int]) -> None
     T, H, V = 24, 16, 160
     tensors = head(Where(torch.device("cpu"), torch.float32), (T,), H, V)
     inputs = dict(zip(("hidden", "weight", "bias"), tensors, strict=True))
-    for name in needs.split():
+    in_loss = needs.endswith(" in_loss")
+    for name in needs.removesuffix(" in_loss").split():
         inputs[name].requires_grad_()
     y, budget = targets((T,), V, torch.device("cpu"), ignored=0.0), 5 * V * 4
-    found, forward = gemms(lambda: linear_log_probs(target=y, memory_budget=budget, **inputs, **ALL), T * H * V)
+    options = {"memory_budget": budget, "entropy_in_loss": in_loss}
+    found, forward = gemms(lambda: linear_log_probs(target=y, **options, **inputs, **ALL), T * H * V)
     loss = sum(getattr(found, name).sum() for name in used.split())
     backward = gemms(loss.backward, T * H * V)[1] if used else 0
     assert (forward, backward) == wanted
     y[:12] = -100
-    _, half = gemms(lambda: linear_log_probs(target=y, memory_budget=budget, **inputs), T * H * V)
+    _, half = gemms(lambda: linear_log_probs(target=y, **options, **inputs), T * H * V)
     assert half == forward / 2
 
 

@@ -38,6 +38,7 @@ def linear_log_probs(
     return_lse: bool = False,
     return_predicted: bool = False,
     return_rank: bool = False,
+    entropy_in_loss: bool = False,
     memory_budget: int = 2**30,
     num_targets: int | None = None,
 ) -> Tensor | TokenLogProbs:
@@ -51,14 +52,17 @@ def linear_log_probs(
     return_entropy: also the entropy of softmax(x); return_lse: log sum exp x.
     return_predicted: also the class of the greatest logit, the first of equal ones, int64, -1 for ignored rows.
     return_rank: as in `cross_entropy`; it is 0 exactly where the prediction is the target.
+    entropy_in_loss: whether the loss will use the entropy or lse. It changes no result, only what is computed when: see
+        below.
     memory_budget, num_targets: as in `linear_cross_entropy`.
     Returns the log-probabilities, (...), float32 (float64 for float64 hidden) as are entropy and lse; with any of the
     return_... a `TokenLogProbs`.
     log_probs, entropy and lse are differentiable by hidden, weight and bias, with any gradient of each token; a
     gradient is computed exactly if its own operand requires it. If only hidden does, and it is not float16 (where the
     gradients of logits underflow without the loss scale), its gradients of the log-probabilities are kept from the
-    forward pass, (..., H), and rounded before each is multiplied; a loss that uses the entropy or lse too recomputes
-    the logits instead. So detach what is only logged; in a compiled graph whatever is asked for counts as used.
+    forward pass, (..., H), and rounded before each is multiplied: two matrix products in all. A loss that uses the
+    entropy or lse too recomputes the logits instead, four products, or three if `entropy_in_loss` says so before. So
+    detach what is only logged; in a compiled graph whatever is asked for counts as used.
     Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range; on
     CUDA such a target fails a device-side assertion.
     """
@@ -69,7 +73,9 @@ def linear_log_probs(
     head = checked_head(
         "linear_log_probs", hidden, weight, target, bias, None, "none", options, memory_budget, num_targets
     )
-    found = linear_numbers(head, options, memory_budget, return_entropy=return_entropy, return_lse=return_lse)
+    found = linear_numbers(
+        head, options, memory_budget, return_entropy=return_entropy, return_lse=return_lse, keep=not entropy_in_loss
+    )
     log_probs = 0 - found.losses  # an ignored row has 0, not -0
     if not (return_entropy or return_lse or return_predicted or return_rank):
         return log_probs
@@ -95,6 +101,7 @@ def linear_log_probs_reference(
     return_lse: bool = False,
     return_predicted: bool = False,
     return_rank: bool = False,
+    entropy_in_loss: bool = False,
     memory_budget: int = 0,
     num_targets: int | None = None,
 ) -> Tensor | TokenLogProbs:
