@@ -127,9 +127,64 @@ LLAMAS: dict[str, dict[str, Any]] = {
     },
 }
 
+GEMMA4_BASE = {
+    **BASE,
+    "model_type": "gemma4_text",
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "global_head_dim": 24,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4: dict[str, dict[str, Any]] = {
+    "gemma4_text": {**GEMMA4_BASE, "num_hidden_layers": 7, "layer_types": None, "num_key_value_heads": 2},
+    "gemma4_text-keys-as-values": {
+        **GEMMA4_BASE,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_key_value_heads": 3,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4_text-per-layer-inputs": {
+        **GEMMA4_BASE,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 131,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4_text-experts": {
+        **GEMMA4_BASE,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 11,
+    },
+    "gemma4_unified_text": {
+        **{name: value for name, value in GEMMA4_BASE.items() if name != "hidden_size_per_layer_input"},
+        "model_type": "gemma4_unified_text",
+        "num_hidden_layers": 6,
+        "layer_types": None,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 0,
+    },
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **LLAMAS,
+    **GEMMA4,
     "mistral-window": {**BASE, "model_type": "mistral", "sliding_window": 9, "rope_theta": 1e4},
     "mistral-nemo": {**BASE, "model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
     "ministral": {
@@ -342,6 +397,10 @@ def auto_class(config: PreTrainedConfig) -> type:
     return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
 
 
+BUFFERS = ("correction_bias", "layer_scalar")
+"""Ends of the names of buffers that checkpoints hold."""
+
+
 def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
     # transformers writes into what it is given.
@@ -353,11 +412,12 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             # Biases and norms too: at their initial values a mistake in them would not show.
-            mean = 1.0 if "norm" in name and "gemma" not in config["model_type"] else 0.0
+            offset = "gemma" in config["model_type"] and "gemma4" not in config["model_type"]
+            mean = 1.0 if "norm" in name and not offset else 0.0
             parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
         for name, buffer in oracle.named_buffers():
-            if name.endswith("correction_bias"):
-                buffer.normal_(0, 0.3)
+            if name.endswith(BUFFERS):
+                buffer.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.3)
     oracle.to(dtype).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return oracle
@@ -365,7 +425,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
 
 def plain(oracle: PreTrainedModel) -> PreTrainedModel:
     """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if "num_experts_per_tok" in oracle.config.get_text_config().to_dict():
+    if {"num_experts_per_tok", "top_k_experts"} & {*oracle.config.get_text_config().to_dict()}:
         oracle.set_experts_implementation("eager")
     return oracle.eval()
 
@@ -386,9 +446,9 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def kept_tensors(oracle: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Its parameters, and the selection biases of routers."""
-    biases = {name: b for name, b in oracle.named_buffers() if name.endswith("correction_bias")}
-    return {**dict(oracle.named_parameters()), **biases}
+    """Its parameters, and the buffers that checkpoints hold."""
+    buffers = {name: b for name, b in oracle.named_buffers() if name.endswith(BUFFERS)}
+    return {**dict(oracle.named_parameters()), **buffers}
 
 
 def stored_as(
@@ -397,7 +457,8 @@ def stored_as(
     """Tensors in the layout of files, in that of the oracle, or of its tensors: it keeps all experts of a layer as one
     tensor."""
     own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
-    found = {name: t for name, t in tensors.items() if ".experts." not in name and "block_sparse_moe" not in name}
+    per_expert = (".experts.", "block_sparse_moe")
+    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
     for name, parameter in own.items():
         if name in found:
             continue

@@ -3,20 +3,23 @@
 from ligermodels.layers.attention import Attention, AttentionConfig
 from ligermodels.layers.block import Block, BlockConfig
 from ligermodels.layers.config import LayerConfig, LayerState
-from ligermodels.layers.context import ForwardContext, RouterOutput, TreeTokens
+from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput, TreeTokens
+from ligermodels.layers.dense_moe import DenseMoEConfig
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.lm_head import HeadConfig, LMHead
 from ligermodels.layers.mlp import GatedActivation, GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
-from ligermodels.layers.qkv import QKNormConfig, SplitQKV
+from ligermodels.layers.per_layer_inputs import PerLayerInputConfig, PerLayerInputs, PerLayerInputsConfig
+from ligermodels.layers.qkv import QKNormConfig, SplitQKV, ValueConfig
 from ligermodels.layers.recurrent_state import RecurrentState
 from ligermodels.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeConfig,
     RopeScaling,
     RotaryEmbedding,
@@ -26,6 +29,7 @@ from ligermodels.layers.rope import (
     yarn_attention_factor,
 )
 from ligermodels.layers.router import Router, RouterConfig
+from ligermodels.layers.shared_kv_attention import SharedKVAttentionConfig
 from ligermodels.layers.targets import IGNORE_INDEX, Targets, shift_labels
 
 __all__ = [
@@ -34,6 +38,7 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "DenseMoEConfig",
     "DynamicScaling",
     "Embedding",
     "ForwardContext",
@@ -41,6 +46,7 @@ __all__ = [
     "GatedMLP",
     "HeadConfig",
     "KVCache",
+    "KeysValues",
     "LMHead",
     "LayerConfig",
     "LayerNorm",
@@ -52,6 +58,10 @@ __all__ = [
     "MoE",
     "MoEConfig",
     "NormConfig",
+    "PerLayerInputConfig",
+    "PerLayerInputs",
+    "PerLayerInputsConfig",
+    "ProportionalScaling",
     "QKNormConfig",
     "RMSNorm",
     "RecurrentState",
@@ -61,9 +71,11 @@ __all__ = [
     "Router",
     "RouterConfig",
     "RouterOutput",
+    "SharedKVAttentionConfig",
     "SplitQKV",
     "Targets",
     "TreeTokens",
+    "ValueConfig",
     "YarnScaling",
     "inverse_frequencies",
     "load_balancing_loss",

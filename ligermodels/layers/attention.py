@@ -13,9 +13,9 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename
 from ligermodels.errors import InputError
 from ligermodels.layers.config import LayerConfig
-from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.kv_cache import KVCache, LayerKV
-from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables
+from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
 
@@ -28,7 +28,9 @@ class AttentionConfig(LayerConfig):
     itself; `softcap` caps the scores; `bias` and `o_bias` are those of q/k/v and of the output projection; `backend`
     names an attention backend, which is no part of what makes two configs equal. With `stored_as_pairs`, checkpoints
     rotate neighbouring channels 2 i and 2 i + 1 of a head together (GLM, ERNIE): the weight map reorders them, and the
-    computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions.
+    computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions. `values` says how
+    values come from the projection where they are not simply in it. With `hands_on_kv`, later layers can attend to the
+    keys and values of this one: see `SharedKVAttentionConfig`.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -49,6 +51,8 @@ class AttentionConfig(LayerConfig):
     softcap: float | None = None
     stored_as_pairs: bool = False
     query_scaling: QueryScaling | None = None
+    values: ValueConfig | None = None
+    hands_on_kv: bool = False
     backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -58,6 +62,10 @@ class AttentionConfig(LayerConfig):
     def group_size(self) -> int:
         """Query heads a key/value head serves."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def _values_from_keys(self) -> bool:
+        return self.values is not None and self.values.from_keys
 
     @property
     def ropes(self) -> Sequence[RopeConfig]:
@@ -89,7 +97,7 @@ class AttentionConfig(LayerConfig):
                 found.append(grouped_qkv_in_one(target, f"{there['attention.qkv']}.{kind}", *shape))
             else:
                 q, k, v = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
-                found.append(grouped_qkv(target, q, k, v, *shape))
+                found.append(grouped_qkv(target, q, k, None if self._values_from_keys else v, *shape))
         for kind in ("weight", "bias") if self.o_bias else ("weight",):
             found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
         if self.qk_norm is not None:
@@ -123,13 +131,17 @@ class Attention(nn.Module):
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.num_kv_heads * (config.group_size + 2) * config.head_dim
+        rows = config.group_size + (1 if config._values_from_keys else 2)
+        width = config.num_kv_heads * rows * config.head_dim
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
-        self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm)
+        self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm, config.values)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
 
-    def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
-        """x (B, T, H) -> (B, T, H). With a `state`, keys and values of x are added to it."""
+    def forward(
+        self, x: Tensor, context: ForwardContext, state: LayerKV | None = None
+    ) -> Tensor | tuple[Tensor, KeysValues]:
+        """x (B, T, H) -> (B, T, H), with its keys and values where these are to be handed on, but not in a decoding
+        pass. With a `state`, keys and values of x are added to it."""
         config = self.config
         tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
         options: dict[str, Any] = {
@@ -137,7 +149,7 @@ class Attention(nn.Module):
             "window": config.window,
             "softcap": config.softcap,
         }
-        qkv = self.qkv(x)
+        qkv, handed_on = self.qkv(x), None
         if state is not None and context.cache_seqlens is not None:
             q, k, v = self.split(qkv, tables, state, context.cache_seqlens)
             q = config.scale_queries(q, context)
@@ -149,4 +161,6 @@ class Attention(nn.Module):
             if state is not None:
                 state.fill(k, v)
             out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
-        return self.o(out.flatten(2))
+            handed_on = KeysValues(k, v) if config.hands_on_kv else None
+        out = self.o(out.flatten(2))
+        return out if handed_on is None else (out, handed_on)

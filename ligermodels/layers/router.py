@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers.norm import NormConfig
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class RouterConfig:
     normalize: the weights of a token's experts are divided by their sum plus `eps`.
     scale: the weights are multiplied by it, after that.
     float32_logits: logits are computed in float32 whatever the dtype of the model, under autocast too.
+    norm, input_scale: tokens are normalised, and then multiplied by the number, before the logits are computed.
+    expert_scales: each expert has a factor, a parameter, by which its weights are multiplied at the end (Gemma 4).
 
     Raises ConfigError, naming the field, when they do not fit together.
     """
@@ -40,6 +43,9 @@ class RouterConfig:
     eps: float = 0.0
     scale: float = 1.0
     float32_logits: bool = False
+    norm: NormConfig | None = None
+    input_scale: float = 1.0
+    expert_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.scores not in ("softmax", "sigmoid"):
@@ -71,8 +77,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Scores of x are softmax(weight @ x) or sigmoid(weight @ x): see `RouterConfig`.
 
-    Parameter `weight` (E, H); buffer `selection_bias` (E,), float32, if there is one. Nothing waits for the device, and
-    shapes do not depend on values.
+    Parameters `weight` (E, H) and, if there are some, `expert_scales` (E,); module `norm` or None; buffer
+    `selection_bias` (E,), float32, if there is one. Nothing waits for the device, and shapes do not depend on values.
     """
 
     selection_bias: Tensor | None
@@ -81,6 +87,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.norm = None if config.norm is None else config.norm.build(hidden_size)
+        self.expert_scales = nn.Parameter(torch.empty(config.num_experts)) if config.expert_scales else None
         # A buffer, as in transformers: `requires_grad_` and optimizers leave it alone, and FSDP2 does not shard it.
         self.register_buffer("selection_bias", None)
         if config.selection_bias:
@@ -88,8 +96,10 @@ class Router(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = 0.02) -> None:
-        """Weight normal(0, std), selection bias zero."""
+        """Weight normal(0, std), selection bias zero, factors of experts one."""
         nn.init.normal_(self.weight, std=std)
+        if self.expert_scales is not None:
+            nn.init.ones_(self.expert_scales)
         if self.selection_bias is not None:
             nn.init.zeros_(self.selection_bias)
 
@@ -106,6 +116,8 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """tokens (N, H) -> where each is sent."""
         config = self.config
+        tokens = tokens if self.norm is None else self.norm(tokens)
+        tokens = tokens if config.input_scale == 1.0 else tokens * config.input_scale
         if config.float32_logits:
             with torch.autocast(tokens.device.type, enabled=False):
                 wide = torch.promote_types(tokens.dtype, torch.float32)
@@ -120,7 +132,10 @@ class Router(nn.Module):
         weights = scores.gather(1, experts)
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + config.eps)
-        return Routing(logits, weights if config.scale == 1.0 else weights * config.scale, experts)
+        weights = weights if config.scale == 1.0 else weights * config.scale
+        return Routing(
+            logits, weights if self.expert_scales is None else weights * self.expert_scales[experts], experts
+        )
 
 
 def softmax(logits: Tensor) -> Tensor:
