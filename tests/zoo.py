@@ -151,10 +151,10 @@ GEMMA4: dict[str, dict[str, Any]] = {
     },
     "gemma4_text-per-layer-inputs": {
         **GEMMA4_BASE,
-        "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "num_kv_shared_layers": 3,
-        "hidden_size_per_layer_input": 6,
+        "num_hidden_layers": 5,
+        "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 26,  # With a few, all may be near 0 after their gelu: a norm of noise follows.
         "vocab_size_per_layer_input": 131,
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 5.0,
@@ -364,6 +364,19 @@ def qwen_vl(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
 SIGLIP = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
 PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 4}
+GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 8}
+UNIFIED_VISION = {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
+
+
+def gemma4(text: str, vision: dict[str, Any], model_type: str = "gemma4") -> dict[str, Any]:
+    """A tiny Gemma 4 around the text config of this name."""
+    tokens = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id")
+    fields = {"model_type": model_type, "tie_word_embeddings": True, "audio_config": None}
+    vision = {"model_type": f"{model_type}_vision", **vision}
+    return within(text, vision, **fields, **{name: 126 + i for i, name in enumerate(tokens)})
+
+
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma3": within(
         "gemma3_text", SIGLIP, model_type="gemma3", mm_tokens_per_image=4, image_token_index=130, eos_token_id=[1, 7]
@@ -387,6 +400,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": qwen_vl(
         "qwen3_vl_moe", "qwen3_moe-normalised", rope_type="default", mrope_interleaved=True, mrope_section=[2, 2, 1]
     ),
+    "gemma4": gemma4("gemma4_text-per-layer-inputs", GEMMA4_VISION),
+    "gemma4-experts": gemma4("gemma4_text-experts", GEMMA4_VISION),
+    "gemma4_unified": gemma4("gemma4_unified_text", UNIFIED_VISION, "gemma4_unified"),
 }
 """Checkpoints of more than a language model, around those of CONFIGS."""
 
