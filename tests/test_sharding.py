@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 from two_ranks import WORLD, in_two_ranks
-from zoo import BASE, GEMMA, MIXTURES, SANDWICH
+from zoo import BASE, GEMMA, GEMMA4, MIXTURES, SANDWICH
 
 import ligermodels as lm
 from ligermodels.layers import Block, ForwardContext
@@ -28,9 +28,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 5, "output_router_logits": True},
     "qwen2_moe": MIXTURES["qwen2_moe"],
     "glm4_moe": MIXTURES["glm4_moe"],
+    "gemma4_text": GEMMA4["gemma4_text-per-layer-inputs"],
 }
-"""Untied; tied, with post-norms; mixtures of experts, also with a gated shared one and with selection biases. Sizes
-that two ranks do not divide."""
+"""Untied; tied, with post-norms; mixtures of experts, also with a gated shared one and with selection biases; keys and
+values of one block in others, and inputs of each layer. Sizes that two ranks do not divide."""
 
 
 def build(name: str) -> lm.CausalLM:

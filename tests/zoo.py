@@ -425,18 +425,21 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
     torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
     make = auto_class(oracle_config).from_config
     oracle = plain(make(oracle_config, attn_implementation="eager", dtype=torch.float32))
-    with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
-            # Biases and norms too: at their initial values a mistake in them would not show.
-            offset = "gemma" in config["model_type"] and "gemma4" not in config["model_type"]
-            mean = 1.0 if "norm" in name and not offset else 0.0
-            parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
-        for name, buffer in oracle.named_buffers():
-            if name.endswith(BUFFERS):
-                buffer.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.3)
+    randomize(oracle)
     oracle.to(dtype).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return oracle
+
+
+@torch.no_grad()
+def randomize(oracle: PreTrainedModel) -> None:
+    """Fill all that a checkpoint holds, biases and norms too: at initial values a mistake in them would not show."""
+    from_zero = "gemma" in oracle.config.model_type and "gemma4" not in oracle.config.model_type
+    for name, parameter in oracle.named_parameters():
+        parameter.normal_(1.0 if "norm" in name and not from_zero else 0.0, 0.3 if parameter.ndim == 1 else 0.15)
+    for name, buffer in oracle.named_buffers():
+        if name.endswith(BUFFERS):
+            buffer.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.3)
 
 
 def plain(oracle: PreTrainedModel) -> PreTrainedModel:

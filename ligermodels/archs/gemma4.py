@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import ACTIVATIONS, decoder
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
@@ -44,21 +44,15 @@ UNIFIED = {
     "sliding_window": 1024,
     "tie_word_embeddings": True,
 }
-GEMMA4 = {
-    **UNIFIED,
-    "max_position_embeddings": 131072,
-    "sliding_window": 512,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-}
+GEMMA4 = {**UNIFIED, "max_position_embeddings": 131072, "sliding_window": 512}
+GEMMA4 |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 """The ropes of a config that names none."""
 UNREAD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
-"""Fields of rope that transformers does not read for Gemma 4."""
-UNWRITTEN = dict.fromkeys(UNREAD_ROPE)
+"""Fields of rope that transformers does not read for Gemma 4: `rope_parameters` has all of it."""
 EXPERTS = {
     "experts.router": "router.proj.weight",
     "experts.router_norm": "router.scale",
@@ -74,9 +68,11 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
     fields.choices("use_bidirectional_attention", None, "vision", default=None)
     norm = NormConfig(fields.number("rms_norm_eps", negative=False), casting_mode="gemma")
     windows = fields.windows(lambda layer: (layer + 1) % 6 != 0)
-    windows[-1] = None  # as transformers has it, whatever the config says
+    windows[-1] = None  # as transformers has it, whatever layer_types says
     heads = heads_by_type(fields, config, windows)
-    ropes = fields.ropes({kind: head_dim for kind, (head_dim, _) in heads.items()}, ROPES, windows, UNREAD_ROPE)
+    for name in UNREAD_ROPE:
+        fields.choices(name, None, default=None)
+    ropes = fields.ropes({kind: head_dim for kind, (head_dim, _) in heads.items()}, ROPES, windows)
     bias, same = fields.flag("attention_bias", False), fields.flag("attention_k_eq_v", False)
     sources = kv_sources(fields, windows)
     doubled = fields.flag("use_double_wide_mlp", False)
@@ -108,22 +104,24 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
         embed_scale=fields.size("hidden_size") ** 0.5,
     )
     blocks = [with_shared_kv(block, sources.get(layer)) for layer, block in enumerate(composed.blocks)]
-    if not size:
-        return replace(composed, blocks=tuple(blocks))
-    inputs = PerLayerInputsConfig(vocab_size, len(blocks), size, norm, composed.padding_idx)
-    blocks = [replace(block, after=PerLayerInputConfig(i, size, norm)) for i, block in enumerate(blocks)]
+    inputs = None
+    if size:
+        inputs = PerLayerInputsConfig(vocab_size, len(blocks), size, norm, composed.padding_idx)
+        given = partial(PerLayerInputConfig, activation=ACTIVATIONS[fields.config["hidden_activation"]])
+        blocks = [replace(block, after=given(i, size, norm)) for i, block in enumerate(blocks)]
     return replace(composed, blocks=tuple(blocks), per_layer_inputs=inputs)
 
 
 def _experts(fields: Fields, norm: NormConfig) -> MoEConfig | None:
     """The experts beside each dense layer, if there are any."""
     names = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    fields.ignore(*names)
     if not fields.flag("enable_moe_block", False):
-        fields.ignore(*names)
         return None
-    count, chosen, size = (fields.size(name) for name in names)
+    own = Fields(fields.config, where=f"{fields.where}: enable_moe_block")
+    count, chosen, size = (own.size(name) for name in names)
     if chosen > count:
-        raise ConfigError(f"{fields.where}: top_k_experts {chosen} is above num_experts {count}")
+        raise ConfigError(f"{own.where}: top_k_experts {chosen} is above num_experts {count}")
     scaled = NormConfig(norm.eps)  # Here the product with the weight is one of rounded values.
     factor = fields.size("hidden_size") ** -0.5
     router = RouterConfig(count, chosen, norm=scaled, input_scale=factor, expert_scales=True)
@@ -135,19 +133,16 @@ LAYOUTS = layouts(
     ignored=(r"^model\.(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\.",),
     names=(EXPERTS,),
 )
-TEXT, UNIFIED_TEXT = (
-    Family(name, partial(gemma4, unified=unified), [{"names": EXPERTS}], ROPES, attribute_map=UNWRITTEN)
-    for name, unified in (("gemma4_text", False), ("gemma4_unified_text", True))
-)
+
+
+def families(name: str, architecture: str, *, unified: bool) -> tuple[Family, Family]:
+    """The text model alone, and the multimodal checkpoints around it."""
+    compose = partial(gemma4, unified=unified)
+    text = Family(f"{name}_text", compose, [{"names": EXPERTS}], ROPES, attribute_map=dict.fromkeys(UNREAD_ROPE))
+    return text, wrapper(name, {text.model_type: TextModel(text, architecture)}, LAYOUTS, tied=True)
+
 
 FAMILIES = (
-    TEXT,
-    wrapper("gemma4", {"gemma4_text": TextModel(TEXT, "Gemma4ForCausalLM")}, LAYOUTS, tied=True),
-    UNIFIED_TEXT,
-    wrapper(
-        "gemma4_unified",
-        {"gemma4_unified_text": TextModel(UNIFIED_TEXT, "Gemma4UnifiedForCausalLM")},
-        LAYOUTS,
-        tied=True,
-    ),
+    *families("gemma4", "Gemma4ForCausalLM", unified=False),
+    *families("gemma4_unified", "Gemma4UnifiedForCausalLM", unified=True),
 )

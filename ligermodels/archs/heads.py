@@ -9,6 +9,8 @@ from ligermodels.archs.fields import FULL, SLIDING, Fields
 from ligermodels.convert.config_json import short
 from ligermodels.errors import ConfigError
 
+LAYERS = "layers of full attention, by global_head_dim, num_global_key_value_heads or per_layer_config"
+
 
 def heads_by_type(fields: Fields, given: Mapping[str, Any], windows: list[int | None]) -> dict[str, tuple[int, int]]:
     """head_dim and key/value heads of the layers of each type, by the fields for full attention or by the
@@ -24,7 +26,7 @@ def heads_by_type(fields: Fields, given: Mapping[str, Any], windows: list[int | 
         for name, other in (("head_dim", "global_head_dim"), ("num_key_value_heads", "num_global_key_value_heads")):
             if given.get(other) not in (None, full.get(name)) and (name == "head_dim" or name in full):
                 raise ConfigError(f"{fields.where}: {other} = {short(given[other])} contradicts per_layer_config")
-    found = {SLIDING: own, FULL: Fields({**own.config, **full}, where=f"{fields.where}: full attention")}
+    found = {SLIDING: own, FULL: Fields({**own.config, **full}, where=f"{fields.where}: {LAYERS}")}
     for each in found.values():
         if fields.size("num_attention_heads") % each.size("num_key_value_heads"):
             raise ConfigError(
@@ -36,8 +38,11 @@ def heads_by_type(fields: Fields, given: Mapping[str, Any], windows: list[int | 
 
 
 def _overrides(found: Any, layers: list[str]) -> Mapping[str, Any]:
-    """What `per_layer_config` says of each of the `layers` of full attention; it must be the same of all."""
-    by_layer = {str(layer): own for layer, own in found.items()} if isinstance(found, Mapping) else {}
+    """What `per_layer_config` says of each of the `layers` of full attention; it must be the same of all. Its keys are
+    the layers' numbers, which transformers writes with zeros in front."""
+    by_layer = (
+        {str(layer).lstrip("0") or "0": own for layer, own in found.items()} if isinstance(found, Mapping) else {}
+    )
     own = by_layer.get(layers[0])
     wanted = {"head_dim", "num_key_value_heads"}
     if not isinstance(own, Mapping) or by_layer != dict.fromkeys(layers, own) or not {*own} <= wanted:

@@ -19,8 +19,8 @@ def kv_sources(fields: Fields, windows: list[int | None]) -> dict[int, int]:
         before = [i for i in range(first) if (windows[i] is None) == (windows[layer] is None)]
         if not before:
             raise ConfigError(
-                f"{fields.where}: num_kv_shared_layers {shared} of {len(windows)} layers leaves none of the type of "
-                f"layer {layer} that has keys and values"
+                f"{fields.where}: num_kv_shared_layers {shared} of {len(windows)} layers leaves none that is by "
+                f"layer_types of the type of layer {layer} and has keys and values"
             )
         found[layer] = before[-1]
     return found

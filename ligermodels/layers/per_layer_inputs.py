@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F
@@ -15,6 +16,12 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.norm import NormConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,8 @@ class PerLayerInputs(nn.Module):
 
 @dataclass(frozen=True)
 class PerLayerInputConfig(LayerConfig):
-    """How layer number `layer` takes its per-layer input of `size` channels; `norm` is that of what it adds."""
+    """How layer number `layer` takes its per-layer input of `size` channels; `activation` is a key of ACTIVATIONS, and
+    `norm` that of what the layer adds."""
 
     NAMES: ClassVar[Mapping[str, str]] = {
         "gate": "per_layer_input_gate",
@@ -69,6 +77,7 @@ class PerLayerInputConfig(LayerConfig):
     layer: int
     size: int
     norm: NormConfig
+    activation: str = "gelu_tanh"
 
     def build(self, hidden_size: int) -> nn.Module:
         return PerLayerInput(hidden_size, self)
@@ -83,7 +92,7 @@ class PerLayerInputConfig(LayerConfig):
 
 
 class PerLayerInput(nn.Module):
-    """x + norm(projection(gelu(gate(x)) * input of the layer)), the gelu in its tanh form."""
+    """x + norm(projection(activation(gate(x)) * input of the layer))."""
 
     token_wise: ClassVar[bool] = True
 
@@ -101,4 +110,5 @@ class PerLayerInput(nn.Module):
         own = context.per_layer_inputs[:, :, self.config.layer]
         if context.needed is not None:
             own = own.flatten(0, 1)[context.needed.token_indices][None]
-        return x + cast(Tensor, self.norm(self.projection(F.gelu(self.gate(x), approximate="tanh") * own)))
+        own = ACTIVATIONS[self.config.activation](self.gate(x)) * own
+        return x + cast(Tensor, self.norm(self.projection(own)))
