@@ -45,12 +45,13 @@ def tokens_seen(model: lm.CausalLM) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.parametrize("share", [0.3, 0.0], ids=["many", "few"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_layers_with_shared_keys_and_values_run_on_needed_tokens_alone(packed: bool) -> None:
+def test_layers_with_shared_keys_and_values_run_on_needed_tokens_alone(packed: bool, share: float) -> None:
     """Loss and every gradient are as without that, the window and bounds of documents included."""
     model, ids = model_of(), tokens(1 if packed else 3)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.7, -100)
-    labels[:, 0] = -100
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) > share, -100)
+    labels[:, 0], labels[:, 30] = -100, ids[:, 30]
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 17, 41], dtype=torch.int32)} if packed else {}
     if packed:
         labels[:, 17] = -100
@@ -64,6 +65,7 @@ def test_layers_with_shared_keys_and_values_run_on_needed_tokens_alone(packed: b
         needed = ids.numel() if everything else int((labels != -100).sum())
         assert {*seen[0]} == {ids.numel()}
         assert all({*each} == {needed} for each in seen[FIRST_SHARED:])
+    assert (needed * 8 <= 41) == (share < 0.1)  # both ways of attending
     for found, wanted in zip(*results, strict=True):
         assert relative_error(found, wanted) < 1e-5
 

@@ -159,6 +159,14 @@ GEMMA4: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 5.0,
     },
+    "gemma4_text-few-layers": {
+        **GEMMA4_BASE,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 26,
+        "vocab_size_per_layer_input": 140,
+    },
     "gemma4_text-experts": {
         **GEMMA4_BASE,
         "num_hidden_layers": 4,
@@ -400,7 +408,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": qwen_vl(
         "qwen3_vl_moe", "qwen3_moe-normalised", rope_type="default", mrope_interleaved=True, mrope_section=[2, 2, 1]
     ),
-    "gemma4": gemma4("gemma4_text-per-layer-inputs", GEMMA4_VISION),
+    "gemma4": gemma4("gemma4_text-few-layers", GEMMA4_VISION),
     "gemma4-experts": gemma4("gemma4_text-experts", GEMMA4_VISION),
     "gemma4_unified": gemma4("gemma4_unified_text", UNIFIED_VISION, "gemma4_unified"),
 }

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, heads, rename
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.attention import AttentionConfig
-from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.context import ForwardContext, NeededTokens
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.targets import take_tokens
 
@@ -93,28 +94,29 @@ class SharedKVAttention(nn.Module):
         Raises InputError where layer `kv_from` hands on no keys and values.
         """
         config = self.config
-        options: dict[str, Any] = {
-            "softmax_scale": config.softmax_scale,
-            "window": config.window,
-            "softcap": config.softcap,
-        }
-        q = self._queries(x, context)
-        if context.needed is not None:
-            q = _put_back(q, *context.needed)
+        options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
+        windowed = {**options, "window": config.window}
+        q, needed = self._queries(x, context), context.needed
+        if config.kv_from in context.keys_values and needed is not None and q.shape[1] * _FEW <= needed.length:
+            k, v = (each.flatten(0, 1)[None] for each in context.keys_values[config.kv_from])
+            visible = _visible(needed, config.window, context.cu_seqlens)
+            return cast(Tensor, self.o(ops.attention(q, k, v, mask=visible, **options).flatten(2)))
+        if needed is not None:
+            q = _put_back(q, *needed)
         if state is not None and context.cache_seqlens is not None:
             mask = None if context.tree is None else context.tree.mask
             keys, values = state
             out = ops.decode_attention(
-                q.to(keys.dtype), keys, values, context.cache_seqlens, tree_mask=mask, **options
+                q.to(keys.dtype), keys, values, context.cache_seqlens, tree_mask=mask, **windowed
             ).to(x.dtype)
         elif config.kv_from in context.keys_values:
             k, v = context.keys_values[config.kv_from]
-            out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
+            out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **windowed)
         else:
             raise InputError(f"kv_from: layer {config.kv_from} hands on no keys and values; set its hands_on_kv")
         out = out.flatten(2)
-        if context.needed is not None:
-            out = take_tokens(out, context.needed.token_indices)
+        if needed is not None:
+            out = take_tokens(out, needed.token_indices)
         return cast(Tensor, self.o(out))
 
     def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -127,6 +129,24 @@ class SharedKVAttention(nn.Module):
             return q
         no_keys = q[:, :, :0]
         return ops.rope(q, no_keys, *context.rope_tables[self.config.rope])[0]
+
+
+_FEW = 8
+"""Needed tokens attend by a mask of their own where there is one of them, or fewer, in so many tokens of a row, as in a
+prefill. Else all places of the pass attend: kernels without a mask skip what the causal rule and documents hide."""
+
+
+def _visible(needed: NeededTokens, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Bool (1, n, B * T): the keys that each needed token sees, of the flattened ones."""
+    queries = needed.token_indices[:, None]
+    keys = torch.arange(needed.batch * needed.length, device=queries.device)
+    allowed = (keys <= queries) & (keys // needed.length == queries // needed.length)
+    if window is not None:
+        allowed = allowed & (keys > queries - window)
+    if cu_seqlens is not None:
+        document = torch.bucketize(keys, cu_seqlens[1:], right=True)
+        allowed = allowed & (document == document[queries])
+    return allowed[None]
 
 
 def _put_back(q: Tensor, token_indices: Tensor, batch: int, length: int) -> Tensor:
