@@ -70,9 +70,9 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
     windows = fields.windows(lambda layer: (layer + 1) % 6 != 0)
     windows[-1] = None  # as transformers has it, whatever layer_types says
     heads = heads_by_type(fields, config, windows)
-    for name in UNREAD_ROPE:
+    for name in UNREAD_ROPE if fields.config.get("rope_parameters") is None else ():
         fields.choices(name, None, default=None)
-    ropes = fields.ropes({kind: head_dim for kind, (head_dim, _) in heads.items()}, ROPES, windows)
+    ropes = fields.ropes({kind: head_dim for kind, (head_dim, _) in heads.items()}, ROPES, windows, UNREAD_ROPE)
     bias, same = fields.flag("attention_bias", False), fields.flag("attention_k_eq_v", False)
     sources = kv_sources(fields, windows)
     doubled = fields.flag("use_double_wide_mlp", False)

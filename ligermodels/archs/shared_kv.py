@@ -15,7 +15,7 @@ def kv_sources(fields: Fields, windows: list[int | None]) -> dict[int, int]:
     shared = fields.size("num_kv_shared_layers", 0, zero=True)
     first = len(windows) - shared
     found = {}
-    for layer in range(first, len(windows)):
+    for layer in range(max(first, 0), len(windows)):
         before = [i for i in range(first) if (windows[i] is None) == (windows[layer] is None)]
         if not before:
             raise ConfigError(
