@@ -73,7 +73,8 @@ def check_generation(config: Mapping[str, Any], where: str = "generation_config.
             )
 
 
-LAYER_THETAS = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+FULL = "full_attention"
+LAYER_THETAS = {FULL: "rope_theta", "sliding_attention": "rope_local_base_freq"}
 """Where the v4 schema keeps the base of each layer type. Its `rope_scaling` is that of full attention alone."""
 
 OLDER_ROPE_TYPES = {"su": "longrope"}
@@ -92,11 +93,13 @@ def rope_parameters(
     With a `layer_type`, such as "full_attention", the settings are those of its layers: its entry of `rope_parameters`,
     and LAYER_THETAS say how the v4 schema writes them. `default_theta` may have one base for each layer type; or be,
     with its own "rope_type", all settings of a config that has none, and with a "default_theta" the base where neither
-    they nor the config name one.
+    they nor the config name one; or have these for each layer type.
 
     Raises ConfigError where the settings are not objects, or are by layer type where they should not be, or reversed.
     """
     old, new = (_object(config, name) for name in ("rope_scaling", "rope_parameters"))
+    if isinstance(of_type := isinstance(default_theta, Mapping) and default_theta.get(layer_type or FULL), Mapping):
+        new, default_theta = new or cast(Mapping[str, Any], default_theta), of_type["rope_theta"]
     nested = _layer_types(new)
     if _is_rope(default_theta):
         whole = dict(cast(Mapping[str, Any], default_theta))
@@ -110,13 +113,13 @@ def rope_parameters(
         raise ConfigError(f"rope_parameters: must hold an object for each layer type, such as {layer_type!r}")
     else:
         found = _object(new, layer_type, "rope_parameters.")
-        if layer_type == "full_attention":
+        if layer_type == FULL:
             found = {**_settings(found), **_settings(old)}
     settings = _settings(found)
     settings.setdefault("rope_type", "default")
     if isinstance(default_theta, Mapping):
-        default_theta = default_theta.get(layer_type or "full_attention", 10_000.0)
-    theta = LAYER_THETAS.get(layer_type or "full_attention", "rope_theta")
+        default_theta = default_theta.get(layer_type or FULL, 10_000.0)
+    theta = LAYER_THETAS.get(layer_type or FULL, "rope_theta")
     settings["rope_theta"] = _first(settings.get("rope_theta"), config.get(theta), default_theta)
     part = "partial_rotary_factor"
     resolved = {part: _first(settings.get(part), config.get(part))}
@@ -181,7 +184,7 @@ def for_export(
     if layer_types:
         by_type = {each: rope_parameters(config, default_theta, each) for each in layer_types}
         exported |= {LAYER_THETAS[each]: by_type[each]["rope_theta"] for each in layer_types if each in LAYER_THETAS}
-        main = rope_parameters(config, default_theta, "full_attention")
+        main = rope_parameters(config, default_theta, FULL)
         exported["rope_parameters"] = by_type
     else:
         main = rope_parameters(config, default_theta)

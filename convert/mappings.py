@@ -88,21 +88,23 @@ def stack(target: str, sources: Sequence[str]) -> WeightMapping:
 
 
 def grouped_qkv(
-    target: str, q: str, k: str, v: str, num_kv_heads: int, group_size: int, head_dim: int, pairs: int = 0
+    target: str, q: str, k: str, v: str | None, num_kv_heads: int, group_size: int, head_dim: int, pairs: int = 0
 ) -> WeightMapping:
     """`target` (num_kv_heads * (group_size + 2) * head_dim, ...) has, for each kv head, its query heads, its k, its v.
 
-    For weights and for biases. Query heads are in the checkpoint's order. `pairs` as of `heads`, for q and k.
+    For weights and for biases. Query heads are in the checkpoint's order. `pairs` as of `heads`, for q and k. Without
+    `v` the target has (group_size + 1) heads for each kv head: keys are values too.
     """
-    grouped = partial(_grouped, shape=(num_kv_heads, group_size + 2, head_dim))
-    v_view = TensorView(v, partial(grouped, heads=group_size + 1), flatten=(0, 1))
+    rows = group_size + (1 if v is None else 2)
+    grouped = partial(_grouped, shape=(num_kv_heads, rows, head_dim))
+    v_view = () if v is None else (TensorView(v, partial(grouped, heads=group_size + 1), flatten=(0, 1)),)
     if pairs:
-        q_heads = [kv * (group_size + 2) + head for kv in range(num_kv_heads) for head in range(group_size)]
-        k_heads = [kv * (group_size + 2) + group_size for kv in range(num_kv_heads)]
+        q_heads = [kv * rows + head for kv in range(num_kv_heads) for head in range(group_size)]
+        k_heads = [kv * rows + group_size for kv in range(num_kv_heads)]
         q_views, k_views = (_heads(name, each, head_dim, pairs) for name, each in ((q, q_heads), (k, k_heads)))
-        return WeightMapping(target, (*q_views, *k_views, v_view))
+        return WeightMapping(target, (*q_views, *k_views, *v_view))
     q_view = TensorView(q, partial(grouped, heads=slice(group_size)), flatten=(0, 2))
-    return WeightMapping(target, (q_view, TensorView(k, partial(grouped, heads=group_size), flatten=(0, 1)), v_view))
+    return WeightMapping(target, (q_view, TensorView(k, partial(grouped, heads=group_size), flatten=(0, 1)), *v_view))
 
 
 def grouped_qkv_in_one(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +124,8 @@ def verify(
 def modules_in_common(weights: WeightMap) -> dict[str, str]:
     """Modules here and their names in transformers, from a weight map: what holds a weight here holds it there.
 
-    A fused weight (q, k and v) matches the modules that hold all its parts. A weight under another name (a norm of
+    A fused weight (q, k and v) matches the modules that hold all its parts; modules around it match if they hold the
+    same tensors. A weight under another name (a norm of
     queries, part of the module that also rotates them) matches nothing.
     """
     found: dict[str, str] = {}
@@ -140,7 +142,20 @@ def modules_in_common(weights: WeightMap) -> dict[str, str]:
             found.setdefault(".".join(here), ".".join(there))
             here, there = here[:-1], there[:-1]
     found.pop("head", None)  # Compared as the logits, which tied models have too.
-    return found
+    of_ours, of_theirs = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for mapping in weights.mappings:
+        for source in (view.source for view in mapping.views):
+            for module in _modules_of(mapping.target):
+                of_ours[module].add(source)
+            for module in _modules_of(source):
+                of_theirs[module].add(source)
+    return {ours: theirs for ours, theirs in found.items() if of_ours[ours] == of_theirs[theirs]}
+
+
+def _modules_of(name: str) -> Iterator[str]:
+    """Names of the modules that hold the tensor `name`, and of all modules around them."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
-from zoo import CONFIGS, MULTIMODAL, auto_class, plain
+from zoo import CONFIGS, MULTIMODAL, auto_class, plain, randomize
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES, family_of
@@ -146,19 +146,24 @@ def oracle_in(folder: Path) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | N
         config = AutoConfig.from_pretrained(folder)
         make = auto_class(config).from_config
         oracle = plain(make(config, attn_implementation="eager", dtype=torch.float32))
-        for name, parameter in oracle.named_parameters():
-            mean = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
-            parameter.data.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
-        for name, buffer in oracle.named_buffers():
-            if name.endswith("correction_bias"):
-                buffer.normal_(0, 0.3)
-        ids = torch.randint(0, min(oracle.get_input_embeddings().num_embeddings, 128), (2, 41))
+        randomize(oracle)
+        ids = text_only(torch.randint(0, min(oracle.get_input_embeddings().num_embeddings, 128), (2, 41)), config)
         found = outcome(oracle, ids)
         oracle.save_pretrained(folder)
     except Exception:
         return None
     (folder / "config.json").write_text(written)
     return (oracle, ids, found) if all(each.isfinite().all() for each in found) else None
+
+
+def text_only(ids: torch.Tensor, config: Any) -> torch.Tensor:
+    """`ids` with others in place of those that stand for images and sounds, which transformers replaces too."""
+    others = {getattr(config, f"{kind}_token_{end}", None) for kind in KINDS for end in ("id", "index")}
+    texts = [token for token in range(128) if token not in others]
+    return torch.where(torch.isin(ids, torch.tensor(texts)), ids, texts[0])
+
+
+KINDS = ("image", "video", "audio")
 
 
 def outcome(model: Any, ids: torch.Tensor) -> Outcome:

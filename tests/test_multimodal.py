@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from zoo import MULTIMODAL, auto_class, make_checkpoint, plain, relative_error, stored_as
+from zoo import MULTIMODAL, auto_class, gradients_of, make_checkpoint, plain, relative_error, stored_as
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES
@@ -50,11 +50,9 @@ def test_logits_loss_and_every_gradient_of_text(pair: Pair) -> None:
     output.loss.backward()
     assert relative_error(output.logits, wanted.logits) < TOLERANCE
     assert relative_error(output.loss, wanted.loss) < TOLERANCE
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     named = text_only(dict(oracle.named_parameters()), "model.language_model")
     theirs = {name: parameter.grad for name, parameter in named.items()}
-    ours = {name: read() for name, _, _, read in model.export_spec.weight_map.export(gradients)}
-    ours = stored_as(named, ours)
+    ours = stored_as(named, gradients_of(model))
     assert set(ours) == set(theirs)
     errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
     assert max(errors.values()) < 2 * TOLERANCE, errors

@@ -67,7 +67,7 @@ def loss_and_gradients(hf: PreTrainedModel, **inputs: Any) -> tuple[Any, dict[st
     return out, {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", sorted(zoo.CONFIGS.keys() - zoo.HYBRIDS))
+@pytest.mark.parametrize("name", sorted(zoo.CONFIGS.keys() - zoo.HYBRIDS - zoo.GEMMA4.keys()))
 def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, gradients, logits and generated tokens, natively as counted by passes, and again after `restore`."""
     hf, inputs = make(name), batch()
@@ -101,6 +101,14 @@ def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch
     lm.restore(hf)
     assert not any({"native", "forward"} & vars(module).keys() for module in hf.modules())
     assert torch.equal(hf(inputs["input_ids"], labels=inputs["labels"]).logits, logits)
+
+
+@pytest.mark.parametrize("name", sorted(zoo.GEMMA4))
+def test_layers_without_a_counterpart_are_refused(name: str) -> None:
+    hf = make(name)
+    with pytest.raises(ConfigError, match=f"model_type '{hf.config.model_type}' is not supported, for layer_scalar"):
+        lm.nativize(hf)
+    assert not any({"native", "forward"} & vars(module).keys() for module in hf.modules())
 
 
 @pytest.mark.parametrize("where", ["under the padding", "after the padding"])

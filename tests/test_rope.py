@@ -65,6 +65,8 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "dynamic, original context of no account": new(
         rope_type="dynamic", factor=2.0, original_max_position_embeddings=ORIGINAL
     ),
+    "proportional": new(rope_type="proportional", partial_rotary_factor=0.3, factor=2.0),
+    "proportional, whole": new(rope_type="proportional"),
     "llama3": old(500_000.0, **LLAMA3, original_max_position_embeddings=ORIGINAL),
     "llama3, original context at the top": new(**LLAMA3, original_max_position_embeddings=7)
     | {"original_max_position_embeddings": 31},
@@ -240,7 +242,11 @@ def test_frequencies_stay_fp32_and_come_back_from_meta(rope: RopeConfig) -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (new(rope_type="proportional"), r"rope_parameters: rope_type = 'proportional' is not implemented.*'longrope'"),
+        (new(rope_type="spiral"), r"rope_parameters: rope_type = 'spiral' is not implemented.*'longrope'"),
+        (
+            new(rope_type="proportional", partial_rotary_factor=1.5),
+            r"partial_rotary_factor must be at most 1, got 1\.5",
+        ),
         (new(rope_type=["yarn"]), r"rope_type = \['yarn'\] is not implemented"),
         (new(rope_type="linear"), "'factor' is missing"),
         (old(type="dynamic", factor=-2.0), "'factor' must be above 0, got -2.0"),
@@ -390,12 +396,13 @@ def test_random_settings_give_frequencies_as_transformers_does(data: st.DataObje
         assert ((found >= plain * low * 0.999999) & (found <= plain * high * 1.000001)).all()
 
 
+KINDS = ["default", "linear", "proportional", "dynamic", "llama3", "yarn", "longrope"]
 value = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**5), st.floats(), st.just(10**320), st.text(max_size=3),
     st.lists(st.floats(0, 4) | st.none(), min_size=3, max_size=4), st.dictionaries(st.text(max_size=2), st.none()),
 )  # fmt: skip
 garbage = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"]) | value},
+    {"rope_type": st.sampled_from(KINDS) | value},
     optional={
         name: value | number
         for name in sorted({name for each in RANDOM.values() for name in each} | {"attention_factor", "rope_theta"})
@@ -413,5 +420,6 @@ def test_garbage_is_refused_or_gives_usable_frequencies(inside: dict[str, Any], 
         return
     for length in (None, 128, 129):
         frequencies = inverse_frequencies(rope, length=length)
-        assert frequencies.isfinite().all() and (frequencies > 0).all()
+        lowest = frequencies.min() if inside["rope_type"] != "proportional" else 1  # which has zeros
+        assert frequencies.isfinite().all() and lowest > 0
     assert hash(rope) is not None and 0 < rope.attention_factor < float("inf")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 from two_ranks import WORLD, in_two_ranks
-from zoo import BASE, GEMMA, GPT_OSS, MIXTURES, SANDWICH
+from zoo import BASE, GEMMA, GEMMA4, GPT_OSS, MIXTURES, SANDWICH
 
 import ligermodels as lm
 from ligermodels.layers import Block, ForwardContext
@@ -29,9 +29,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": MIXTURES["qwen2_moe"],
     "glm4_moe": MIXTURES["glm4_moe"],
     "gpt_oss": GPT_OSS,
+    "gemma4_text": GEMMA4["gemma4_text-per-layer-inputs"],
 }
 """Untied; tied, with post-norms; mixtures of experts, also with a gated shared one, with selection biases and with
-sinks. Sizes that two ranks do not divide."""
+sinks; keys and values of one block in others, and inputs of each layer. Sizes that two ranks do not divide."""
 
 
 def build(name: str) -> lm.CausalLM:

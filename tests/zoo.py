@@ -154,9 +154,72 @@ LLAMAS: dict[str, dict[str, Any]] = {
     },
 }
 
+GEMMA4_BASE = {
+    **BASE,
+    "model_type": "gemma4_text",
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "global_head_dim": 24,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4: dict[str, dict[str, Any]] = {
+    "gemma4_text": {**GEMMA4_BASE, "num_hidden_layers": 7, "layer_types": None, "num_key_value_heads": 2},
+    "gemma4_text-keys-as-values": {
+        **GEMMA4_BASE,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_key_value_heads": 3,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4_text-per-layer-inputs": {
+        **GEMMA4_BASE,
+        "num_hidden_layers": 5,
+        "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 26,  # With a few, all may be near 0 after their gelu: a norm of noise follows.
+        "vocab_size_per_layer_input": 131,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4_text-few-layers": {
+        **GEMMA4_BASE,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 26,
+        "vocab_size_per_layer_input": 140,
+    },
+    "gemma4_text-experts": {
+        **GEMMA4_BASE,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 11,
+    },
+    "gemma4_unified_text": {
+        **{name: value for name, value in GEMMA4_BASE.items() if name != "hidden_size_per_layer_input"},
+        "model_type": "gemma4_unified_text",
+        "num_hidden_layers": 6,
+        "layer_types": None,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 0,
+    },
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **LLAMAS,
+    **GEMMA4,
     "mistral-window": {**BASE, "model_type": "mistral", "sliding_window": 9, "rope_theta": 1e4},
     "mistral-nemo": {**BASE, "model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
     "ministral": {
@@ -402,6 +465,19 @@ def qwen_vl(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
 SIGLIP = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
 PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 4}
+GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 8}
+UNIFIED_VISION = {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
+
+
+def gemma4(text: str, vision: dict[str, Any], model_type: str = "gemma4") -> dict[str, Any]:
+    """A tiny Gemma 4 around the text config of this name."""
+    tokens = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id")
+    fields = {"model_type": model_type, "tie_word_embeddings": True, "audio_config": None}
+    vision = {"model_type": f"{model_type}_vision", **vision}
+    return within(text, vision, **fields, **{name: 126 + i for i, name in enumerate(tokens)})
+
+
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma3": within(
         "gemma3_text", SIGLIP, model_type="gemma3", mm_tokens_per_image=4, image_token_index=130, eos_token_id=[1, 7]
@@ -437,6 +513,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": qwen_vl(
         "qwen3_vl_moe", "qwen3_moe-normalised", rope_type="default", mrope_interleaved=True, mrope_section=[2, 2, 1]
     ),
+    "gemma4": gemma4("gemma4_text-few-layers", GEMMA4_VISION),
+    "gemma4-experts": gemma4("gemma4_text-experts", GEMMA4_VISION),
+    "gemma4_unified": gemma4("gemma4_unified_text", UNIFIED_VISION, "gemma4_unified"),
 }
 """Checkpoints of more than a language model, around those of CONFIGS."""
 
@@ -447,6 +526,10 @@ def auto_class(config: PreTrainedConfig) -> type:
     return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
 
 
+BUFFERS = ("correction_bias", "layer_scalar")
+"""Ends of the names of buffers that checkpoints hold."""
+
+
 def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
     # transformers writes into what it is given.
@@ -455,23 +538,28 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
     torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
     make = auto_class(oracle_config).from_config
     oracle = plain(make(oracle_config, attn_implementation="eager", dtype=torch.float32))
-    with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
-            # Biases and norms too: at their initial values a mistake in them would not show.
-            mean = 1.0 if "norm" in name and "gemma" not in config["model_type"] else 0.0
-            mean = -2.0 if "A_log" in name else mean  # states that remember
-            parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
-        for name, buffer in oracle.named_buffers():
-            if name.endswith("correction_bias"):
-                buffer.normal_(0, 0.3)
+    randomize(oracle)
     oracle.to(dtype).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return oracle
 
 
+@torch.no_grad()
+def randomize(oracle: PreTrainedModel) -> None:
+    """Fill all that a checkpoint holds, biases and norms too: at initial values a mistake in them would not show."""
+    from_zero = "gemma" in oracle.config.model_type and "gemma4" not in oracle.config.model_type
+    for name, parameter in oracle.named_parameters():
+        mean = 1.0 if "norm" in name and not from_zero else 0.0
+        mean = -2.0 if "A_log" in name else mean  # states that remember
+        parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
+    for name, buffer in oracle.named_buffers():
+        if name.endswith(BUFFERS):
+            buffer.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.3)
+
+
 def plain(oracle: PreTrainedModel) -> PreTrainedModel:
     """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if "num_experts_per_tok" in oracle.config.get_text_config().to_dict():
+    if {"num_experts_per_tok", "top_k_experts"} & {*oracle.config.get_text_config().to_dict()}:
         oracle.set_experts_implementation("eager")
     return oracle.eval()
 
@@ -492,9 +580,9 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def kept_tensors(oracle: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Its parameters, and the selection biases of routers."""
-    biases = {name: b for name, b in oracle.named_buffers() if name.endswith("correction_bias")}
-    return {**dict(oracle.named_parameters()), **biases}
+    """Its parameters, and the buffers that checkpoints hold."""
+    buffers = {name: b for name, b in oracle.named_buffers() if name.endswith(BUFFERS)}
+    return {**dict(oracle.named_parameters()), **buffers}
 
 
 def stored_as(
@@ -503,11 +591,8 @@ def stored_as(
     """Tensors in the layout of files, in that of the oracle, or of its tensors: it keeps all experts of a layer as one
     tensor."""
     own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
-    found = {
-        name: t
-        for name, t in tensors.items()
-        if name in own or (".experts." not in name and "block_sparse_moe" not in name)
-    }
+    per_expert = (".experts.", "block_sparse_moe")
+    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
     for name, parameter in own.items():
         if name in found:
             continue

@@ -20,7 +20,10 @@ from ligermodels.layers import (
     Embedding,
     ForwardContext,
     HeadConfig,
+    KeysValues,
     NormConfig,
+    PerLayerInputs,
+    PerLayerInputsConfig,
     RotaryEmbedding,
     RouterOutput,
     Targets,
@@ -39,7 +42,8 @@ class DecoderConfig:
     no gradient from the inputs; `router_aux_loss_coef` is the weight of the load-balancing loss of mixtures of experts
     in the whole loss; `initializer_range` is the standard deviation of new weights; `max_position_embeddings` the
     longest context the checkpoint was made for; `num_mtp_layers` counts the layers of multi-token
-    prediction that checkpoints have after those of the blocks (DeepSeek-V3, GLM-4.5), which are no part of the model.
+    prediction that checkpoints have after those of the blocks (DeepSeek-V3, GLM-4.5), which are no part of the model;
+    `per_layer_inputs` makes what blocks take beside the hidden states, if they do.
     """
 
     vocab_size: int
@@ -54,6 +58,7 @@ class DecoderConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int | None = None
     num_mtp_layers: int = 0
+    per_layer_inputs: PerLayerInputsConfig | None = None
 
     def weight_map(
         self,
@@ -74,9 +79,13 @@ class DecoderConfig:
         """
         embedding = f"{prefix}.embed_tokens.weight"
         entries: list[WeightMapping] = [rename("decoder.embed.weight", embedding)]
+        unused: list[str] = []
+        if self.per_layer_inputs is not None:
+            entries += self.per_layer_inputs.weight_mappings("decoder.per_layer_inputs", prefix)
         for layer, block in enumerate(self.blocks):
             here, there = f"decoder.blocks.{layer}", f"{prefix}.layers.{layer}"
             entries += block.weight_mappings(self.hidden_size, here, there, names or {})
+            unused += block.mixer.unused(there, names or {})
         for kind in ("weight", "bias") if self.norm.bias else ("weight",):
             entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.norm.{kind}"))
         if not self.head.tied:
@@ -86,7 +95,7 @@ class DecoderConfig:
         aliases = {head: embedding} if self.head.tied else {}
         first = len(self.blocks)
         mtp = [rf"^{re.escape(prefix)}\.layers\.{layer}\." for layer in range(first, first + self.num_mtp_layers)]
-        return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *mtp, *ignored], aliases=aliases)
+        return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *mtp, *unused, *ignored], aliases=aliases)
 
 
 class Decoder(nn.Module):
@@ -99,6 +108,8 @@ class Decoder(nn.Module):
         self.config = config
         self._activation_checkpointing: ActivationCheckpointing = "none"
         self.embed = Embedding(config.vocab_size, config.hidden_size, config.embed_scale, config.padding_idx)
+        per_layer = config.per_layer_inputs
+        self.per_layer_inputs = None if per_layer is None else PerLayerInputs(config.hidden_size, per_layer)
         self.blocks = nn.ModuleList(Block(config.hidden_size, block) for block in config.blocks)
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in (*block.mixer.ropes, *block.mlp.ropes))
@@ -143,6 +154,11 @@ class Decoder(nn.Module):
             router_outputs: gets the `RouterOutput` of every mixture of experts.
         """
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        per_layer_inputs = None
+        if self.config.per_layer_inputs is not None:
+            if input_ids is None:
+                raise InputError("inputs_embeds: this model has inputs for each layer by token too; give input_ids")
+            per_layer_inputs = cast(PerLayerInputs, self.per_layer_inputs)(input_ids, x)
         x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
         batch, length = x.shape[:2]
         if state is not None:
@@ -150,23 +166,32 @@ class Decoder(nn.Module):
         if cu_seqlens is not None:
             x = x.reshape(1, batch * length, -1)
             position_ids = None if position_ids is None else position_ids.reshape(1, -1)
+            per_layer_inputs = None if per_layer_inputs is None else per_layer_inputs.flatten(0, 1)[None]
         cache_seqlens = None if state is None else state.cache_seqlens
         if position_ids is None:
             position_ids = _positions(length, x.device, cu_seqlens, cache_seqlens, seq_lens, tree)
         ropes = cast(Iterable[RotaryEmbedding], self.ropes)
         tables = {rope.config: rope(position_ids, x.dtype) for rope in ropes}
-        context = ForwardContext(tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids)
+        keys_values: dict[int, KeysValues] = {}
+        context = ForwardContext(
+            tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids, keys_values, per_layer_inputs
+        )
+        last = _last_block_of_all_tokens(self.blocks)
         for i, block in enumerate(self.blocks):
-            last = i == len(self.blocks) - 1
-            if last and isinstance(token_indices, Targets):
-                token_indices = token_indices.token_indices  # synchronises, with all other blocks queued
-            indices = cast("Tensor | None", token_indices) if last else None
+            if i == last and isinstance(token_indices, Targets):
+                token_indices = token_indices.token_indices  # synchronises, with all blocks before it queued
+            indices = cast("Tensor | None", token_indices) if i == last else None
+            shape = x.shape[:2]
             own = None if state is None else state.layers[i]
-            x = run(self._activation_checkpointing, block, x, context, own, indices)
-            if isinstance(x, tuple):
-                x, router = x
-                if router_outputs is not None:
-                    router_outputs.append(router)
+            output = run(self._activation_checkpointing, block, x, context, own, indices)
+            x, *more = output if isinstance(output, tuple) else (output,)
+            for each in more:
+                if isinstance(each, KeysValues):
+                    keys_values[i] = each
+                elif router_outputs is not None:
+                    router_outputs.append(each)
+            if indices is not None:
+                context = context.of_tokens(indices, *shape)
         if state is not None:
             state.after(length, seq_lens, tree)
         if token_indices is None:
@@ -179,6 +204,16 @@ class Decoder(nn.Module):
         weight = next(self.parameters())
         sizes: dict[str, Any] = {"hidden_size": self.config.hidden_size, "dtype": weight.dtype, "device": weight.device}
         return DecodingState(mixers, batch_size, max_length, **sizes)
+
+
+def _last_block_of_all_tokens(blocks: Iterable[nn.Module]) -> int:
+    """Number of the last block that has to be given all tokens; later ones need only those whose states are needed."""
+    needs = [
+        not all(getattr(getattr(block, name, None), "token_wise", False) for name in ("mixer", "mlp"))
+        for block in blocks
+    ]
+    last = len(needs) - 1
+    return next((i for i in range(last, -1, -1) if needs[i]), last)
 
 
 def _positions(

@@ -213,19 +213,24 @@ class Fields:
         return read_rope(Fields(settings, where=f"{self.where}: {where}"), head_dim, max_position_embeddings, partial)
 
     def ropes(
-        self, head_dim: int, thetas: Mapping[str, float], windows: Sequence[int | None], unread: Sequence[str] = ()
+        self,
+        head_dim: int | Mapping[str, int],
+        thetas: Mapping[str, Any],
+        windows: Sequence[int | None],
+        unread: Sequence[str] = (),
     ) -> list[RopeConfig]:
         """Each layer's rope, in a family with one for layers with a window and one for the others.
 
         Args:
-            head_dim, thetas: as of `rope`.
+            head_dim, thetas: as of `rope`; `head_dim` may be one for each layer type.
             windows: each layer's.
             unread: fields that releases of transformers read differently, or not at all, for this family.
 
         Raises ConfigError as `rope`, and where a field of `unread` makes a difference.
         """
         context = self.size("max_position_embeddings")
-        sliding, full = (self.rope(head_dim, context, thetas, layer_type) for layer_type in (SLIDING, FULL))
+        dims = dict.fromkeys((SLIDING, FULL), head_dim) if isinstance(head_dim, int) else head_dim
+        sliding, full = (self.rope(dims[layer_type], context, thetas, layer_type) for layer_type in (SLIDING, FULL))
         found = [full if window is None else sliding for window in windows]
         for name in unread:
             if self.config.get(name) and self.replaced(**{name: None}).ropes(head_dim, thetas, windows) != found:

@@ -24,7 +24,8 @@ BESIDE_TEXT = (
     "text_config", "vision_config", "audio_config", "tie_word_embeddings", "initializer_range", "mm_tokens_per_image",
     "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index", "video_token_id", "audio_token_id",
     "vision_start_token_id", "vision_end_token_id", "vision_token_id", "projector_hidden_act", "vision_feature_layer",
-    "multimodal_projector_bias", "spatial_merge_size",
+    "multimodal_projector_bias", "spatial_merge_size", "boi_token_id", "eoi_token_id", "boa_token_id",
+    "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image",
 )  # fmt: skip
 """Its other fields: they say how images, videos and sounds become embeddings."""
 MULTIMODAL_ROPE = ("mrope_section", "mrope_interleaved")

@@ -14,6 +14,7 @@ from ligermodels.archs import (
     ernie,
     exaone,
     gemma,
+    gemma4,
     glm,
     glm_moe,
     gpt_oss,
@@ -39,8 +40,8 @@ ENTRY_POINTS = "ligermodels.families"
 """Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
 
 MODULES = (
-    llama, mistral, mixtral, gemma, qwen, qwen_moe, qwen_vl, qwen3_5, phi, olmo, granite, smollm, glm, glm_moe, minimax,
-    ernie, exaone, seed_oss, arcee, mellum, gpt_oss,
+    llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen3_5, phi, olmo, granite, smollm, glm, glm_moe,
+    minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 

@@ -12,6 +12,7 @@ from ligermodels.layers import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeConfig,
     YarnScaling,
     inverse_frequencies,
@@ -39,6 +40,7 @@ def read_rope(settings: Fields, head_dim: int, context: int, partial: bool) -> R
     if theta <= 1:
         raise ConfigError(f"{settings.where}: rope_theta must be above 1, got {theta}")
     part = settings.number("partial_rotary_factor", 1.0, positive=True)
+    part = 1.0 if kind == "proportional" else part  # Its part is one of frequencies, the others being 0.
     if part != 1 and not partial:
         raise ConfigError(f"{settings.where}: partial_rotary_factor = {part} is not implemented for this model_type")
     dim = int(head_dim * part)
@@ -52,13 +54,21 @@ def read_rope(settings: Fields, head_dim: int, context: int, partial: bool) -> R
         frequencies = inverse_frequencies(rope, "cpu")
     except (ArithmeticError, RuntimeError) as error:
         raise ConfigError(f"{settings.where}: {kind} rope cannot be computed: {error}") from None
-    if not (frequencies.isfinite() & (frequencies > 0)).all():
+    turning = frequencies > 0 if kind != "proportional" else frequencies >= 0
+    if not (frequencies.isfinite() & turning).all():
         raise ConfigError(f"{settings.where}: {kind} rope gives frequencies that are not finite and above 0")
     return rope
 
 
 def _linear(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
     return replace(plain, scaling=LinearScaling(settings.number("factor", positive=True)))
+
+
+def _proportional(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    part = settings.number("partial_rotary_factor", 1.0, positive=True)
+    if part > 1:
+        raise ConfigError(f"{settings.where}: partial_rotary_factor must be at most 1, got {part}")
+    return replace(plain, scaling=ProportionalScaling(part, settings.number("factor", 1.0, positive=True)))
 
 
 def _dynamic(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
@@ -114,6 +124,7 @@ def _longrope(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
 READERS: dict[str, Callable[[Fields, RopeConfig, int], RopeConfig]] = {
     "default": lambda settings, plain, context: plain,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

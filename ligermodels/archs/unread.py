@@ -63,7 +63,9 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
-        hidden_size_per_layer_input laurel_rank cross_attention_layers add_cross_attention cross_attention_hidden_size
+        hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim
+        num_global_key_value_heads top_k_experts laurel_rank
+        cross_attention_layers add_cross_attention cross_attention_hidden_size
         is_encoder_decoder pruned_heads text_config vision_config per_layer_config
         quantization_config quantization compression_config sparsity_config transformers_weights
         attention_dropout resid_pdrop embd_pdrop attn_pdrop resid_dropout attn_dropout hidden_dropout

@@ -47,13 +47,16 @@ class DecodingState:
         self.batch_size, self.max_length, self.device = batch_size, max_length, device
         self._states: dict[LayerConfig, LayerState | None] = {
             config: config.new_state(count, batch_size, max_length, hidden_size=hidden_size, dtype=dtype, device=device)
-            for config, count in Counter(mixers).items()
+            for config, count in Counter(config for config in mixers if config.state_from is None).items()
         }
         parts: dict[LayerConfig, Iterator[Any]] = {
             config: iter(()) if state is None else map(state.layer, range(len(mixers)))
             for config, state in self._states.items()
         }
-        self.layers = [next(parts[config], None) for config in mixers]
+        self.layers: list[Any] = []
+        for config in mixers:
+            source = config.state_from
+            self.layers.append(next(parts[config], None) if source is None else self.layers[source])
         self.cache_seqlens: Tensor | None = None
         self.advances = True
         self._longest = 0

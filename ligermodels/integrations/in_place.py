@@ -107,6 +107,10 @@ def base_model(model: Any) -> Any:
     return hf
 
 
+_NOT_SUPPORTED = ("layer_scalar", "after", "values", "hands_on_kv", "kv_from")
+"""Fields of configs of blocks and their mixers without a counterpart here."""
+
+
 def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     """What the model's config composes to; and the names of a layer's parts, and of the backbone, in memory."""
     fields = {name: value for name, value in hf.config.to_dict().items() if name != "quantization_config"}
@@ -116,6 +120,13 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     config = family.decoder_config(fields)
     if config.norm.kind != "rms":
         raise ConfigError(f"nativize: norms of kind {config.norm.kind!r} are not supported")
+    for block in config.blocks:
+        parts = (block, block.mixer)
+        if found := [name for name in _NOT_SUPPORTED if any(getattr(each, name, None) for each in parts)]:
+            raise ConfigError(
+                f"nativize: model_type {family.model_type!r} is not supported, for {found[0]} of its layers; open the "
+                "checkpoint with ligermodels.from_pretrained"
+            )
     layout = family.layouts[0]
     return config, layout.get("names", {}), layout.get("prefix", "model")
 

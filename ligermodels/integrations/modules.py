@@ -215,6 +215,7 @@ class _BlockView:
         self._layer, self._names, self.residual_scale = layer, native.names, native.config.residual_scale
 
     forward, _add = Block.forward, Block._add
+    after = layer_scalar = None
 
     mixer = property(lambda self: part(self._layer, "mixer"))
     mixer_norm = property(lambda self: self._norm("mixer_norm", "before"))

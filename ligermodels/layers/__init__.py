@@ -3,7 +3,8 @@
 from ligermodels.layers.attention import Attention, AttentionConfig
 from ligermodels.layers.block import Block, BlockConfig
 from ligermodels.layers.config import LayerConfig, LayerState
-from ligermodels.layers.context import ForwardContext, RouterOutput, TreeTokens
+from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput, TreeTokens
+from ligermodels.layers.dense_moe import DenseMoEConfig
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.full_precision import FullPrecision
 from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
@@ -12,13 +13,15 @@ from ligermodels.layers.lm_head import HeadConfig, LMHead
 from ligermodels.layers.mlp import GatedActivation, GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
-from ligermodels.layers.qkv import QKNormConfig, SplitQKV
+from ligermodels.layers.per_layer_inputs import PerLayerInputConfig, PerLayerInputs, PerLayerInputsConfig
+from ligermodels.layers.qkv import QKNormConfig, SplitQKV, ValueConfig
 from ligermodels.layers.recurrent_state import RecurrentState
 from ligermodels.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeConfig,
     RopeScaling,
     RotaryEmbedding,
@@ -28,6 +31,7 @@ from ligermodels.layers.rope import (
     yarn_attention_factor,
 )
 from ligermodels.layers.router import Router, RouterConfig
+from ligermodels.layers.shared_kv_attention import SharedKVAttentionConfig
 from ligermodels.layers.targets import IGNORE_INDEX, Targets, shift_labels
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "DenseMoEConfig",
     "DynamicScaling",
     "Embedding",
     "ForwardContext",
@@ -46,6 +51,7 @@ __all__ = [
     "GatedMLP",
     "HeadConfig",
     "KVCache",
+    "KeysValues",
     "LMHead",
     "LayerConfig",
     "LayerNorm",
@@ -57,6 +63,10 @@ __all__ = [
     "MoE",
     "MoEConfig",
     "NormConfig",
+    "PerLayerInputConfig",
+    "PerLayerInputs",
+    "PerLayerInputsConfig",
+    "ProportionalScaling",
     "QKNormConfig",
     "RMSNorm",
     "RecurrentState",
@@ -66,9 +76,11 @@ __all__ = [
     "Router",
     "RouterConfig",
     "RouterOutput",
+    "SharedKVAttentionConfig",
     "SplitQKV",
     "Targets",
     "TreeTokens",
+    "ValueConfig",
     "YarnScaling",
     "inverse_frequencies",
     "load_balancing_loss",

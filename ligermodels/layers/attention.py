@@ -13,9 +13,9 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
 from ligermodels.errors import InputError
 from ligermodels.layers.config import LayerConfig
-from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.kv_cache import KVCache, LayerKV
-from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables
+from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
 
@@ -31,7 +31,9 @@ class AttentionConfig(LayerConfig):
     computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions. With
     `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input (Qwen3-Next), which
     checkpoints have within `q_proj`: of each head its rows of q, then those of its gate. With `sinks` each query head
-    has a learned logit, one more in the denominator of its softmax (gpt-oss).
+    has a learned logit, one more in the denominator of its softmax (gpt-oss). `values` says how values come from the
+    projection where they are not simply in it. With `hands_on_kv`, later layers can attend to the keys and values of
+    this one: see `SharedKVAttentionConfig`.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -55,6 +57,8 @@ class AttentionConfig(LayerConfig):
     query_scaling: QueryScaling | None = None
     output_gate: bool = False
     sinks: bool = False
+    values: ValueConfig | None = None
+    hands_on_kv: bool = False
     backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -64,6 +68,10 @@ class AttentionConfig(LayerConfig):
     def group_size(self) -> int:
         """Query heads a key/value head serves."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def _values_from_keys(self) -> bool:
+        return self.values is not None and self.values.from_keys
 
     @property
     def ropes(self) -> Sequence[RopeConfig]:
@@ -98,7 +106,7 @@ class AttentionConfig(LayerConfig):
                 found.append(grouped_qkv_in_one(target, f"{there['attention.qkv']}.{kind}", *shape))
             else:
                 q, k, v = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
-                found.append(grouped_qkv(target, q, k, v, *shape))
+                found.append(grouped_qkv(target, q, k, None if self._values_from_keys else v, *shape))
         for kind in ("weight", "bias") if self.o_bias else ("weight",):
             found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
         if self.sinks:
@@ -148,9 +156,10 @@ class Attention(nn.Module):
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        width = (config.num_heads * (1 + config.output_gate) + 2 * config.num_kv_heads) * config.head_dim
+        rows = config.group_size * (1 + config.output_gate) + (1 if config._values_from_keys else 2)
+        width = config.num_kv_heads * rows * config.head_dim
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
-        self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm)
+        self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm, config.values)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.init_weights()
@@ -160,8 +169,11 @@ class Attention(nn.Module):
         if self.sinks is not None:
             nn.init.normal_(self.sinks, std=std)
 
-    def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
-        """x (B, T, H) -> (B, T, H). With a `state`, keys and values of x are added to it."""
+    def forward(
+        self, x: Tensor, context: ForwardContext, state: LayerKV | None = None
+    ) -> Tensor | tuple[Tensor, KeysValues]:
+        """x (B, T, H) -> (B, T, H), with its keys and values where these are to be handed on, but not in a decoding
+        pass. With a `state`, keys and values of x are added to it."""
         config = self.config
         tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
         options: dict[str, Any] = {
@@ -170,10 +182,11 @@ class Attention(nn.Module):
             "softcap": config.softcap,
             "sinks": self.sinks,
         }
-        qkv, gate = self.qkv(x), None
+        qkv, gate, handed_on = self.qkv(x), None, None
         if config.output_gate:
-            heads = qkv.unflatten(-1, (-1, 2 * config.group_size + 2, config.head_dim))
-            qkv, gate = (part.flatten(2) for part in heads.split([config.group_size + 2, config.group_size], dim=-2))
+            heads = qkv.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
+            parts = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
+            qkv, gate = (part.flatten(2) for part in parts)
         if state is not None and context.cache_seqlens is not None:
             q, k, v = self.split(qkv, tables, state, context.cache_seqlens)
             q = config.scale_queries(q, context)
@@ -185,5 +198,7 @@ class Attention(nn.Module):
             if state is not None:
                 state.fill(k, v)
             out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
+            handed_on = KeysValues(k, v) if config.hands_on_kv else None
         out = out.flatten(2)
-        return self.o(out if gate is None else out * gate.sigmoid())
+        out = self.o(out if gate is None else out * gate.sigmoid())
+        return out if handed_on is None else (out, handed_on)

@@ -45,6 +45,8 @@ class LayerConfig(ABC):
 
     place: ClassVar[str] = ""
     """Where checkpoints have the layer, within its block; by default the name that the block has it under."""
+    normalizes: ClassVar[bool] = False
+    """Whether the layer, a feed-forward one, normalises its input itself: it is given the residual as it is."""
 
     @abstractmethod
     def build(self, hidden_size: int) -> nn.Module:
@@ -53,9 +55,16 @@ class LayerConfig(ABC):
         A mixer's `forward(x, context, state)` and a feed-forward layer's `forward(x, context)` map hidden states
         (B, T, H) to the same shape; `context` is a `ForwardContext`, `state` what `LayerState.layer` gives, or None. A
         mixture of experts gives (hidden states, `RouterOutput`).
-        A feed-forward layer whose result for a token depends on that token alone says so by the attribute
-        `token_wise = True`; it is then only given the tokens that are needed, (1, n, H).
+        A layer whose result for a token depends on no other token that it is given says so by the attribute
+        `token_wise = True`: a feed-forward layer, or a mixer that sees others only as earlier layers hand them on. It
+        is then only given the tokens that are needed, (1, n, H); for a mixer `ForwardContext.needed` says which.
+        A mixer that hands on keys and values gives (hidden states, `KeysValues`).
         """
+
+    @property
+    def state_from(self) -> int | None:
+        """Number of the earlier layer whose decoding state the layer is given, for one that has none of its own."""
+        return None
 
     @property
     def ropes(self) -> Sequence[RopeConfig]:
@@ -99,6 +108,11 @@ class LayerConfig(ABC):
             tensors = persistent_tensors(self.build(hidden_size))
         place = self.place or native.rpartition(".")[2]
         return [rename(f"{native}.{name}", f"{checkpoint}.{place}.{name}") for name in tensors]
+
+    def unused(self, checkpoint: str, names: Mapping[str, str]) -> list[str]:
+        """Patterns of tensors that checkpoints may have of such a layer, and that it does not need; arguments as of
+        `weight_mappings`."""
+        return []
 
     def with_attention_backend(self: Self, name: str) -> Self:
         """The config with attention on the backend of this name, if the layer attends."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,22 @@ class RouterOutput(NamedTuple):
     top_k: int
 
 
+class KeysValues(NamedTuple):
+    """`keys` and `values` of a layer, each (B, T, num_kv_heads, head_dim), that later layers attend to."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class NeededTokens(NamedTuple):
+    """The tokens that layers are given, where these are not all: `token_indices`, long (n,), of the flattened
+    `batch` * `length` tokens of the pass."""
+
+    token_indices: Tensor
+    batch: int
+    length: int
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """Given to every layer of a forward pass, beside its hidden states (B, T, H) and its decoding state.
@@ -44,6 +60,12 @@ class ForwardContext:
     tree: in a decoding pass, the new tokens as a tree of candidates, of which `commit` later keeps a path; None: the
         new tokens follow one another, and are kept.
     positions: long (B or 1, T), of each token in its document.
+    keys_values: in a pass that is no decoding pass, by the number of their layer those keys and values that earlier
+        layers hand on.
+    per_layer_inputs: (B, T, layers, P), what each layer is given of each token beside the hidden states; of all tokens
+        of the pass.
+    needed: the tokens that the layer is given, (1, n, H), where these are not all (B, T, H): `rope_tables` and
+        `positions` are theirs, all else is that of the whole pass.
     """
 
     rope_tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -52,6 +74,24 @@ class ForwardContext:
     cache_seqlens: Tensor | None = None
     tree: TreeTokens | None = None
     positions: Tensor | None = None
+    keys_values: Mapping[int, KeysValues] = field(default_factory=dict)
+    per_layer_inputs: Tensor | None = None
+    needed: NeededTokens | None = None
+
+    def of_tokens(self, token_indices: Tensor, batch: int, length: int) -> ForwardContext:
+        """The context of layers that are given (1, n, H), the tokens `token_indices`, long (n,), of the flattened
+        `batch` * `length`."""
+
+        def taken(table: Tensor) -> Tensor:
+            places = token_indices if table.shape[0] == batch else token_indices % length
+            return table.flatten(0, 1)[places][None]
+
+        return replace(
+            self,
+            rope_tables={rope: (taken(cos), taken(sin)) for rope, (cos, sin) in self.rope_tables.items()},
+            positions=None if self.positions is None else taken(self.positions),
+            needed=NeededTokens(token_indices, batch, length),
+        )
 
     def paths(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """How the new tokens of each sequence follow one another, for recurrent mixers.

@@ -71,11 +71,14 @@ def initialize_own(module: nn.Module, std: float, name: str) -> None:
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a model on the meta device memory: floating parameters in `dtype`, all else in its own.
+    """Give a model on the meta device memory: floating parameters in `dtype`, all else in its own, but for the floating
+    buffers that a module names in an attribute `cast_buffers`, which are stored as parameters are.
 
     Buffers of a module that loading does not fill (see `owned_tensors`) are filled by `initialize_buffers`.
     """
     parameters = {id(p) for p in module.parameters()}
+    for each in module.modules():
+        parameters |= {id(each._buffers[name]) for name in getattr(each, "cast_buffers", ())}
 
     def empty(tensor: Tensor) -> Tensor:
         cast = id(tensor) in parameters and tensor.is_floating_point()

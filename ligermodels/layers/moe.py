@@ -44,6 +44,8 @@ class MoEConfig(LayerConfig):
     NAMES: ClassVar[Mapping[str, str]] = {
         "experts.router": "mlp.gate.weight",
         "experts.selection_bias": "mlp.gate.e_score_correction_bias",
+        "experts.router_norm": "mlp.gate.norm.weight",
+        "experts.scales": "mlp.gate.expert_scales",
         "experts.gate": "mlp.experts.{expert}.gate_proj.weight",
         "experts.up": "mlp.experts.{expert}.up_proj.weight",
         "experts.down": "mlp.experts.{expert}.down_proj.weight",
@@ -97,6 +99,10 @@ class MoEConfig(LayerConfig):
             found.append(rename(f"{native}.{part}_bias", there[f"experts.{part}_bias"]))
         if self.router.selection_bias:
             found.append(rename(f"{native}.router.selection_bias", there["experts.selection_bias"]))
+        if self.router.norm is not None:
+            found.append(rename(f"{native}.router.norm.weight", there["experts.router_norm"]))
+        if self.router.expert_scales:
+            found.append(rename(f"{native}.router.expert_scales", there["experts.scales"]))
         if self.shared is not None:
             parts = {f"mlp.{part}": names["experts.shared"].format(part=part) for part in ("gate", "up", "down")}
             found += self.shared.weight_mappings(hidden_size, f"{native}.shared", checkpoint, parts)
@@ -158,10 +164,13 @@ class MoE(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor | tuple[Tensor, RouterOutput]:
-        """x (..., H) -> (..., H), same dtype; with the router's output where the config has an `aux_loss`."""
+    def forward(
+        self, x: Tensor, context: ForwardContext | None = None, *, routed_by: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, RouterOutput]:
+        """x (..., H) -> (..., H), same dtype; with the router's output where the config has an `aux_loss`. The router
+        goes by `routed_by` (..., H), by default x."""
         tokens = x.flatten(0, -2)
-        logits, weights, experts = self.router(tokens)
+        logits, weights, experts = self.router(tokens if routed_by is None else routed_by.flatten(0, -2))
         biases = self.gate_up_bias, self.down_bias
         out = mix_experts(tokens, weights, experts, self.gate_up, self.down, self.activation, biases)
         if self.shared is not None:

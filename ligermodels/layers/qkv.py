@@ -24,6 +24,16 @@ class QKNormConfig:
     over: Literal["head", "projection"] = "head"
 
 
+@dataclass(frozen=True)
+class ValueConfig:
+    """How values come from the projection, where it is not as they are: with `norm_eps` each head is divided by its
+    root mean square, with this eps under the root (an RMSNorm without weight); with `from_keys` the projection has no
+    values, and these are its keys before their norm and rotation. Gemma 4 has both."""
+
+    norm_eps: float | None = None
+    from_keys: bool = False
+
+
 class SplitQKV(nn.Module):
     """Splits the fused projection, normalises queries and keys, and rotates them.
 
@@ -31,9 +41,17 @@ class SplitQKV(nn.Module):
     number of key/value heads is that of the projection it is given, which may be a tensor-parallel shard.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, qk_norm: QKNormConfig | None) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm: QKNormConfig | None,
+        values: ValueConfig | None = None,
+    ) -> None:
         super().__init__()
         self.group_size, self.head_dim, self.qk_norm = num_heads // num_kv_heads, head_dim, qk_norm
+        self.values = values
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
         if qk_norm is not None:
@@ -55,18 +73,22 @@ class SplitQKV(nn.Module):
     def forward(
         self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv (B, T, Hkv * (group + 2) * D) -> q (B, T, Hq, D), k and v (B, T, Hkv, D), q and k rotated.
+        """qkv (B, T, Hkv * (group + 2) * D) -> q (B, T, Hq, D), k and v (B, T, Hkv, D), q and k rotated. The width is
+        Hkv * (group + 1) * D where values are `from_keys`.
 
         With `cache_seqlens`, long (B,), k and v are written to the slots of `cache` from there on instead, and what is
         returned are all slots of it.
         """
-        width = (self.group_size + 2) * self.head_dim
+        rows = self.group_size + (1 if self.values is not None and self.values.from_keys else 2)
+        width = rows * self.head_dim
         if qkv.shape[-1] % width:
             raise InputError(
                 f"qkv: width {qkv.shape[-1]} is no multiple of {width}, a key/value head with its query heads; shard "
                 "the projection by key/value heads"
             )
         shape = qkv.shape[-1] // width, self.group_size, self.head_dim
+        if self.values is not None:
+            qkv = self._with_values(qkv.unflatten(-1, (shape[0], rows, self.head_dim)), self.values)
         norms: tuple[nn.Parameter, ...] = ()
         options: dict[str, Any] = {}
         if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
@@ -85,6 +107,12 @@ class SplitQKV(nn.Module):
         qkv = qkv.to(cache.keys.dtype)
         q = ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens, *norms, **options)
         return q, cache.keys, cache.values
+
+    def _with_values(self, heads: Tensor, values: ValueConfig) -> Tensor:
+        """heads (B, T, Hkv, group + 1 or 2, D) -> (B, T, Hkv * (group + 2) * D), its last ones the values."""
+        v = heads[..., -1:, :]
+        v = v if values.norm_eps is None else ops.rms_norm(v, None, values.norm_eps)
+        return torch.cat([heads[..., : self.group_size + 1, :], v], dim=-2).flatten(-3)
 
     def _normalise(self, x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
         """x (B, T, heads, D) normalised over all heads together."""

@@ -58,6 +58,20 @@ class LinearScaling(RopeScaling):
 
 
 @dataclass(frozen=True)
+class ProportionalScaling(RopeScaling):
+    """Only the first `part` of the pairs turn, with the frequencies of a whole rope divided by `factor`; those of the
+    others are zero (Gemma 4). `part` counts down to a whole pair."""
+
+    part: float
+    factor: float = 1.0
+
+    def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
+        pairs = torch.arange(len(wavelengths), device=wavelengths.device)
+        turning = pairs < int(self.part * rope.dim // 2)
+        return torch.where(turning, 1.0 / wavelengths / self.factor, 0.0)
+
+
+@dataclass(frozen=True)
 class DynamicScaling(RopeScaling):
     """Dynamic NTK: past the original context the base grows with the length L of the sequence.
 

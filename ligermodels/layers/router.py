@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers.norm import NormConfig
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class RouterConfig:
     scale: the weights are multiplied by it, after that.
     float32_logits: logits are computed in float32 whatever the dtype of the model, under autocast too.
     bias: logits have one. Normalised softmax scores are the softmax over the logits of the chosen experts (gpt-oss).
+    norm, input_scale: tokens are normalised, and then multiplied by the number, before the logits are computed.
+    expert_scales: each expert has a factor, a parameter, by which its weights are multiplied at the end (Gemma 4).
 
     Raises ConfigError, naming the field, when they do not fit together.
     """
@@ -42,6 +45,9 @@ class RouterConfig:
     scale: float = 1.0
     float32_logits: bool = False
     bias: bool = False
+    norm: NormConfig | None = None
+    input_scale: float = 1.0
+    expert_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.scores not in ("softmax", "sigmoid"):
@@ -73,8 +79,9 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Scores of x are softmax(weight @ x + bias) or sigmoid(weight @ x + bias): see `RouterConfig`.
 
-    Parameters `weight` (E, H) and `bias` (E,), None if there is none; buffer `selection_bias` (E,), float32, if there
-    is one. Nothing waits for the device, and shapes do not depend on values.
+    Parameters `weight` (E, H) and, if there are some, `bias` (E,) and `expert_scales` (E,); module `norm` or None;
+    buffer `selection_bias` (E,), float32, if there is one. Nothing waits for the device, and shapes do not depend on
+    values.
     """
 
     selection_bias: Tensor | None
@@ -84,6 +91,8 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.bias else None
+        self.norm = None if config.norm is None else config.norm.build(hidden_size)
+        self.expert_scales = nn.Parameter(torch.empty(config.num_experts)) if config.expert_scales else None
         # A buffer, as in transformers: `requires_grad_` and optimizers leave it alone, and FSDP2 does not shard it.
         self.register_buffer("selection_bias", None)
         if config.selection_bias:
@@ -91,10 +100,12 @@ class Router(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = 0.02) -> None:
-        """Weight and bias normal(0, std), selection bias zero."""
+        """Weight and bias normal(0, std), selection bias zero, factors of experts one."""
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 nn.init.normal_(parameter, std=std)
+        if self.expert_scales is not None:
+            nn.init.ones_(self.expert_scales)
         if self.selection_bias is not None:
             nn.init.zeros_(self.selection_bias)
 
@@ -111,6 +122,8 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """tokens (N, H) -> where each is sent."""
         config = self.config
+        tokens = tokens if self.norm is None else self.norm(tokens)
+        tokens = tokens if config.input_scale == 1.0 else tokens * config.input_scale
         if config.float32_logits:
             with torch.autocast(tokens.device.type, enabled=False):
                 wide = torch.promote_types(tokens.dtype, torch.float32)
@@ -126,7 +139,10 @@ class Router(nn.Module):
         weights = scores.gather(1, experts)
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + config.eps)
-        return Routing(logits, weights if config.scale == 1.0 else weights * config.scale, experts)
+        weights = weights if config.scale == 1.0 else weights * config.scale
+        return Routing(
+            logits, weights if self.expert_scales is None else weights * self.expert_scales[experts], experts
+        )
 
 
 def softmax(logits: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""A gated feed-forward layer and a mixture of experts side by side, each with its own norms (Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.errors import ConfigError
+from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.mlp import MLPConfig
+from ligermodels.layers.moe import MoE, MoEConfig
+from ligermodels.layers.norm import NormConfig
+
+
+@dataclass(frozen=True)
+class DenseMoEConfig(LayerConfig):
+    """A `dense` layer and `experts`; `norm` is that of the input and output of each.
+
+    Raises ConfigError where `experts` have a load-balancing loss, which is not implemented.
+    """
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "norm.dense_norm": "pre_feedforward_layernorm",
+        "norm.dense_post_norm": "post_feedforward_layernorm_1",
+        "norm.experts_norm": "pre_feedforward_layernorm_2",
+        "norm.experts_post_norm": "post_feedforward_layernorm_2",
+    }
+    normalizes: ClassVar[bool] = True
+
+    dense: MLPConfig
+    experts: MoEConfig
+    norm: NormConfig
+
+    def __post_init__(self) -> None:
+        if self.experts.aux_loss:
+            raise ConfigError("aux_loss: is not implemented for experts beside a dense layer; set it to False")
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return DenseMoE(hidden_size, self)
+
+    def weight_mappings(
+        self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
+    ) -> list[WeightMapping]:
+        there = {**self.NAMES, **names}
+        norms = (name.removeprefix("norm.") for name in self.NAMES)
+        return [
+            *self.dense.weight_mappings(hidden_size, f"{native}.dense", checkpoint, names),
+            *self.experts.weight_mappings(hidden_size, f"{native}.experts", checkpoint, names),
+            *(rename(f"{native}.{norm}.weight", f"{checkpoint}.{there[f'norm.{norm}']}.weight") for norm in norms),
+        ]
+
+    def info(self) -> dict[str, Any]:
+        return {**self.dense.info(), "expert_size": self.experts.size, **_counts(self.experts)}
+
+
+def _counts(experts: MoEConfig) -> dict[str, Any]:
+    return {name: value for name, value in experts.info().items() if name != "mlp_size"}
+
+
+class DenseMoE(nn.Module):
+    """dense_post_norm(dense(dense_norm(x))) + experts_post_norm(experts(experts_norm(x))), routed by x itself."""
+
+    token_wise: ClassVar[bool] = True
+
+    def __init__(self, hidden_size: int, config: DenseMoEConfig) -> None:
+        super().__init__()
+        self.dense = config.dense.build(hidden_size)
+        self.experts = MoE(hidden_size, config.experts)
+        self.dense_norm, self.dense_post_norm, self.experts_norm, self.experts_post_norm = (
+            config.norm.build(hidden_size) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+        """x (..., H), the residual -> (..., H)."""
+        y = self.dense_post_norm(self.dense(self.dense_norm(x)))
+        experts = self.experts(self.experts_norm(x), routed_by=x)
+        return cast(Tensor, y + self.experts_post_norm(experts))

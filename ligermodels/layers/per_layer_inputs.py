@@ -1,0 +1,114 @@
+"""Per-layer inputs: beside the hidden states, each layer is given a small vector of each token (Gemma 3n, Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.errors import InputError
+from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.embedding import Embedding
+from ligermodels.layers.norm import NormConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
+
+
+@dataclass(frozen=True)
+class PerLayerInputsConfig:
+    """`size` channels for each of `num_layers` layers, from an embedding of `vocab_size` tokens and from the hidden
+    states before the first layer; `norm` is that of the latter part, and `padding_idx` as of a decoder."""
+
+    vocab_size: int
+    num_layers: int
+    size: int
+    norm: NormConfig
+    padding_idx: int | None = None
+
+    def weight_mappings(self, native: str, checkpoint: str) -> list[WeightMapping]:
+        """How the tensors are stored, beside the embedding of tokens."""
+        names = {
+            "embed": "embed_tokens_per_layer",
+            "projection": "per_layer_model_projection",
+            "norm": "per_layer_projection_norm",
+        }
+        return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in names.items()]
+
+
+class PerLayerInputs(nn.Module):
+    """(norm(projection(x) / sqrt(H)) + sqrt(P) * embedding(token)) / sqrt(2), for all layers at once."""
+
+    def __init__(self, hidden_size: int, config: PerLayerInputsConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.num_layers * config.size
+        self.embed = Embedding(config.vocab_size, width, config.size**0.5, config.padding_idx)
+        self.projection = nn.Linear(hidden_size, width, bias=False)
+        self.norm = config.norm.build(config.size)
+
+    def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        """input_ids (B, T) long and their embeddings x (B, T, H) -> (B, T, layers, P)."""
+        shape = (self.config.num_layers, self.config.size)
+        projected = self.norm((self.projection(x) * x.shape[-1] ** -0.5).unflatten(-1, shape))
+        return cast(Tensor, (projected + self.embed(input_ids).unflatten(-1, shape)) * 2**-0.5)
+
+
+@dataclass(frozen=True)
+class PerLayerInputConfig(LayerConfig):
+    """How layer number `layer` takes its per-layer input of `size` channels; `activation` is a key of ACTIVATIONS, and
+    `norm` that of what the layer adds."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "gate": "per_layer_input_gate",
+        "projection": "per_layer_projection",
+        "norm": "post_per_layer_input_norm",
+    }
+
+    layer: int
+    size: int
+    norm: NormConfig
+    activation: str = "gelu_tanh"
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return PerLayerInput(hidden_size, self)
+
+    def weight_mappings(
+        self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
+    ) -> list[WeightMapping]:
+        return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in self.NAMES.items()]
+
+    def info(self) -> dict[str, Any]:
+        return {"per_layer_input_size": self.size}
+
+
+class PerLayerInput(nn.Module):
+    """x + norm(projection(activation(gate(x)) * input of the layer))."""
+
+    token_wise: ClassVar[bool] = True
+
+    def __init__(self, hidden_size: int, config: PerLayerInputConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(hidden_size, config.size, bias=False)
+        self.projection = nn.Linear(config.size, hidden_size, bias=False)
+        self.norm = config.norm.build(hidden_size)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """x (B, T, H), or (1, n, H) of the needed tokens -> the same shape. InputError without per-layer inputs."""
+        if context.per_layer_inputs is None:
+            raise InputError("per_layer_inputs: of the ForwardContext are missing, and a layer takes them")
+        own = context.per_layer_inputs[:, :, self.config.layer]
+        if context.needed is not None:
+            own = own.flatten(0, 1)[context.needed.token_indices][None]
+        own = ACTIVATIONS[self.config.activation](self.gate(x)) * own
+        return x + cast(Tensor, self.norm(self.projection(own)))

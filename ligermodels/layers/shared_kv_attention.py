@@ -1,0 +1,155 @@
+"""Self-attention to the keys and values of an earlier layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels import ops
+from ligermodels.convert.mappings import WeightMapping, heads, rename
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.attention import AttentionConfig
+from ligermodels.layers.context import ForwardContext, NeededTokens
+from ligermodels.layers.kv_cache import LayerKV
+from ligermodels.layers.targets import take_tokens
+
+
+@dataclass(frozen=True)
+class SharedKVAttentionConfig(AttentionConfig):
+    """Attention that has queries alone: its keys and values are those of layer `kv_from`, an `Attention` with
+    `hands_on_kv` and with keys and values of the same shape (Gemma 3n, Gemma 4).
+
+    It keeps nothing while decoding, and its result for a token depends on no other token's hidden states.
+
+    Raises ConfigError, naming the field, where a field of keys or values is set, and for norms over the projection.
+    """
+
+    kv_from: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("values", "hands_on_kv", "query_scaling"):
+            if getattr(self, name):
+                raise ConfigError(f"{name}: is not implemented for attention to the keys and values of another layer")
+        if self.qk_norm is not None and self.qk_norm.over != "head":
+            raise ConfigError("qk_norm: over the whole projection is not implemented for shared keys and values")
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return SharedKVAttention(hidden_size, self)
+
+    @property
+    def state_from(self) -> int | None:
+        return self.kv_from
+
+    def new_state(self, *sizes: int, **options: Any) -> None:  # type: ignore[override]
+        return None
+
+    def state_elements(self, max_length: int) -> int:
+        return 0
+
+    def weight_mappings(
+        self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
+    ) -> list[WeightMapping]:
+        """Those of queries and of the output."""
+        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        pairs = self.rope.channels if self.rope is not None and self.stored_as_pairs else 0
+        found = [
+            heads(f"{native}.q.{kind}", f"{there['attention.q']}.{kind}", self.num_heads, self.head_dim, pairs)
+            for kind in (("weight", "bias") if self.bias else ("weight",))
+        ]
+        for kind in ("weight", "bias") if self.o_bias else ("weight",):
+            found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
+        if self.qk_norm is not None:
+            source = f"{there['attention.q_norm']}.weight"
+            found.append(heads(f"{native}.q_norm.weight", source, 1, self.head_dim, pairs))
+        return found
+
+    def unused(self, checkpoint: str, names: Mapping[str, str]) -> list[str]:
+        there = {**self.NAMES, **names}
+        parts = ("attention.k", "attention.v", "attention.k_norm")
+        return [rf"^{re.escape(f'{checkpoint}.{there[part]}')}\." for part in parts]
+
+
+class SharedKVAttention(nn.Module):
+    """Queries of x over keys and values of layer `kv_from`, which come in the context, or while decoding in the state
+    of that layer."""
+
+    token_wise: ClassVar[bool] = True
+
+    def __init__(self, hidden_size: int, config: SharedKVAttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.num_heads * config.head_dim
+        self.q = nn.Linear(hidden_size, width, bias=config.bias)
+        self.q_norm = None if config.qk_norm is None else config.qk_norm.norm.build(config.head_dim)
+        self.o = nn.Linear(width, hidden_size, bias=config.o_bias)
+
+    def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
+        """x (B, T, H), or (1, n, H) of the needed tokens -> the same shape.
+
+        Raises InputError where layer `kv_from` hands on no keys and values.
+        """
+        config = self.config
+        options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
+        windowed = {**options, "window": config.window}
+        q, needed = self._queries(x, context), context.needed
+        if config.kv_from in context.keys_values and needed is not None and q.shape[1] * _FEW <= needed.length:
+            k, v = (each.flatten(0, 1)[None] for each in context.keys_values[config.kv_from])
+            visible = _visible(needed, config.window, context.cu_seqlens)
+            return cast(Tensor, self.o(ops.attention(q, k, v, mask=visible, **options).flatten(2)))
+        if needed is not None:
+            q = _put_back(q, *needed)
+        if state is not None and context.cache_seqlens is not None:
+            mask = None if context.tree is None else context.tree.mask
+            keys, values = state
+            out = ops.decode_attention(
+                q.to(keys.dtype), keys, values, context.cache_seqlens, tree_mask=mask, **windowed
+            ).to(x.dtype)
+        elif config.kv_from in context.keys_values:
+            k, v = context.keys_values[config.kv_from]
+            out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **windowed)
+        else:
+            raise InputError(f"kv_from: layer {config.kv_from} hands on no keys and values; set its hands_on_kv")
+        out = out.flatten(2)
+        if needed is not None:
+            out = take_tokens(out, needed.token_indices)
+        return cast(Tensor, self.o(out))
+
+    def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """x (B, T, H) -> (B, T, heads, D), normalised and rotated. Heads are counted in what the projection gives,
+        which may be a tensor-parallel shard."""
+        q: Tensor = self.q(x).unflatten(-1, (-1, self.config.head_dim))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.config.rope is None:
+            return q
+        no_keys = q[:, :, :0]
+        return ops.rope(q, no_keys, *context.rope_tables[self.config.rope])[0]
+
+
+_FEW = 8
+"""Needed tokens attend by a mask of their own where there is one of them, or fewer, in so many tokens of a row, as in a
+prefill. Else all places of the pass attend: kernels without a mask skip what the causal rule and documents hide."""
+
+
+def _visible(needed: NeededTokens, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Bool (1, n, B * T): the keys that each needed token sees, of the flattened ones."""
+    queries = needed.token_indices[:, None]
+    keys = torch.arange(needed.batch * needed.length, device=queries.device)
+    allowed = (keys <= queries) & (keys // needed.length == queries // needed.length)
+    if window is not None:
+        allowed = allowed & (keys > queries - window)
+    if cu_seqlens is not None:
+        document = torch.bucketize(keys, cu_seqlens[1:], right=True)
+        allowed = allowed & (document == document[queries])
+    return allowed[None]
+
+
+def _put_back(q: Tensor, token_indices: Tensor, batch: int, length: int) -> Tensor:
+    """q (1, n, heads, D) of the needed tokens -> (B, T, heads, D), zero elsewhere: attention goes by places."""
+    whole = q.new_zeros(batch * length, *q.shape[2:]).index_copy(0, token_indices, q[0])
+    return whole.unflatten(0, (batch, length))
