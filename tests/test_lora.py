@@ -334,12 +334,27 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
 
 
 def test_hooks_on_a_layer_are_not_lost() -> None:
+    """Nor a forward of its own; in merging neither."""
+    name = r"decoder\.blocks\.1\.mixer\.o has hooks or a forward"
     model = lm.from_config(LLAMA)
-    model.get_submodule("decoder.blocks.1.mixer.o").register_forward_hook(lambda *_: None)
-    with pytest.raises(InputError, match=r"decoder\.blocks\.1\.mixer\.o: has hooks"):
+    layer = model.get_submodule("decoder.blocks.1.mixer.o")
+    handle = layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=name):
+        lm.add_lora(model, 2)
+    handle.remove()
+    layer.forward = layer.forward
+    with pytest.raises(InputError, match=name):
         lm.add_lora(model, 2)
     assert not lora_layers(model) and all(p.requires_grad for p in model.parameters())
-    lm.add_lora(model, 2, target_modules=["q_proj"])
+    del layer.forward
+    layer.__class__ = type("Own", (nn.Linear,), {})  # a subclass that computes the same
+    lm.add_lora(model, 2)
+    assert len(lora_layers(model)) == 4 * len(model.decoder.blocks)
+    before = model.state_dict()
+    model.get_submodule("decoder.blocks.1.mixer.o").register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=name):
+        lm.merge_lora(model)
+    assert model.state_dict().keys() == before.keys()
 
 
 def test_experts_are_refused_by_name() -> None:

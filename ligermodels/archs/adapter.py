@@ -273,6 +273,8 @@ def check_config(config: Mapping[str, Any]) -> None:
                 re.compile(key)
             except re.error as error:
                 raise refuse(name, f"must have regular expressions as keys, and {key!r} is none ({error})") from None
+    if not isinstance(config.get("use_rslora") or False, bool):
+        raise refuse("use_rslora", "must be true or false")
     for name in ("r", "lora_alpha"):
         if not _positive(config.get(name, 8), name == "r"):
             raise refuse(name, "must be a number above 0")

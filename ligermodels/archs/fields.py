@@ -138,8 +138,8 @@ class Fields:
     def layers(self, name: str) -> frozenset[int]:
         """A list of layers' numbers, from 0 on; null or nothing is an empty one."""
         found = self._get(name, [])
-        if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
-            raise self._fail(name, "a list of whole numbers")
+        if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
+            raise self._fail(name, "a list of whole numbers, from 0 on")
         return frozenset(found)
 
     def check_token(self, name: str, *, several: bool = False) -> None:

@@ -65,6 +65,8 @@ def add_lora(
         ConfigError: the model was composed by hand and has no `export_spec`, which has the names.
     """
     check_adaptable(model, "add_lora")
+    if not isinstance(use_rslora, bool):
+        raise InputError(f"use_rslora: must be True or False, got {use_rslora!r}")
     if isinstance(r, bool) or not isinstance(r, int) or r < 1:
         raise InputError(f"r: must be a whole number of at least 1, got {r!r}")
     if isinstance(lora_alpha, bool) or not isinstance(lora_alpha, int | float) or not 0 < lora_alpha < math.inf:
@@ -79,11 +81,12 @@ def merge_lora(model: Model) -> Model:
     """Add the LoRA updates to the weights of the model, in place, and remove them; returns `model`.
 
     The weights are those of PEFT's `merge_and_unload`, and stay frozen: `model.requires_grad_()` makes them trainable.
-    Raises InputError when there is no LoRA, or the model is sharded.
+    Raises InputError when there is no LoRA, the model is sharded, or a LoRA layer has hooks.
     """
     layers = require_lora(model, "merge_lora")
     if is_sharded(model):
         raise InputError("merge_lora: the model is sharded; save_adapter, then load it into a whole model and merge")
+    check_untouched(layers, "merge_lora")
     for name, layer in layers.items():
         model.set_submodule(name, layer.merged())
     return model
@@ -114,7 +117,7 @@ def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
         sources = dict.fromkeys(view.source for view in mapping.views)
         if (
             not isinstance(linear, nn.Linear)
-            or type(linear) not in (nn.Linear, LoRALinear)  # another subclass may compute anything
+            or type(linear).forward not in (nn.Linear.forward, LoRALinear.forward)  # a layer of another kind
             or kind != "weight"
             or not name.startswith("decoder.blocks.")
             or not all(source.endswith(".weight") and uses[source] == 1 for source in sources)
@@ -150,9 +153,7 @@ def new_layers(
     for path, part in parts.items():
         by_module.setdefault(found[path].module, []).append(part)
     linear: Callable[[str], Any] = model.get_submodule
-    for name in by_module:
-        if any(getattr(linear(name), hooks) for hooks in HOOKS):
-            raise InputError(f"{name}: has hooks, which the LoRA layer in its place would not call; add LoRA first")
+    check_untouched({name: linear(name) for name in by_module}, "LoRA")
     return {name: LoRALinear(linear(name), each, dropout=dropout, dtype=kind) for name, each in by_module.items()}
 
 
@@ -176,6 +177,16 @@ def require_lora(model: CausalLM, what: str) -> dict[str, LoRALinear]:
     if not (found := lora_layers(model)):
         raise InputError(f"{what}: the model has no LoRA; add_lora or load_adapter adds one")
     return found
+
+
+def check_untouched(layers: Mapping[str, nn.Module], what: str) -> None:
+    """InputError when one of the layers, by name, has hooks or a forward of its own, which its successor would lack."""
+    for name, layer in layers.items():
+        if "forward" in vars(layer) or any(getattr(layer, hooks) for hooks in HOOKS):
+            raise InputError(
+                f"{what}: {name} has hooks or a forward of its own, which the layer in its place would not run; remove "
+                "them, and set them again on the new layer"
+            )
 
 
 def check_adaptable(model: Any, what: str) -> None:

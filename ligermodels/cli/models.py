@@ -90,7 +90,10 @@ def find(path: str, adapter: str | None = None) -> Source:
             raise InputError(f"{path}: holds Medusa heads and no model; give their base model as PATH")
         if adapter is None and holds_adapter(folder):
             say(f"{path}: the adapter in it is not applied; --adapter {path} does that")
-        return Source(folder, None if adapter is None else adapter_folder(adapter))
+        found = None if adapter is None else adapter_folder(adapter)
+        if found is not None and not holds_adapter(found):
+            raise InputError(f"--adapter {adapter}: holds no adapter in PEFT's format (no adapter_config.json)")
+        return Source(folder, found)
     if adapter is not None:
         raise InputError(f"{path}: is an adapter itself; with --adapter, give their base model as PATH")
     base, revision = base_named(folder)

@@ -35,6 +35,9 @@ def test_where_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert host_checks.checked_on_host(cuda) != enabled
             assert host_checks.checked_on_host(cuda) == enabled
     assert not host_checks.checked_on_host(torch.ones(1, device="meta"))
+    monkeypatch.setattr(host_checks, "_on_cuda", False)
+    ops.set_host_checks(True)  # holds from the call on
+    assert host_checks.checked_on_host(cuda) != capturing
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("1", "True"), ("0", "False"), ("", "False"), (None, "False")])

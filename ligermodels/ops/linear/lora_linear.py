@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient
+from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, under_autocast
 
 
 def lora_linear(
@@ -30,10 +30,7 @@ def lora_linear(
     DTensors go through torch's own ops, which have rules for them.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
-    tensors = (x, weight, a, b, bias, dropped)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, a, b, bias, dropped = (None if t is None else t.to(dtype) for t in tensors)  # type: ignore[assignment]
+    x, weight, a, b, bias, dropped = tensors = under_autocast(x, weight, a, b, bias, dropped)
     if any(is_dtensor(t) for t in tensors if t is not None):
         return lora_linear_reference(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
     name, rows, K = "lora_linear", x.shape[:-1].numel(), x.shape[-1]

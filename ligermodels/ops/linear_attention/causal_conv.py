@@ -23,10 +23,10 @@ def causal_conv(
 
     Args:
         x: (B, T, C), any floating dtype.
-        weight: (C, W), W > 1, a floating dtype.
+        weight: (C, W), a floating dtype.
         earlier: (B, W - 1, C) of x's dtype, the inputs before the first token; zeros by default.
-        cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1): each has zeros before its first
-            token.
+        cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each has
+            zeros before its first token. Goes with neither of the others.
         sources: long (T, W), for tokens that do not follow one another: see `conv_sources`.
 
     Returns (B, T, C) of x's dtype, computed in fp32 (fp64 for x of fp64). Differentiable in x, weight and earlier.
@@ -42,11 +42,14 @@ def causal_conv(
     if earlier is not None:
         check_tensor(name, "earlier", earlier, (batch, width - 1, channels), x.device, x.dtype)
         inputs = torch.cat([earlier, x], dim=1)
+    if cu_seqlens is not None and (earlier is not None or sources is not None):
+        raise InputError(f"{name}: cu_seqlens: packed documents begin in the row, without earlier inputs or sources")
     if sources is not None:
         check_tensor(name, "sources", sources, (tokens, width), x.device, torch.long)
     first = None
     place = torch.arange(tokens, device=x.device)
     if cu_seqlens is not None:
+        check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32)
         if batch != 1:
             raise InputError(f"{name}: documents are packed into one row, but x has {batch}")
         first = cu_seqlens[torch.bucketize(place, cu_seqlens[1:], right=True)]

@@ -64,11 +64,11 @@ def gated_delta_rule(
         q, k: (B, T, G, K), any floating dtype; the op normalises them. The state of value head j goes with the query
             and key head j // (R / G).
         v: (B, T, R, V), of q's dtype.
-        g: (B, T, R), logarithm of the decay of the state before each token, at most 0; a floating dtype.
+        g: (B, T, R), logarithm of the decay of the state before each token, finite and at most 0; a floating dtype.
         beta: (B, T, R), how far each token moves the state to its value, within [0, 1]; a floating dtype.
         initial_state: (B, R, K, V), before the first token; zero by default.
-        cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1): each starts from a state of zero,
-            but for the first one where there is an `initial_state`.
+        cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each
+            starts from a state of zero, but for the first one where there is an `initial_state`.
 
     Returns o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for operands of
     fp64), in which all is computed. A token with g = 0 and beta = 0 leaves the state as it is. Differentiable in all
@@ -78,8 +78,10 @@ def gated_delta_rule(
     """
     wide, state = _check("gated_delta_rule", q, k, v, g, beta, initial_state)
     batch, tokens = q.shape[:2]
-    if cu_seqlens is not None and batch != 1:
-        raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {batch}")
+    if cu_seqlens is not None:
+        check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32)
+        if batch != 1:
+            raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {batch}")
     size = CHUNK if tokens > CHUNK else tokens
     count = -(-tokens // size)
     place = torch.arange(count * size, device=q.device)

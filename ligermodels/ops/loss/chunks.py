@@ -24,7 +24,7 @@ from ligermodels.ops.loss.token_losses import (
 from ligermodels.ops.loss.token_losses_kernels import scale_
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import as_rows, check_tensor, empty_gradient
+from ligermodels.ops.runtime.tensors import as_rows, check_tensor, empty_gradient, under_autocast
 
 ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
 COLUMN_MULTIPLE = 16  # on CUDA logits are held in rows of a multiple of this, which keeps them aligned for odd V
@@ -50,9 +50,7 @@ def checked_head(
     class_weights: Tensor | None = None,
 ) -> Head:  # fmt: skip
     """Raises InputError unless all fit one another. Under autocast hidden, weight and bias are cast to its dtype."""
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    hidden, weight, bias = under_autocast(hidden, weight, bias)
     check_loss(op, hidden, "hidden", target, token_weights, reduction, options)
     reject_dtensors(op, weight, bias)
     check_tensor(op, "weight", weight, ("V", hidden.shape[-1]), hidden.device, hidden.dtype)

@@ -23,7 +23,7 @@ from ligermodels.ops.loss.divergences import (
 from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.loss.token_losses import Reduction, loss_weights
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import as_rows, check_rows, check_tensor, empty_gradient
+from ligermodels.ops.runtime.tensors import as_rows, check_rows, check_tensor, empty_gradient, under_autocast
 
 OP = "linear_distillation"
 
@@ -68,12 +68,8 @@ def linear_distillation(
     A gradient is computed exactly if its own operand requires it; under no_grad only the loss is.
     Raises InputError if shapes, dtypes, devices or options do not fit.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, teacher_hidden, teacher_weight = (
-            t.to(dtype) for t in (hidden, weight, teacher_hidden, teacher_weight)
-        )
-        bias, teacher_bias = (None if t is None else t.to(dtype) for t in (bias, teacher_bias))
+    hidden, weight, bias = under_autocast(hidden, weight, bias)
+    teacher_hidden, teacher_weight, teacher_bias = under_autocast(teacher_hidden, teacher_weight, teacher_bias)
     _check_tensors(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask)
     options = DistillationOptions(
         divergence, 0.5 if beta is None else beta, temperature, softcap, logit_scale, teacher_softcap,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.ops.loss.chunks import checked_head
 from ligermodels.ops.loss.linear_numbers import linear_numbers
 from ligermodels.ops.loss.token_losses import LossOptions, check_targets, effective_logits, ranks_reference
@@ -66,6 +67,8 @@ def linear_log_probs(
     Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range; on
     CUDA such a target fails a device-side assertion.
     """
+    if entropy_in_loss and not (return_entropy or return_lse):
+        raise InputError("linear_log_probs: entropy_in_loss goes with return_entropy or return_lse")
     options = LossOptions(
         ignore_index, softcap=softcap, logit_scale=logit_scale, return_rank=return_rank,
         return_predicted=return_predicted,

@@ -180,6 +180,8 @@ def check_loss(
         raise InputError(f'{op}: reduction must be "mean", "sum" or "none", got {reduction!r}')
     if not 0 <= options.label_smoothing <= 1:
         raise InputError(f"{op}: label_smoothing must be in [0, 1], got {options.label_smoothing}")
+    if not options.z_loss >= 0:
+        raise InputError(f"{op}: z_loss must be 0 or above, got {options.z_loss}")
     if options.softcap is not None and not options.softcap > 0:
         raise InputError(f"{op}: softcap must be positive or None, got {options.softcap}")
     if not options.logit_scale > 0:

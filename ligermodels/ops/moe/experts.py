@@ -13,7 +13,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
 ALIGNMENT = 16  # bytes, of every row of the operands of torch's grouped GEMM
 
@@ -89,10 +89,7 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | Non
     check_tensor("grouped_mm", "offsets", offsets, (len(weights),), x.device, torch.int32)
     if biases is not None:
         check_tensor("grouped_mm", "biases", biases, tuple(weights.shape[:2]), x.device, weights.dtype)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), weights.to(dtype)
-        biases = None if biases is None else biases.to(dtype)
+    x, weights, biases = under_autocast(x, weights, biases)
     if x.dtype != weights.dtype:
         raise InputError(f"grouped_mm: weights must be of x's dtype {x.dtype}, got {weights.dtype}")
     return _GroupedMM.apply(x, weights, biases, offsets, use_kernels(x, weights))

@@ -7,8 +7,6 @@ compute in float32.
 
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -56,20 +54,25 @@ def use_kernels(*tensors: Tensor | None) -> bool:
     return False
 
 
-@contextmanager
-def set_backend(backend: Backend | None) -> Iterator[None]:
-    """Context manager: every op runs on `backend`, "reference" or "triton"; with None each op chooses by its tensors.
+class set_backend:
+    """Every op runs on `backend`, "reference" or "triton"; with None each op chooses by its tensors.
 
-    It holds for the whole process, all threads. A backward pass runs on the backend of its forward pass.
+    It holds for the whole process, all threads, from the call on; as a context manager, until its end. A backward pass
+    runs on the backend of its forward pass.
     """
-    global _backend
-    if backend not in ("reference", "triton", None):
-        raise BackendError(f'backend must be "reference", "triton" or None, got {backend!r}')
-    previous, _backend = _backend, backend
-    try:
-        yield
-    finally:
-        _backend = previous
+
+    def __init__(self, backend: Backend | None) -> None:
+        global _backend
+        if backend not in ("reference", "triton", None):
+            raise BackendError(f'backend must be "reference", "triton" or None, got {backend!r}')
+        self._previous, _backend = _backend, backend
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global _backend
+        _backend = self._previous
 
 
 @functools.cache

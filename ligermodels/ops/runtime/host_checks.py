@@ -8,8 +8,6 @@ torch.compile has compiled of a model, the assertions stay.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,18 +15,22 @@ from torch import Tensor
 _on_cuda = os.environ.get("LIGERMODELS_HOST_CHECKS", "0") not in ("", "0")
 
 
-@contextmanager
-def set_host_checks(enabled: bool) -> Iterator[None]:
-    """Context manager: whether checks of values on CUDA raise InputError on the host, at the cost of a wait for each.
+class set_host_checks:
+    """Whether checks of values on CUDA raise InputError on the host, at the cost of a wait for each.
 
-    It holds for the whole process, all threads.
+    It holds for the whole process, all threads, from the call on; as a context manager, until its end.
     """
-    global _on_cuda
-    previous, _on_cuda = _on_cuda, enabled
-    try:
-        yield
-    finally:
-        _on_cuda = previous
+
+    def __init__(self, enabled: bool) -> None:
+        global _on_cuda
+        self._previous, _on_cuda = _on_cuda, enabled
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global _on_cuda
+        _on_cuda = self._previous
 
 
 def checked_on_host(x: Tensor) -> bool:

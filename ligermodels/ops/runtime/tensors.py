@@ -1,5 +1,7 @@
 """What ops do with their tensors: checks, layouts for kernels, and memory for gradients."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,15 @@ def check_tensor(
             f"{op}: {name} must be {wanted_dtype} of shape ({', '.join(map(str, shape))}) on {device}; "
             f"got {x.dtype} {tuple(x.shape)} on {x.device}"
         )
+
+
+def under_autocast(*operands: Tensor | None) -> list[Any]:
+    """The operands of a matrix product as torch's autocast casts them, if it is on: to its dtype, but for float64."""
+    device = next(t.device.type for t in operands if t is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(operands)
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands]
 
 
 def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, shape: tuple[int | str, ...], like: Tensor) -> None:
