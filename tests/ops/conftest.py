@@ -49,6 +49,12 @@ def kernels_device() -> Iterator[torch.device]:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random operands whichever tests ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def poisoned_outputs() -> Iterator[None]:
     """torch.empty gives NaN (or the greatest integer), so that an element which nobody writes shows."""
     with warnings.catch_warnings():

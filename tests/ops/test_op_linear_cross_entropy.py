@@ -2,7 +2,7 @@ import peak_memory
 import pytest
 import torch
 from conftest import Where
-from loss_cases import OPTIONS, TERMS, gemms, options_for, plain_loss, targets
+from loss_cases import OPTIONS, TERMS, gemms, options_for, plain_loss, targets, two_roundings
 from op_harness import check, contiguous, strided_rows, transposed
 
 from ligermodels.errors import InputError
@@ -30,7 +30,8 @@ def compare(
         rounded = plain_loss(rounded, y, **options)
         return tuple(x if x.is_floating_point() else other for x, other in zip(result, rounded, strict=True))
 
-    check(ours, plain, [hidden, weight] if bias is None else [hidden, weight, bias], frozen=frozen)
+    slack = two_roundings(hidden) if {"class_weights", "token_scaling"} & options.keys() else 1.0
+    check(ours, plain, [hidden, weight] if bias is None else [hidden, weight, bias], frozen=frozen, slack=slack)
 
 
 def head(where: Where, T: tuple[int, ...], H: int, V: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -243,7 +244,7 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
     budget = peak_memory.T * peak_memory.V * getattr(torch, dtype).itemsize // 10
     loss = f"ops.linear_cross_entropy(hidden, weight, target, memory_budget=budget, **{options})"
     loss += "[0].sum()" if any(name.startswith("return") for name in options) else ".sum()"
-    used = peak_memory.beyond_gradients(loss, dtype, budget)
+    used = peak_memory.beyond_gradients(loss, dtype, budget, summed="token_scaling" not in options)
     assert budget / 4 < used < budget + peak_memory.ALLOWANCE, f"{used / 2**20:.1f} MiB of {budget / 2**20:.1f} MiB"
 
 

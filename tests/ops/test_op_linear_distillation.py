@@ -102,7 +102,7 @@ def test_divergences_and_options(where: Where, divergence: str, name: str, memor
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
 def test_frozen_operands(where: Where, divergence: str, reduction: str, memory_budget: int) -> None:
     """Each gradient is there, and right, exactly when its own operand needs it."""
-    heads = Heads(where, (9,), 5, 33)
+    heads = Heads(where, (9,), 7, 65)
     heads.compare(frozen=True, reduction=reduction, memory_budget=memory_budget, **DIVERGENCES[divergence])
 
 

@@ -208,7 +208,7 @@ def _sdpa(
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None and request.query_length > 1,
+            is_causal=bool(mask is None and request.query_length > 1),
             scale=request.softmax_scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )

@@ -16,6 +16,8 @@ from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, empty_gradient
 
+COLUMNS = 128  # a chunk's at least, whatever they need: a tile of the GEMMs
+
 
 @custom_op()
 def linear_columns(
@@ -80,4 +82,5 @@ def columns_per_chunk(
     beside = 0 if use_kernels(hidden) else T * bytes_in_torch(hidden.dtype, options, with_entropy)
     if need_sum and not hidden.is_cuda and wide > item:  # see GradientSum
         beside = max(beside, (T + H) * wide)
-    return rows_per_chunk(V, T * item + beside, T * H * item if need_sum and wide > item else 0, memory_budget)
+    size = rows_per_chunk(V, T * item + beside, T * H * item if need_sum and wide > item else 0, memory_budget)
+    return max(size, min(V, COLUMNS))
