@@ -139,11 +139,14 @@ def test_loss_options(pair: tuple[Path, LlamaForCausalLM, lm.CausalLM]) -> None:
     assert not per_token[:, -1].any()
 
 
-def test_compiled_as_one_graph(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_as_one_graph(dynamic: bool | None, tmp_path: Path) -> None:
+    """Of sizes that it was compiled for, or of any."""
+    torch.compiler.reset()  # what other tests have compiled makes sizes dynamic
     make_checkpoint(tmp_path / "model", LLAMAS["llama-3.2"])
     model = lm.from_pretrained(tmp_path / "model")
     bounds = torch.tensor([0, 13, 41], dtype=torch.int32)
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    step = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for inputs in ({"input_ids": tokens()}, {"input_ids": tokens(1), "cu_seqlens": bounds}):
         found = {}
         for name, call in (("eager", model), ("compiled", step)):

@@ -201,6 +201,9 @@ def _sdpa(
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks, request.softmax_scale)
         mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+    causal = False
+    if mask is None and request.query_length > 1:  # a branch, for SDPA takes no symbolic bool from a compiler
+        causal = True
     long = q.is_cuda and mask is None and request.query_length >= _LONG and not request.compiling
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if long else nullcontext():
         out = F.scaled_dot_product_attention(
@@ -208,7 +211,7 @@ def _sdpa(
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            is_causal=bool(mask is None and request.query_length > 1),
+            is_causal=causal,
             scale=request.softmax_scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
