@@ -46,7 +46,7 @@ def test_log_probs_and_entropies_and_any_gradient_of_them(name: str, frozen: boo
     if frozen and not tied:
         hf.lm_head.requires_grad_(False)
         model.head.requires_grad_(False)
-    out = model(**batch, return_log_probs=True, return_entropy=True)
+    out = model(**batch, return_log_probs=True, return_entropy=True, entropy_in_loss=frozen)
     assert out.loss is None and out.logits is None
     log_probs, entropy = wanted(hf, batch)
     assert_close(out.log_probs.double(), log_probs, rtol=1e-4, atol=1e-4)
@@ -124,6 +124,9 @@ def test_predicted_tokens_and_the_z_loss_beside_the_loss(packed: bool) -> None:
         ({"class_weights": torch.ones(9)}, "class_weights: is an option of the loss"),
         ({"label_smoothing": 0.1}, "label_smoothing: is an option of the loss"),
         ({"num_items_in_batch": 3}, "num_items_in_batch: is an option of the loss"),
+        ({"temperature": 2.0}, "temperature: no such argument"),
+        ({"entropy_in_loss": True}, "entropy_in_loss goes with return_entropy"),
+        ({"return_log_probs": False, "entropy_in_loss": True}, "entropy_in_loss: no such argument"),
         ({"return_log_probs": False, "return_entropy": True}, "return_entropy: goes with return_log_probs"),
     ],
 )

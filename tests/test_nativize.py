@@ -103,10 +103,12 @@ def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch
     assert torch.equal(hf(inputs["input_ids"], labels=inputs["labels"]).logits, logits)
 
 
-@pytest.mark.parametrize("name", sorted(zoo.GEMMA4))
+@pytest.mark.parametrize("name", sorted(zoo.GEMMA4.keys() | zoo.HYBRIDS))
 def test_layers_without_a_counterpart_are_refused(name: str) -> None:
+    """Before anything is changed."""
     hf = make(name)
-    with pytest.raises(ConfigError, match=f"model_type '{hf.config.model_type}' is not supported, for layer_scalar"):
+    of_type = f"model_type '{hf.config.model_type}' is not supported, for (layer_scalar|output_gate)"
+    with pytest.raises(ConfigError, match=f"{of_type}|a mixer of GatedDeltaNetConfig is not supported"):
         lm.nativize(hf)
     assert not any({"native", "forward"} & vars(module).keys() for module in hf.modules())
 

@@ -178,11 +178,11 @@ def test_sharing_by_hand(qk_norm: str | None) -> None:
     attention: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": RopeConfig(8)}
     norm = NormConfig(1e-6)
     if qk_norm:
-        with pytest.raises(ConfigError, match="hands_on_kv: is not implemented"):
-            SharedKVAttentionConfig(**attention, hands_on_kv=True, kv_from=0)
+        with pytest.raises(ConfigError, match="shares_kv: is not implemented"):
+            SharedKVAttentionConfig(**attention, shares_kv=True, kv_from=0)
         return
     mixers = (AttentionConfig(**attention), SharedKVAttentionConfig(**attention, kv_from=0))
     blocks = tuple(BlockConfig(mixer, MLPConfig(16), norm) for mixer in mixers)
     model = lm.CausalLM(lm.DecoderConfig(50, 32, blocks, norm))
-    with pytest.raises(InputError, match="kv_from: layer 0 hands on no keys and values"):
+    with pytest.raises(InputError, match="kv_from: layer 0 shares no keys and values"):
         model(tokens(1, 5) % 50)

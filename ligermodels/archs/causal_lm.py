@@ -169,7 +169,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             last_hidden_state: (..., H) in place of inputs: the head alone is run. With `targets` (...), already
                 shifted, it returns their loss, with the options of `ops.linear_cross_entropy`.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
-                memory_budget: see `ops.linear_cross_entropy`.
+                memory_budget: see `ops.linear_cross_entropy`. With `return_log_probs` memory_budget and
+                entropy_in_loss: see `ops.linear_log_probs`.
 
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
@@ -193,12 +194,13 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             raise InputError("tree: is for decoding, and needs a state")
         if labels is not None and token_indices is not None:
             raise InputError("token_indices: with labels, the tokens are those that have one; give one of the two")
-        check_loss_options({"num_items_in_batch": num_items_in_batch, **loss_options}, labels)
+        options = {"num_items_in_batch": num_items_in_batch, **loss_options}
         if return_log_probs:
-            options = {"num_items_in_batch": num_items_in_batch, "return_z_loss": return_z_loss or None, **loss_options}
-            check_log_prob_options(options, labels)
-        elif return_entropy:
-            raise InputError("return_entropy: goes with return_log_probs")
+            check_log_prob_options({**options, "return_z_loss": return_z_loss or None}, labels)
+        else:
+            check_loss_options(options, labels)
+            if return_entropy:
+                raise InputError("return_entropy: goes with return_log_probs")
         shape = self._check_inputs(input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
         unpad = None
         if state is None:

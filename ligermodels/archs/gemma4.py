@@ -83,7 +83,7 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
         own = {"head_dim": head_dim, "num_kv_heads": kv_heads, "rope": ropes[layer], "window": windows[layer]}
         own |= {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm), "softmax_scale": 1.0}
         values = ValueConfig(norm.eps, from_keys=same and windows[layer] is None)
-        return {**own, "values": values, "hands_on_kv": layer in sources.values()}
+        return {**own, "values": values, "shares_kv": layer in sources.values()}
 
     def mlp(layer: int, gated: MLPConfig) -> MLPConfig | DenseMoEConfig:
         gated = replace(gated, size=2 * gated.size) if doubled and layer in sources else gated

@@ -39,7 +39,7 @@ TOP_K = (1, 5)
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Sizes of the demo. The defaults take about five minutes."""
+    """Sizes of the demo. The defaults take about four minutes."""
 
     seed: int = 0
     corpus_bytes: int = 8_000_000

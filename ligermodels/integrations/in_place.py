@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ def base_model(model: Any) -> Any:
     return hf
 
 
-_NOT_SUPPORTED = ("layer_scalar", "after", "values", "hands_on_kv", "kv_from")
+_NOT_SUPPORTED = ("layer_scalar", "after", "values", "shares_kv", "kv_from", "output_gate")
 """Fields of configs of blocks and their mixers without a counterpart here."""
 
 
@@ -121,6 +121,8 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     if config.norm.kind != "rms":
         raise ConfigError(f"nativize: norms of kind {config.norm.kind!r} are not supported")
     for block in config.blocks:
+        if not isinstance(block.mixer, AttentionConfig):
+            raise ConfigError(f"nativize: a mixer of {type(block.mixer).__name__} is not supported")
         parts = (block, block.mixer)
         if found := [name for name in _NOT_SUPPORTED if any(getattr(each, name, None) for each in parts)]:
             raise ConfigError(
@@ -132,11 +134,7 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
 
 
 def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, names: Mapping[str, str]) -> None:
-    attention = block.mixer
-    if not isinstance(attention, AttentionConfig):
-        raise ConfigError(f"nativize: a mixer of {type(attention).__name__} is not supported")
-    if attention.output_gate:
-        raise ConfigError("nativize: attention with an output gate is not supported")
+    attention = cast(AttentionConfig, block.mixer)  # see `_composed`
     parts = {**AttentionConfig.NAMES, **MLPConfig.NAMES, **names}
     mixer, mlp = parts["attention.o"].rpartition(".")[0], parts["mlp.down"].rpartition(".")[0]
     found = {"mixer": mixer, "mlp": mlp}

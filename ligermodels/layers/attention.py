@@ -32,7 +32,7 @@ class AttentionConfig(LayerConfig):
     `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input (Qwen3-Next), which
     checkpoints have within `q_proj`: of each head its rows of q, then those of its gate. With `sinks` each query head
     has a learned logit, one more in the denominator of its softmax (gpt-oss). `values` says how values come from the
-    projection where they are not simply in it. With `hands_on_kv`, later layers can attend to the keys and values of
+    projection where they are not simply in it. With `shares_kv`, later layers can attend to the keys and values of
     this one: see `SharedKVAttentionConfig`.
     """
 
@@ -58,7 +58,7 @@ class AttentionConfig(LayerConfig):
     output_gate: bool = False
     sinks: bool = False
     values: ValueConfig | None = None
-    hands_on_kv: bool = False
+    shares_kv: bool = False
     backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -172,7 +172,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: ForwardContext, state: LayerKV | None = None
     ) -> Tensor | tuple[Tensor, KeysValues]:
-        """x (B, T, H) -> (B, T, H), with its keys and values where these are to be handed on, but not in a decoding
+        """x (B, T, H) -> (B, T, H), with its keys and values where it `shares_kv`, but not in a decoding
         pass. With a `state`, keys and values of x are added to it."""
         config = self.config
         tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
@@ -182,7 +182,7 @@ class Attention(nn.Module):
             "softcap": config.softcap,
             "sinks": self.sinks,
         }
-        qkv, gate, handed_on = self.qkv(x), None, None
+        qkv, gate, shared = self.qkv(x), None, None
         if config.output_gate:
             heads = qkv.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
             parts = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
@@ -198,7 +198,7 @@ class Attention(nn.Module):
             if state is not None:
                 state.fill(k, v)
             out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
-            handed_on = KeysValues(k, v) if config.hands_on_kv else None
+            shared = KeysValues(k, v) if config.shares_kv else None
         out = out.flatten(2)
         out = self.o(out if gate is None else out * gate.sigmoid())
-        return out if handed_on is None else (out, handed_on)
+        return out if shared is None else (out, shared)

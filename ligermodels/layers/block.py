@@ -110,7 +110,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, context: ForwardContext, state: Any = None, token_indices: Tensor | None = None
     ) -> Tensor | tuple[Any, ...]:
-        """x (B, T, H) -> (B, T, H); where there are any, with the `KeysValues` that the mixer hands on and then the
+        """x (B, T, H) -> (B, T, H); where there are any, with the `KeysValues` that the mixer shares and then the
         `RouterOutput` of a mixture of experts.
 
         Args:

@@ -58,7 +58,7 @@ class LayerConfig(ABC):
         A layer whose result for a token depends on no other token that it is given says so by the attribute
         `token_wise = True`: a feed-forward layer, or a mixer that sees others only as earlier layers hand them on. It
         is then only given the tokens that are needed, (1, n, H); for a mixer `ForwardContext.needed` says which.
-        A mixer that hands on keys and values gives (hidden states, `KeysValues`).
+        A mixer that shares keys and values with later layers gives (hidden states, `KeysValues`).
         """
 
     @property

@@ -61,7 +61,7 @@ class ForwardContext:
         new tokens follow one another, and are kept.
     positions: long (B or 1, T), of each token in its document.
     keys_values: in a pass that is no decoding pass, by the number of their layer those keys and values that earlier
-        layers hand on.
+        layers share.
     per_layer_inputs: (B, T, layers, P), what each layer is given of each token beside the hidden states; of all tokens
         of the pass.
     needed: the tokens that the layer is given, (1, n, H), where these are not all (B, T, H): `rope_tables` and

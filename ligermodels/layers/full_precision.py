@@ -9,6 +9,21 @@ import torch
 from torch import Tensor, nn
 
 
+def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What a module's `_apply` gives its tensors, such as a cast or a move, but no float dtype below float32."""
+
+    def widened(tensor: Tensor) -> Tensor:
+        new = fn(tensor)
+        dtype = torch.promote_types(new.dtype, torch.float32)
+        if dtype == new.dtype or not new.is_floating_point():
+            return new
+        if tensor.is_meta:
+            return torch.empty_like(new, dtype=dtype)
+        return tensor.to(new.device, dtype)  # of the tensor itself: `new` has been rounded
+
+    return widened
+
+
 class FullPrecision(nn.Module):
     """Base of modules whose tensors stay float32 where the model is loaded in, or cast to, a narrower dtype.
 
@@ -18,13 +33,4 @@ class FullPrecision(nn.Module):
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        def widened(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            dtype = torch.promote_types(new.dtype, torch.float32)
-            if dtype == new.dtype or not new.is_floating_point():
-                return new
-            if tensor.is_meta:
-                return torch.empty_like(new, dtype=dtype)
-            return tensor.to(new.device, dtype)  # of the tensor itself: `new` has been rounded
-
-        return super()._apply(widened, recurse)
+        return super()._apply(at_least_float32(fn), recurse)

@@ -55,13 +55,20 @@ def check_loss_options(options: Mapping[str, Any], needed: Tensor | None, needs:
             raise InputError(f"{name}: is an option of a loss, which needs {needs}")
 
 
+LOG_PROB_OPTIONS = ("memory_budget", "entropy_in_loss")
+"""What a caller of a model may choose of its log-probabilities: see `ops.linear_log_probs`."""
+
+
 def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) -> None:
-    """InputError unless log-probabilities may be asked for with these labels and options of the loss."""
+    """InputError unless log-probabilities may be asked for with these labels and options."""
     if labels is None:
         raise InputError("return_log_probs: are of labels; give them")
     for name, value in options.items():
-        if value is not None and name != "memory_budget":
-            raise InputError(f"{name}: is an option of the loss, which return_log_probs takes the place of")
+        if name in LOG_PROB_OPTIONS or value is None:
+            continue
+        if name not in (*LOSS_OPTIONS, *LOSS_RETURNS, "num_items_in_batch"):
+            raise InputError(f"{name}: no such argument; options of log-probabilities: {', '.join(LOG_PROB_OPTIONS)}")
+        raise InputError(f"{name}: is an option of the loss, which return_log_probs takes the place of")
 
 
 def head_loss(

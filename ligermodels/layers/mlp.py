@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu_tanh": ops.geglu,
     "gelu": partial(ops.geglu, approximate="none"),
 }
-"""Gate activation -> op on pairs of gate and up (..., 2 I) giving (..., I)."""
+"""Gate activation -> op on pairs of gate and up (..., 2 I), or on both (..., I), giving (..., I)."""
 
 
 class GatedActivation(nn.Module):

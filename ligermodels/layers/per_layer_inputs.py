@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
@@ -15,13 +13,8 @@ from ligermodels.errors import InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.embedding import Embedding
+from ligermodels.layers.mlp import ACTIVATIONS
 from ligermodels.layers.norm import NormConfig
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-}
 
 
 @dataclass(frozen=True)
@@ -110,5 +103,6 @@ class PerLayerInput(nn.Module):
         own = context.per_layer_inputs[:, :, self.config.layer]
         if context.needed is not None:
             own = own.flatten(0, 1)[context.needed.token_indices][None]
-        own = ACTIVATIONS[self.config.activation](self.gate(x)) * own
-        return x + cast(Tensor, self.norm(self.projection(own)))
+        gate = self.gate(x)
+        gated = ACTIVATIONS[self.config.activation](gate, own.to(gate.dtype))
+        return x + cast(Tensor, self.norm(self.projection(gated)))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers.full_precision import at_least_float32
 from ligermodels.layers.norm import NormConfig
 
 
@@ -21,7 +22,7 @@ class RouterConfig:
     scores: "softmax" over all experts (Mixtral, Jiang et al., 2024), or the "sigmoid" of each logit (DeepSeek-V3, 2024,
         https://arxiv.org/abs/2412.19437, section 2.1.2).
     selection_bias: each expert has a bias, added to its score for the choice but not for its weight. It has no gradient
-        and keeps its dtype, float32, when the model is cast.
+        and is not below float32 when the model is cast.
     num_groups, top_k_groups: experts form groups of equal size, those of a group one after another, and a token's
         experts are all in its best `top_k_groups` groups. A group's score is the sum of its two highest ones.
     normalize: the weights of a token's experts are divided by their sum plus `eps`.
@@ -110,10 +111,10 @@ class Router(nn.Module):
             nn.init.zeros_(self.selection_bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        kept = self.selection_bias
+        given = self.selection_bias
         super()._apply(fn, recurse)
-        if kept is not None and self.selection_bias is not None and self.selection_bias.dtype != kept.dtype:
-            self.selection_bias = kept.to(self.selection_bias.device)
+        if given is not None:
+            self.selection_bias = at_least_float32(fn)(given)
         return self
 
     def extra_repr(self) -> str:

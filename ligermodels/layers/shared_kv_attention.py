@@ -22,7 +22,7 @@ from ligermodels.layers.targets import take_tokens
 @dataclass(frozen=True)
 class SharedKVAttentionConfig(AttentionConfig):
     """Attention that has queries alone: its keys and values are those of layer `kv_from`, an `Attention` with
-    `hands_on_kv` and with keys and values of the same shape (Gemma 3n, Gemma 4).
+    `shares_kv` and with keys and values of the same shape (Gemma 3n, Gemma 4).
 
     It keeps nothing while decoding, and its result for a token depends on no other token's hidden states.
 
@@ -32,7 +32,7 @@ class SharedKVAttentionConfig(AttentionConfig):
     kv_from: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("values", "hands_on_kv", "query_scaling"):
+        for name in ("values", "shares_kv", "query_scaling"):
             if getattr(self, name):
                 raise ConfigError(f"{name}: is not implemented for attention to the keys and values of another layer")
         if self.qk_norm is not None and self.qk_norm.over != "head":
@@ -91,7 +91,7 @@ class SharedKVAttention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
         """x (B, T, H), or (1, n, H) of the needed tokens -> the same shape.
 
-        Raises InputError where layer `kv_from` hands on no keys and values.
+        Raises InputError where layer `kv_from` shares no keys and values.
         """
         config = self.config
         options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
@@ -113,7 +113,7 @@ class SharedKVAttention(nn.Module):
             k, v = context.keys_values[config.kv_from]
             out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **windowed)
         else:
-            raise InputError(f"kv_from: layer {config.kv_from} hands on no keys and values; set its hands_on_kv")
+            raise InputError(f"kv_from: layer {config.kv_from} shares no keys and values; set its shares_kv")
         out = out.flatten(2)
         if needed is not None:
             out = take_tokens(out, needed.token_indices)

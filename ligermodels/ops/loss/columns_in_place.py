@@ -34,7 +34,7 @@ def columns_in_place(
     """Replaces logits (M, n), those of the classes from `first` on, by their gradient; by zeros in ignored rows.
 
     maxima, totals, entropies, (M,): of the whole rows, see `RowResults`; entropies where these have a gradient.
-    class_weights: (num_classes,), of the means. In torch this holds what `bytes_in_torch` says beside the logits."""
+    class_weights: (num_classes,), of the means. In torch this holds `bytes_per_logit` beside each logit."""
     if use_kernels(logits):
         launch_gradient(
             logits, logits, target, maxima, totals, gradients.losses, options, entropies=entropies,
@@ -67,10 +67,3 @@ def columns_in_place(
         g.mul_(slope)
     g.mul_(options.logit_scale)
     logits.copy_(g.masked_fill_((target == options.ignore_index).unsqueeze(1), 0.0))
-
-
-def bytes_in_torch(dtype: torch.dtype, options: LossOptions, with_entropy: bool) -> int:
-    """Bytes that `columns_in_place` needs in torch for a logit beside it: those of a float32 copy if it is 16-bit, and
-    as many for a softcap, and for an entropy."""
-    wide = max(dtype.itemsize, 4)
-    return ((wide > dtype.itemsize) + (options.softcap is not None) + with_entropy) * wide

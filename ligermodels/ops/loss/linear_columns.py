@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.chunks import rows_per_chunk, rows_with_targets
-from ligermodels.ops.loss.columns_in_place import Gradients, bytes_in_torch, columns_in_place
+from ligermodels.ops.loss.columns_in_place import Gradients, columns_in_place
 from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.rows_in_place import bytes_per_logit
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -79,7 +80,7 @@ def columns_per_chunk(
 ) -> int:  # fmt: skip
     """Classes per chunk, see `rows_per_chunk`. need_sum: whether the gradient of hidden is summed over chunks."""
     item, wide = hidden.dtype.itemsize, max(hidden.dtype.itemsize, 4)
-    beside = 0 if use_kernels(hidden) else T * bytes_in_torch(hidden.dtype, options, with_entropy)
+    beside = 0 if use_kernels(hidden) else T * bytes_per_logit(hidden.dtype, options, with_entropy)
     if need_sum and not hidden.is_cuda and wide > item:  # see GradientSum
         beside = max(beside, (T + H) * wide)
     size = rows_per_chunk(V, T * item + beside, T * H * item if need_sum and wide > item else 0, memory_budget)

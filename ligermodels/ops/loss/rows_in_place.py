@@ -92,8 +92,12 @@ def rows_in_place(
 
 
 def bytes_in_torch(V: int, dtype: torch.dtype, options: LossOptions, with_entropy: bool) -> int:
-    """Bytes that `rows_in_place` needs in torch for a row of V logits beside these: a float32 copy if they are 16-bit,
-    and as much again for a softcap, and for an entropy."""
-    item, wide = dtype.itemsize, max(dtype.itemsize, 4)
-    copies = (wide > item) + (options.softcap is not None) + with_entropy
-    return V * max(copies * wide, 16 if options.return_rank else 0)
+    """Bytes that `rows_in_place` needs in torch for a row of V logits beside these."""
+    return V * max(bytes_per_logit(dtype, options, with_entropy), 16 if options.return_rank else 0)
+
+
+def bytes_per_logit(dtype: torch.dtype, options: LossOptions, with_entropy: bool) -> int:
+    """Bytes beside a logit that torch needs for its gradient: those of a float32 copy if it is 16-bit, and as many for
+    a softcap, and for an entropy."""
+    wide = max(dtype.itemsize, 4)
+    return ((wide > dtype.itemsize) + (options.softcap is not None) + with_entropy) * wide
