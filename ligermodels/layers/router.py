@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError
 from ligermodels.layers.full_precision import at_least_float32
 from ligermodels.layers.norm import NormConfig
+from ligermodels.ops.runtime.tensors import without_autocast
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Router(nn.Module):
         tokens = tokens if self.norm is None else self.norm(tokens)
         tokens = tokens if config.input_scale == 1.0 else tokens * config.input_scale
         if config.float32_logits:
-            with torch.autocast(tokens.device.type, enabled=False):
+            with without_autocast(tokens):
                 wide = torch.promote_types(tokens.dtype, torch.float32)
                 bias = None if self.bias is None else self.bias.to(wide)
                 logits = F.linear(tokens.to(wide), self.weight.to(wide), bias)

@@ -120,6 +120,8 @@ def choose(request: AttentionRequest, name: str = "auto") -> Backend:
         if reason := backend.refuses(request):
             raise BackendError(f"attention backend {name!r} cannot serve this call: {reason}")
         return backend
+    if request.device == "meta":
+        return _META
     return next(backend for backend in _BACKENDS.values() if not backend.refuses(request))
 
 
@@ -289,6 +291,15 @@ def _flash(
     return out[None] if packed else out
 
 
+def _meta(
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, _: Tensor | None, cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Shapes, and what fused kernels keep for the backward pass: no scores of all queries and keys."""
+    return flash_attention_4(q, k, v, cu_seqlens, request.softmax_scale, request.window, request.softcap)
+
+
 _FLASH = [Backend(name, partial(_flash_refuses, name), partial(_flash, name)) for name in _MODULES]
+_META = Backend("meta", lambda request: None, _meta)
 _SDPA, _REFERENCE = Backend("sdpa", _sdpa_refuses, _sdpa), Backend("reference", lambda request: None, _reference)
 _BACKENDS = {backend.name: backend for backend in (*_FLASH, _SDPA, _REFERENCE)}

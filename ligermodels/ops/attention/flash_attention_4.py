@@ -45,7 +45,8 @@ def _flash_attention_4_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result, and the log of the sum of exponentials, ([B,] Hq, T) float32, for the backward pass."""
     if is_fake(q):
-        return q.new_empty(q.shape), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     from flash_attn.cute import interface
 
     options = flash_options(q, k, cu_seqlens, softmax_scale, softcap) | _window(window)

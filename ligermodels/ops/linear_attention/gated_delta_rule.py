@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.library import reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 
 CHUNK = 64
 """Tokens that are computed at once: of a text of T tokens memory is T * CHUNK for each head, and T / CHUNK states."""
@@ -91,7 +91,7 @@ def gated_delta_rule(
     document = document.view(count, size)
     ancestors = (document[:, :, None] == document[:, None, :]).tril()
     before = torch.cat([document[:1, :1], document[:-1, -1:]])  # of the token before each chunk
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         chunked = partial(_chunked, dtype=wide, count=count, size=size)
         queries, keys = _normalised(chunked(q), chunked(k))
         chunks = _Chunk(queries, keys, chunked(v), chunked(g), chunked(beta), ancestors, document == before)
@@ -118,7 +118,7 @@ def gated_delta_rule_tree(
     wide, state = _check("gated_delta_rule_tree", q, k, v, g, beta, initial_state)
     nodes = q.shape[1]
     check_tensor("gated_delta_rule_tree", "ancestors", ancestors, (nodes, nodes), q.device, torch.bool)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         chunked = partial(_chunked, dtype=wide, count=1, size=nodes)
         queries, keys = _normalised(chunked(q), chunked(k))
         follows = ancestors.new_ones(1, nodes)
@@ -137,7 +137,7 @@ def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancest
     """
     decay, keys, values = updates
     repeats = values.shape[2] // keys.shape[2]
-    with torch.autocast(values.device.type, enabled=False):
+    with without_autocast(values):
         reached = decay.gather(1, node[:, None, None].expand(-1, 1, decay.shape[2]))
         kept = (reached - decay).masked_fill(~ancestors[node][:, :, None], -torch.inf).to(values.dtype).exp()
         keys = keys.repeat_interleave(repeats, dim=2).permute(0, 2, 3, 1)

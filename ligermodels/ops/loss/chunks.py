@@ -66,7 +66,7 @@ def checked_head(
         target, V, ignore_index, reduction, token_weights, dtype, class_weights
     )  # fmt: skip
     if num_targets is None:
-        counted = not (target.is_cuda or torch.compiler.is_compiling())
+        counted = target.device.type == "cpu" and not torch.compiler.is_compiling()
         num_targets = int((target != ignore_index).sum()) if counted else target.numel()
     # Determined here: inside autograd.Function.forward gradient mode is off.
     graded = torch.is_grad_enabled()

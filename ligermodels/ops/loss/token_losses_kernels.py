@@ -337,6 +337,8 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
 
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor in place, for a contiguous x, without a wait for the device."""
+    if x.is_meta:
+        return
     if use_kernels(x):
         programs = min(-(-x.numel() // SCALE_BLOCK), 8 * num_sms(x.device))  # few, which usually end at once
         with torch.cuda.device_of(x):

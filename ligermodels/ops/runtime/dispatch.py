@@ -2,7 +2,7 @@
 
 CUDA tensors go to the kernels, CPU tensors to the reference. If TRITON_INTERPRET=1 is set when this package is
 imported, CPU tensors go to the kernels too, in Triton's interpreter. float64 always goes to the reference: the kernels
-compute in float32.
+compute in float32. Meta tensors have the shapes and dtypes of what the kernels would keep and return on a GPU.
 """
 
 import functools
@@ -42,6 +42,8 @@ def use_kernels(*tensors: Tensor | None) -> bool:
             if t.dtype == torch.float64:
                 return False
             on_cuda = on_cuda and t.is_cuda
+    if not on_cuda and any(t is not None and t.is_meta for t in tensors):
+        return True  # nothing runs
     if _backend == "reference":
         return False
     if (on_cuda and HAS_TRITON and not INTERPRETED) or INTERPRETED:

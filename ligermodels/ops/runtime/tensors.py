@@ -1,5 +1,6 @@
 """What ops do with their tensors: checks, layouts for kernels, and memory for gradients."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,10 +29,15 @@ def check_tensor(
 def under_autocast(*operands: Tensor | None) -> list[Any]:
     """The operands of a matrix product as torch's autocast casts them, if it is on: to its dtype, but for float64."""
     device = next(t.device.type for t in operands if t is not None)
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return list(operands)
     dtype = torch.get_autocast_dtype(device)
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands]
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which torch's autocast is off on x's device; the meta device has none."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, shape: tuple[int | str, ...], like: Tensor) -> None:
