@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.errors import InputError
 from ligermodels.layers import Targets
-from ligermodels.layers.sharding import call_gathered
+from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.speculative.distillation import divergence
 from ligermodels.speculative.medusa import MedusaModel, MedusaOutput
 
@@ -24,7 +25,15 @@ def frozen_copy(model: CausalLM, place: Literal["device", "cpu_offload"] = "devi
     Args:
         place: "device", beside the model; or "cpu_offload", where its blocks stay in host memory and each is on the
             device only while it computes. Every pass then moves them all, which takes time; the results are the same.
+
+    A model that `parallelize` has spread is copied shard by shard; InputError for "cpu_offload" then.
     """
+    if is_sharded(model):
+        if place != "device":
+            raise InputError("reference: of a sharded model each rank keeps its share on the device; not 'cpu_offload'")
+        from ligermodels.parallel.apply import parallel_copy  # a large import
+
+        return parallel_copy(model)
     if place == "device":
         return copy.deepcopy(model).requires_grad_(False).eval()
     # The blocks' parameters are copied to the host at once: the device never holds a second set.
