@@ -104,8 +104,10 @@ class WeightMap:
     def check_aliases(self, reader: Reader) -> None:
         """CheckpointError when an alias differs from what it repeats."""
         for alias, original in self.aliases.items():
-            both = [reader.read(name) for name in (alias, original) if name in reader.headers]
-            if len(both) == 2 and (both[0].dtype != both[1].dtype or not torch.equal(*both)):
+            if not {alias, original} <= reader.headers.keys():
+                continue
+            both = reader.read(alias), reader.read(original)
+            if both[0].dtype != both[1].dtype or not torch.equal(*both):
                 raise CheckpointError(
                     f"{alias}: differs from {original}, but the config ties the two; set tie_word_embeddings to false, "
                     f"or remove {alias}"

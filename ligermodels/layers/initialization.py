@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,10 +52,10 @@ _TORCHS_OWN = (nn.Linear.reset_parameters, nn.Embedding.reset_parameters)
 
 
 @contextmanager
-def whole_parameters(module: nn.Module) -> Iterator[None]:
-    """Meanwhile the sharded parameters that `module` itself owns are whole, with no values yet; afterwards each rank
-    has its part of them. So random values do not depend on the sharding."""
-    shards = {name: p for name, p in module._parameters.items() if p is not None and is_dtensor(p)}
+def whole_parameters(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Meanwhile the sharded ones among these parameters of `module` itself are whole, with no values yet; afterwards
+    each rank has its part of them. So random values do not depend on the sharding."""
+    shards = {name: p for name in names if (p := module._parameters[name]) is not None and is_dtensor(p)}
     for name, p in shards.items():
         whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
         module._parameters[name] = nn.Parameter(whole, requires_grad=p.requires_grad)
@@ -68,7 +68,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def initialize_own(module: nn.Module, std: float, name: str) -> None:
     """`initialize` for the tensors that `module` itself owns."""
-    with whole_parameters(module):
+    with whole_parameters(module, module._parameters):
         _initialize_own(module, std, name)
 
 

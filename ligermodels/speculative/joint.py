@@ -149,5 +149,5 @@ def _kl(base: CausalLM, reference: CausalLM, reference_hidden: Tensor) -> Callab
         size = base.config.vocab_size
         return divergence(hidden, base.head, reference_hidden, reference_head, targets, vocab_size=size, **options)
 
-    # Within the call the base's parameters are gathered, the head's among them.
-    return partial(call_gathered, base, kl)
+    # Within the call the base's parameters are gathered, and the head's, which may be a group of its own.
+    return partial(call_gathered, base, partial(call_gathered, base.head, kl))

@@ -123,7 +123,7 @@ class FineTuningJob:
         if layers := lora_layers(model):
             torch.manual_seed(recipe.seed)  # of the first A, and of dropout
             for layer in layers.values():
-                with whole_parameters(layer):
+                with whole_parameters(layer, layer.lora_parameters()):
                     layer.init_update()
         self.trainable: Trainable = model
         self.learning_rates: list[tuple[Iterator[nn.Parameter], float]] = [(model.parameters(), recipe.learning_rate)]
