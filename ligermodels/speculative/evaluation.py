@@ -19,25 +19,37 @@ from ligermodels.layers.packing import document_bounds
 from ligermodels.speculative.distillation import divergence_and_losses
 from ligermodels.speculative.medusa import MedusaModel
 
+Total = Callable[[Tensor], Tensor]
+"""Of a tensor the sum over the ranks that have divided the batches, such as `DataRanks.sum`."""
+
 RANKS = 10
 """Ranks of a head's candidates that are counted separately; a tree uses no more."""
 
 
+def _own(x: Tensor) -> Tensor:
+    return x
+
+
 @torch.no_grad()
-def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
+def evaluate(model: CausalLM, batches: Iterable[Batch], total: Total = _own) -> float:
     """Mean loss per target, in nats, over all batches; its exponential is the perplexity.
 
+    `total` sums over the ranks, where each has batches of its own: as many as the others, some may have no target.
     Raises InputError when there is no target at all.
     """
     losses, counts = [], []
     with evaluating(model):
         for batch in batches:
             inputs: dict[str, Any] = on_device(batch, model.device)
-            losses.append(model(**inputs, reduction="sum")["loss"].double())
-            counts.append(int(count_targets(model, [batch])))
+            count = int(count_targets(model, [batch]))
+            loss = model(**inputs, reduction="sum")["loss"].double()
+            losses.append(loss if count else torch.zeros_like(loss))  # an auxiliary loss does not depend on targets
+            counts.append(count)
     if not losses:
         raise InputError("there is no text to evaluate on: not a single batch was given")
-    return float(torch.stack(losses).sum()) / max(1, sum(counts))
+    sums = torch.stack([torch.stack(losses).sum(), losses[0].new_tensor(sum(counts))])
+    loss, count = total(sums).tolist()
+    return loss / max(1, count)
 
 
 @dataclass(frozen=True)
@@ -58,9 +70,13 @@ class HeadScores:
 
 @torch.no_grad()
 def evaluate_heads(
-    medusa: MedusaModel, batches: Iterable[Batch], on_ranks: Callable[[Tensor], object] | None = None
+    medusa: MedusaModel,
+    batches: Iterable[Batch],
+    on_ranks: Callable[[Tensor], object] | None = None,
+    total: Total = _own,
 ) -> HeadScores:
-    """Scores of every head over all batches; `on_ranks` gets the ranks of each batch, long (K, B, T).
+    """Scores of every head over all batches; `on_ranks` gets the ranks of each batch, long (K, B, T). `total` as of
+    `evaluate`.
 
     Raises InputError when there is no batch.
     """
@@ -77,11 +93,9 @@ def evaluate_heads(
                 on_ranks(out.ranks)
     if not losses:
         raise InputError("there is no text to evaluate on: not a single batch was given")
-    count = torch.stack(counts).sum(0).double().cpu()
+    loss, hit, count = (total(torch.stack(each).sum(0).double()).cpu() for each in (losses, hits, counts))
     at_least_one = count.clamp(min=1)
-    return HeadScores(
-        torch.stack(losses).sum(0).cpu() / at_least_one, torch.stack(hits).sum(0).cpu() / at_least_one[:, None], count
-    )
+    return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count)
 
 
 @dataclass(frozen=True)
@@ -99,8 +113,8 @@ class KLToReference:
 
 
 @torch.no_grad()
-def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) -> KLToReference:
-    """KL of `model` to `reference`, a model of the same vocabulary on the same device.
+def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch], total: Total = _own) -> KLToReference:
+    """KL of `model` to `reference`, a model of the same vocabulary on the same device. `total` as of `evaluate`.
 
     Raises InputError when there is no batch.
     """
@@ -127,4 +141,5 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
             counts.append((targets.values[0] != IGNORE_INDEX).sum())
     if not sums:
         raise InputError("there is no text to evaluate on: not a single batch was given")
-    return KLToReference(*(torch.stack(sums).sum(0) / torch.stack(counts).sum().clamp(min=1)).tolist())
+    count = total(torch.stack(counts).sum())
+    return KLToReference(*(total(torch.stack(sums).sum(0)) / count.clamp(min=1)).tolist())
