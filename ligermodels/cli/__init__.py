@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels import __version__
-from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, runs, train
+from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, plan, runs, train
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
@@ -116,6 +116,7 @@ def _import(name: str) -> None:
 for command in (describe.info, checkpoint.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
     app.command()(command)
 app.command()(train.train)
+app.command()(plan.plan)
 app.command(name="recipe")(runs.show_recipe_of(train.FineTuningRecipe))
 app.add_typer(lora.app, name="lora", help="LoRA adapters in PEFT's format.")
 app.add_typer(medusa.app, name="medusa", help="Train, evaluate and export Medusa heads.")

@@ -85,7 +85,7 @@ class Targets:
         self.values = torch.stack([shift_labels(labels, each, cu_seqlens) for each in self.ahead])
         self._counts: AsyncHostCopy | None = None
         self._indices: Tensor | None = None
-        # A graph, compiled or captured, is the same for any number of targets; on the meta device there is none to count.
+        # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
         captured = labels.is_cuda and torch.cuda.is_current_stream_capturing()
         if not (torch.compiler.is_compiling() or captured or labels.is_meta):
             valid = (self.values != IGNORE_INDEX).flatten(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def step_memory(
             raise InputError(f"{name}: must be at least 1, got {value}")
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
     with _Allocations(parameters, shard) as allocations:
-        loss = model(ids, labels=ids).loss
+        loss = cast(Tensor, model(ids, labels=ids).loss)
         kept = allocations.now
         head_peak = kept + min(LOSS_WORKSPACE, ids.numel() * model.config.vocab_size * model.head.weight.itemsize)
         loss.backward()

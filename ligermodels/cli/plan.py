@@ -1,0 +1,104 @@
+"""`ligermodels plan`: how a model is best spread over GPUs for training, and whether it fits at all."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ligermodels.cli import models
+from ligermodels.cli.options import AsJson
+from ligermodels.console import print_json, readable_bytes, say, show_table
+
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def plan(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A folder with a config.json, or a hub id; no weights are read.")
+    ],
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs.")],
+    memory: Annotated[str, typer.Option(help="Memory of each, such as 80GB or 141GB.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per optimizer step, over all GPUs.")],
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Train LoRA of this rank.")] = None,
+    optimizer: Annotated[Literal["adamw", "adafactor"], typer.Option(help="Optimizer.")] = "adamw",
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Dtype of the parameters.")] = "bfloat16",
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Show which plans of training fit GPUs, the fastest first, with the memory that each takes.
+
+    Memory is that of the step itself, followed on the meta device; times are arithmetic for H200s.
+    """
+    size = memory_size(memory)
+    import torch
+
+    from ligermodels.archs.lora import add_lora
+    from ligermodels.convert.config_json import read_json
+    from ligermodels.convert.quantization import without_quantization
+    from ligermodels.parallel.advice import candidates
+    from ligermodels.parallel.cost import Hardware
+    from ligermodels.pretrained import from_config
+
+    folder = models.locate(checkpoint, weights=False)
+    hf_config, _ = without_quantization(read_json(folder / "config.json"))
+    model = from_config(hf_config, dtype=getattr(torch, dtype), device="meta")
+    if lora_rank is not None:
+        add_lora(model, lora_rank)
+    hardware = Hardware(gpus_per_host=gpus_per_host)
+    found = candidates(model, gpus, size, tokens, seq_len, optimizer=optimizer, hardware=hardware)
+    rows = [_facts(each, tokens, seq_len) for each in found]
+    if as_json:
+        print_json(rows)
+        return
+    columns = ("replicate", "shard", "checkpointing", "micro-batch", "memory", "states", "activations", "tokens/s")
+    show_table(columns, [_row(each) for each in rows], numbers=range(len(columns)))
+    best = rows[0]
+    flags = f"--activation-checkpointing {best['activation_checkpointing']} --batch-tokens {tokens} --seq-len {seq_len}"
+    flags += f" --micro-batch-tokens {best['micro_batch_tokens']}" + (f" --lora-rank {lora_rank}" if lora_rank else "")
+    flags += "" if gpus == 1 else f" --replicate {best['replicate']} --shard {best['shard']}"
+    say(f"fastest by the arithmetic: ligermodels train {flags}")
+
+
+def memory_size(text: str) -> int:
+    """Bytes of "80GB", "141 GB" or "79.6GiB"; typer.BadParameter for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
+    if match is None or not float(match[1]):
+        raise typer.BadParameter(f"must be a size such as 80GB, got {text!r}", param_hint="--memory")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def _facts(found: Any, tokens: int, seq_len: int) -> dict[str, Any]:
+    memory, cost = found.memory, found.cost
+    return {
+        "replicate": found.replicate,
+        "shard": found.shard,
+        "activation_checkpointing": found.activation_checkpointing,
+        "micro_batch_tokens": found.micro_batch * seq_len,
+        "memory_bytes": memory.total,
+        "weights_bytes": memory.weights,
+        "optimizer_bytes": memory.optimizer_states,
+        "gathered_bytes": memory.gathered,
+        "activations_bytes": memory.activations,
+        "backward_bytes": memory.backward,
+        "sent_bytes": dict(cost.sent),
+        "step_s": cost.seconds,
+        "compute_s": cost.compute_s,
+        "tokens_per_s": tokens / cost.seconds,
+    }
+
+
+def _row(facts: dict[str, Any]) -> tuple[str, ...]:
+    states = facts["weights_bytes"] + facts["optimizer_bytes"] + facts["gathered_bytes"]
+    return (
+        str(facts["replicate"]),
+        str(facts["shard"]),
+        facts["activation_checkpointing"],
+        f"{facts['micro_batch_tokens']:,}",
+        readable_bytes(facts["memory_bytes"]),
+        readable_bytes(states),
+        readable_bytes(facts["activations_bytes"]),
+        f"{facts['tokens_per_s']:,.0f}",
+    )

@@ -1,0 +1,162 @@
+"""What a training step computes and sends over each link, and how long that takes: arithmetic, nothing is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.errors import InputError
+from ligermodels.layers import BlockConfig
+from ligermodels.parallel.plan import ParallelPlan
+
+DEGREES = ParallelPlan.AXES
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU and its links: what a training step reaches, below the data sheet's numbers.
+
+    flops: operations per second in bfloat16 matrix products. host_bandwidth, network_bandwidth: bytes per second that
+    a GPU sends within its host (NVLink) and beyond it. The defaults are those of an H200 with NVLink and one 400 Gb/s
+    network adapter for each GPU.
+    """
+
+    flops: float = 600e12
+    host_bandwidth: float = 350e9
+    network_bandwidth: float = 45e9
+    gpus_per_host: int = 8
+
+    def bandwidth(self, ranks: int) -> float:
+        """Of a collective over neighbouring ranks of which the first and the last are so many apart, both included."""
+        return self.host_bandwidth if ranks <= self.gpus_per_host else self.network_bandwidth
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the cost of a model's step depends on.
+
+    weights, gradients: bytes of all parameters, and of those that are trained. used: parameters that a token is
+    multiplied by; trained: those of them whose gradient is computed. attention: over all layers, channels of the query
+    heads. num_layers and hidden_size as in the config; itemsize: bytes of an activation's element.
+    """
+
+    weights: float
+    gradients: float
+    used: float
+    trained: float
+    attention: int
+    num_layers: int
+    hidden_size: int
+    itemsize: int = 2
+
+    @classmethod
+    def of(cls, model: CausalLM) -> ModelSize:
+        """Of a model, which may be on the meta device."""
+        lookups = {id(p) for p in model.decoder.embed.parameters()} - {id(p) for p in model.head.parameters()}
+        parts = [
+            (p, _share_used(config) if p.ndim == 3 else 1.0)
+            for block, config in zip(model.decoder.blocks, model.config.blocks, strict=True)
+            for p in block.parameters()
+        ]
+        inner = {id(p) for p, _ in parts}
+        others = [p for p in model.parameters() if id(p) not in inner and id(p) not in lookups]
+        counted = [(p, share * p.numel()) for p, share in [*parts, *((p, 1.0) for p in others)]]
+        found = [block.mixer.info() for block in model.config.blocks]
+        return cls(
+            weights=sum(p.nbytes for p in model.parameters()),
+            gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad),
+            used=sum(count for _, count in counted),
+            trained=sum(count for p, count in counted if p.requires_grad),
+            attention=sum(each.get("heads", 0) * each.get("head_dim", 0) for each in found),
+            num_layers=len(model.config.blocks),
+            hidden_size=model.config.hidden_size,
+            itemsize=model.dtype.itemsize,
+        )
+
+
+def _share_used(block: BlockConfig) -> float:
+    """Of a mixture's experts, whose weights are stacked, how many a token meets."""
+    info = block.mlp.info()
+    return float(info["experts_per_token"] / info["experts"]) if "experts" in info else 1.0
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of one optimizer step on each GPU: operations, bytes that it sends for each degree of the plan, and seconds.
+
+    Gathers of parameters and sums of gradients overlap with the computation; what `tensor` exchanges does not.
+    """
+
+    flops: float
+    sent: Mapping[str, float]
+    compute_s: float
+    sent_s: Mapping[str, float]
+
+    @property
+    def overlapped_s(self) -> float:
+        """Of what is sent while the GPU computes."""
+        return self.sent_s["shard"] + self.sent_s["replicate"]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return max(self.compute_s, self.overlapped_s) + self.sent_s["tensor"]
+
+
+def step_cost(
+    size: ModelSize,
+    tokens: int,
+    seq_len: int,
+    degrees: Mapping[str, int],
+    *,
+    passes: int = 1,
+    activation_checkpointing: str = "none",
+    hardware: Hardware | None = None,
+) -> StepCost:
+    """The cost of an optimizer step.
+
+    A token costs 2 operations for each parameter it meets, in the forward pass and for the gradient of its input, and 2
+    for each trained one; its attention to half of `seq_len` tokens 2 * seq_len for each channel of the query heads,
+    3.5 times that in both passes (Dao, 2023, https://arxiv.org/abs/2307.08691). "full" checkpointing adds a forward
+    pass; "selective" repeats no large product. Rings of n ranks send (n - 1) / n of what is gathered or scattered, and
+    twice that of what is summed for all. FSDP2 gathers parameters for the forward and for the backward pass.
+
+    Args:
+        size: of the model.
+        tokens: per forward pass of a GPU (of all of a `tensor` group together).
+        seq_len: tokens per sequence.
+        degrees: of "replicate", "shard" and "tensor", by default 1: see `ParallelPlan`.
+        passes: forward passes per step.
+        hardware: by default an H200.
+
+    Raises InputError for a number below 1, and for a degree that has no arithmetic here (context, expert).
+    """
+    hardware = hardware or Hardware()
+    for name, number in (("tokens", tokens), ("seq_len", seq_len), ("passes", passes), *degrees.items()):
+        if number < 1:
+            raise InputError(f"{name}: must be at least 1, got {number}")
+    for name, number in degrees.items():
+        if number > 1 and name not in ("replicate", "shard", "tensor"):
+            raise InputError(f"{name}: the cost of this degree is not known; known are replicate, shard and tensor")
+    replicate, shard, tensor = (degrees.get(name, 1) for name in ("replicate", "shard", "tensor"))
+    repeated = 1 + (activation_checkpointing == "full")
+    attention = 2.0 * seq_len * size.attention
+    per_token = 2 * size.used * (repeated + 1) + 2 * size.trained + attention * (repeated + 2.5)
+    flops = passes * tokens * per_token / tensor
+    weights, gradients = size.weights / tensor, size.gradients / tensor
+    activations = tokens * size.hidden_size * size.itemsize * size.num_layers
+    sent = {
+        "replicate": passes * 2 * gradients / shard * _ring(replicate),
+        "shard": passes * (2 * weights + gradients) * _ring(shard),
+        # two sums in a block's forward pass, and two in its backward pass
+        "tensor": passes * 2 * (repeated + 1) * activations * 2 * _ring(tensor),
+    }
+    spans = {"tensor": tensor, "shard": tensor * shard, "replicate": math.prod((tensor, shard, replicate))}
+    sent_s = {name: sent[name] / hardware.bandwidth(spans[name]) for name in sent}
+    return StepCost(flops, sent, flops / hardware.flops, sent_s)
+
+
+def _ring(ranks: int) -> float:
+    return (ranks - 1) / ranks
