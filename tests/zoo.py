@@ -478,6 +478,63 @@ def gemma4(text: str, vision: dict[str, Any], model_type: str = "gemma4") -> dic
     return within(text, vision, **fields, **{name: 126 + i for i, name in enumerate(tokens)})
 
 
+AUDIO = {"num_mel_bins": 4, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8}
+AUDIO |= {"output_dim": BASE["hidden_size"], "max_source_positions": 20}
+SPEECH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SPEECH |= {"num_key_value_heads": 2, "head_dim": 8}
+QWEN2_5_SPEECH = {
+    "talker_config": {**SPEECH, "vocab_size": 32, "embedding_size": BASE["hidden_size"], "pad_token_id": 0},
+    "token2wav_config": {
+        "dit_config": {
+            **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "emb_dim": 8},
+            **{"num_embeds": 9, "mel_dim": 4, "enc_emb_dim": 8, "enc_dim": 8, "enc_channels": [16, 16, 16, 16, 48]},
+            **{"enc_attention_channels": 4, "enc_se_channels": 4},
+        },
+        "bigvgan_config": {
+            **{"mel_dim": 4, "upsample_initial_channel": 8, "upsample_rates": [2], "upsample_kernel_sizes": [4]},
+            **{"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 1, 1]]},
+        },
+    },
+}
+QWEN3_EXPERTS = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 2}
+QWEN3_SPEECH = {
+    "talker_config": {
+        **{"thinker_hidden_size": BASE["hidden_size"], "num_code_groups": 2, "accept_hidden_layer": 1},
+        "spatial_merge_size": 2,
+        "text_config": {**SPEECH, **QWEN3_EXPERTS, "num_experts_per_tok": 1, "vocab_size": 32},
+        "code_predictor_config": {**SPEECH, "num_code_groups": 2, "vocab_size": 16},
+    },
+    "code2wav_config": {
+        **{key: value for key, value in SPEECH.items() if key != "head_dim"},
+        **{"codebook_size": 8, "num_quantizers": 2, "upsample_rates": [2], "upsampling_ratios": [2], "decoder_dim": 8},
+    },
+}
+"""What speaks beside the thinkers."""
+
+
+def qwen_omni(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
+    """The tiny thinker of a Qwen-Omni around the text config of this name."""
+    config = qwen_vl(model_type, text, **rope)
+    config["model_type"] += "_thinker"
+    config["audio_config"] = AUDIO
+    config |= {"audio_end_token_id": 125, "seconds_per_chunk": 2, "user_token_id": 9}
+    if model_type.startswith("qwen3"):  # With the fields of published checkpoints.
+        config["text_config"] |= {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
+        config["audio_config"] = {**AUDIO, "downsample_hidden_size": 4}
+        config["vision_config"] |= {"deepstack_visual_indexes": [0]}
+    else:
+        config["vision_config"] |= {"fullatt_block_indexes": [0]}
+    return config
+
+
+OMNI = {
+    "qwen2_5_omni_thinker": qwen_omni(
+        "qwen2_5_omni", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]
+    ),
+    "qwen3_omni_moe_thinker": qwen_omni(
+        "qwen3_omni_moe", "qwen3_moe", rope_type="default", interleaved=True, mrope_section=[3, 2, 2]
+    ),
+}
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma3": within(
         "gemma3_text", SIGLIP, model_type="gemma3", mm_tokens_per_image=4, image_token_index=130, eos_token_id=[1, 7]
@@ -516,14 +573,36 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma4": gemma4("gemma4_text-few-layers", GEMMA4_VISION),
     "gemma4-experts": gemma4("gemma4_text-experts", GEMMA4_VISION),
     "gemma4_unified": gemma4("gemma4_unified_text", UNIFIED_VISION, "gemma4_unified"),
+    **OMNI,
+    "qwen2_5_omni": {"model_type": "qwen2_5_omni", "thinker_config": OMNI["qwen2_5_omni_thinker"], **QWEN2_5_SPEECH},
+    "qwen3_omni_moe": {
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": OMNI["qwen3_omni_moe_thinker"],
+        **QWEN3_SPEECH,
+        **{"system_token_id": 8, "tts_bos_token_id": 131, "im_start_token_id": 126},
+    },
 }
 """Checkpoints of more than a language model, around those of CONFIGS."""
 
 
 def auto_class(config: PreTrainedConfig) -> type:
     """The class of transformers that makes the model of `config`."""
-    multimodal = hasattr(config, "text_config")
+    multimodal = hasattr(config, "text_config") or hasattr(config, "thinker_config")
     return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+
+
+HEADS = {"text_config": {"num_attention_heads": 32}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "qwen2_5_omni": {"thinker_config": {}},
+    "qwen3_omni_moe": {"thinker_config": HEADS},
+    "qwen3_omni_moe_thinker": HEADS,
+}
+"""What configs of some types must say: transformers' default of Qwen3-Omni is 28 heads of 2048 / 28 channels."""
+
+
+def thinker(oracle: PreTrainedModel) -> PreTrainedModel:
+    """Of a model that speaks the one that reads and writes text; any other model itself."""
+    return plain(oracle.thinker) if hasattr(oracle, "thinker") else oracle
 
 
 BUFFERS = ("correction_bias", "layer_scalar")
@@ -541,6 +620,8 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
     randomize(oracle)
     oracle.to(dtype).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
+    if config["model_type"] == "qwen2_5_omni":
+        torch.save({}, folder / "spk_dict.pt")  # the voices, without which transformers does not open it
     return oracle
 
 

@@ -29,6 +29,7 @@ from ligermodels.archs import (
     qwen,
     qwen3_5,
     qwen_moe,
+    qwen_omni,
     qwen_vl,
     seed_oss,
     smollm,
@@ -40,8 +41,8 @@ ENTRY_POINTS = "ligermodels.families"
 """Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
 
 MODULES = (
-    llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen3_5, phi, olmo, granite, smollm, glm, glm_moe,
-    minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss,
+    llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
+    glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 
