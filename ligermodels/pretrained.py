@@ -28,8 +28,7 @@ from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError
-from ligermodels.layers.config import persistent_tensors
-from ligermodels.layers.initialization import allocate, initialize_buffers, skip_init
+from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.ops.attention.attention import backends
 from ligermodels.speculative.profiles import without_heads
 

@@ -270,10 +270,3 @@ def test_text_checkpoints_with_a_drafting_head(prefix: str, tmp_path: Path) -> N
 def test_bad_configs(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lm.from_config({**QWEN, **change})
-
-
-@pytest.mark.parametrize("layer_types", [QWEN.get("layer_types"), ["full_attention"] * 4])
-def test_not_in_place(layer_types: list[str] | None, tmp_path: Path) -> None:
-    config = {**QWEN, "layer_types": layer_types} if layer_types else QWEN
-    with pytest.raises(ConfigError, match=r"nativize: .* is not supported"):
-        lm.nativize(make_checkpoint(tmp_path / "model", config))

@@ -49,7 +49,9 @@ def test_memory_and_time_beside_transformers(
     above = 1.3 * ours["largest_bytes"]
     assert ours["host_peak_bytes"] <= ours["host_after_bytes"] + above <= ours["model_bytes"] * 1.01 + above
     if dtype == "bfloat16":
-        assert ours["host_after_bytes"] < 0.2 * ours["model_bytes"]  # All but q, k and v is mapped.
+        # All is mapped but what is one weight here and several in the files: of two layers q, k and v, gate and up.
+        copied = 2 * torch.bfloat16.itemsize * 4096 * (4096 + 2 * 1024 + 2 * 14336)
+        assert 0.99 * copied < ours["host_after_bytes"] < 1.05 * copied
     assert ours["ready_s"] <= 1.1 * theirs["ready_s"]
 
 

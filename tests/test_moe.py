@@ -32,7 +32,7 @@ from ligermodels.layers import (
     RouterOutput,
     load_balancing_loss,
 )
-from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import persistent_tensors
 
 HIDDEN, SIZE, SHARED = 22, 13, 17
 LIMIT = 1.25  # of gpt-oss's activations, which many exceed

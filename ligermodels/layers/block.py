@@ -80,7 +80,6 @@ class Block(nn.Module):
     """
 
     layer_scalar: Tensor | None
-    cast_buffers: ClassVar = ("layer_scalar",)
 
     def __init__(self, hidden_size: int, config: BlockConfig) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.errors import ConfigError
-from ligermodels.layers.initialization import skip_init
+from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.rope import RopeConfig
 
 Self = TypeVar("Self", bound="LayerConfig")
@@ -125,10 +125,3 @@ class LayerConfig(ABC):
     def info(self) -> dict[str, Any]:
         """Sizes for people: what `ligermodels info` shows of the layer."""
         return {}
-
-
-def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of `module` by name, a shared one once: what checkpoints hold."""
-    found: dict[str, Tensor] = dict(module.named_parameters())
-    kept = module.state_dict(keep_vars=True).keys()
-    return found | {name: buffer for name, buffer in module.named_buffers() if name in kept}
