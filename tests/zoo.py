@@ -1,14 +1,16 @@
-"""Tiny random checkpoints of every family, with awkward sizes, made and saved by transformers, the oracle."""
+"""Tiny checkpoints of every family, with awkward sizes: their configs, and what makes and compares them."""
 
-import copy
-import json
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from zoo_multimodal import multimodal
+from zoo_oracles import auto_class as auto_class
+from zoo_oracles import gradients_of as gradients_of
+from zoo_oracles import make_checkpoint as make_checkpoint
+from zoo_oracles import plain as plain
+from zoo_oracles import randomize as randomize
+from zoo_oracles import relative_error as relative_error
+from zoo_oracles import stored_as as stored_as
+from zoo_oracles import thinker as thinker
 
 # Head widths that are not hidden / heads, fewer key/value heads than heads, no round sizes, windows shorter than the
 # sequences of the tests (41 tokens), and layers enough for every kind of layer to occur.
@@ -437,159 +439,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with mixers that transformers' modules cannot compute natively in place (`nativize`)."""
 
-
-def within(text: str, vision: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """A multimodal config around the text config of this name."""
-    text_config = {name: value for name, value in CONFIGS[text].items() if name != "rope_scaling"}
-    return {"text_config": text_config, "vision_config": vision, **fields}
-
-
-def qwen_vl(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
-    """A tiny Qwen-VL around the text config of this name."""
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 2}
-    vision |= {"out_hidden_size": BASE["hidden_size"]}
-    if model_type == "qwen2_vl":  # There the width of the tower is embed_dim, and hidden_size that of its output.
-        vision |= {"hidden_size": BASE["hidden_size"], "embed_dim": 16, "mlp_ratio": 2}
-    if model_type.startswith("qwen3"):
-        vision |= {"num_position_embeddings": 16}
-    if model_type == "qwen3_vl":
-        vision |= {"deepstack_visual_indexes": [0]}
-    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    config = within(text, vision, model_type=model_type, **{name: 127 + i for i, name in enumerate(tokens)})
-    config["text_config"] |= {"model_type": f"{model_type}_text", "rope_parameters": rope}
-    if not model_type.startswith("qwen3"):
-        del config["text_config"]["head_dim"]
-    return config | {"tie_word_embeddings": config["text_config"]["tie_word_embeddings"]}
-
-
-SIGLIP = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
-PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 4}
-GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 8}
-UNIFIED_VISION = {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
-
-
-def gemma4(text: str, vision: dict[str, Any], model_type: str = "gemma4") -> dict[str, Any]:
-    """A tiny Gemma 4 around the text config of this name."""
-    tokens = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id")
-    fields = {"model_type": model_type, "tie_word_embeddings": True, "audio_config": None}
-    vision = {"model_type": f"{model_type}_vision", **vision}
-    return within(text, vision, **fields, **{name: 126 + i for i, name in enumerate(tokens)})
-
-
-AUDIO = {"num_mel_bins": 4, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8}
-AUDIO |= {"output_dim": BASE["hidden_size"], "max_source_positions": 20}
-SPEECH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SPEECH |= {"num_key_value_heads": 2, "head_dim": 8}
-QWEN2_5_SPEECH = {
-    "talker_config": {**SPEECH, "vocab_size": 32, "embedding_size": BASE["hidden_size"], "pad_token_id": 0},
-    "token2wav_config": {
-        "dit_config": {
-            **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "emb_dim": 8},
-            **{"num_embeds": 9, "mel_dim": 4, "enc_emb_dim": 8, "enc_dim": 8, "enc_channels": [16, 16, 16, 16, 48]},
-            **{"enc_attention_channels": 4, "enc_se_channels": 4},
-        },
-        "bigvgan_config": {
-            **{"mel_dim": 4, "upsample_initial_channel": 8, "upsample_rates": [2], "upsample_kernel_sizes": [4]},
-            **{"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 1, 1]]},
-        },
-    },
-}
-QWEN3_EXPERTS = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 2}
-QWEN3_SPEECH = {
-    "talker_config": {
-        **{"thinker_hidden_size": BASE["hidden_size"], "num_code_groups": 2, "accept_hidden_layer": 1},
-        "spatial_merge_size": 2,
-        "text_config": {**SPEECH, **QWEN3_EXPERTS, "num_experts_per_tok": 1, "vocab_size": 32},
-        "code_predictor_config": {**SPEECH, "num_code_groups": 2, "vocab_size": 16},
-    },
-    "code2wav_config": {
-        **{key: value for key, value in SPEECH.items() if key != "head_dim"},
-        **{"codebook_size": 8, "num_quantizers": 2, "upsample_rates": [2], "upsampling_ratios": [2], "decoder_dim": 8},
-    },
-}
-"""What speaks beside the thinkers."""
-
-
-def qwen_omni(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
-    """The tiny thinker of a Qwen-Omni around the text config of this name."""
-    config = qwen_vl(model_type, text, **rope)
-    config["model_type"] += "_thinker"
-    config["audio_config"] = AUDIO
-    config |= {"audio_end_token_id": 125, "seconds_per_chunk": 2, "user_token_id": 9}
-    if model_type.startswith("qwen3"):  # With the fields of published checkpoints.
-        config["text_config"] |= {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
-        config["audio_config"] = {**AUDIO, "downsample_hidden_size": 4}
-        config["vision_config"] |= {"deepstack_visual_indexes": [0]}
-    else:
-        config["vision_config"] |= {"fullatt_block_indexes": [0]}
-    return config
-
-
-OMNI = {
-    "qwen2_5_omni_thinker": qwen_omni(
-        "qwen2_5_omni", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]
-    ),
-    "qwen3_omni_moe_thinker": qwen_omni(
-        "qwen3_omni_moe", "qwen3_moe", rope_type="default", interleaved=True, mrope_section=[3, 2, 2]
-    ),
-}
-MULTIMODAL: dict[str, dict[str, Any]] = {
-    "gemma3": within(
-        "gemma3_text", SIGLIP, model_type="gemma3", mm_tokens_per_image=4, image_token_index=130, eos_token_id=[1, 7]
-    ),
-    "mistral3": within(
-        "mistral-nemo", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
-    ),
-    "mistral3-ministral3": within(
-        "ministral3", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
-    ),
-    "qwen2_vl": qwen_vl("qwen2_vl", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]),
-    "qwen2_5_vl": qwen_vl(
-        "qwen2_5_vl",
-        "qwen2",
-        rope_type="yarn",
-        factor=4.0,
-        original_max_position_embeddings=32,
-        mrope_section=[2, 2, 1],
-    ),
-    "qwen3_5": qwen_vl(
-        "qwen3_5",
-        "qwen3_5_text",
-        rope_type="default",
-        rope_theta=1e7,
-        partial_rotary_factor=0.25,
-        mrope_interleaved=True,
-        mrope_section=[1, 1, 0],
-    ),
-    "qwen3_5_moe": qwen_vl(
-        "qwen3_5_moe", "qwen3_5_moe_text", rope_type="default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0]
-    ),
-    "qwen3_vl": qwen_vl("qwen3_vl", "qwen3", rope_type="default", mrope_interleaved=True, mrope_section=[3, 2, 2]),
-    "qwen3_vl_moe": qwen_vl(
-        "qwen3_vl_moe", "qwen3_moe-normalised", rope_type="default", mrope_interleaved=True, mrope_section=[2, 2, 1]
-    ),
-    "gemma4": gemma4("gemma4_text-few-layers", GEMMA4_VISION),
-    "gemma4-experts": gemma4("gemma4_text-experts", GEMMA4_VISION),
-    "gemma4_unified": gemma4("gemma4_unified_text", UNIFIED_VISION, "gemma4_unified"),
-    **OMNI,
-    "qwen2_5_omni": {"model_type": "qwen2_5_omni", "thinker_config": OMNI["qwen2_5_omni_thinker"], **QWEN2_5_SPEECH},
-    "qwen3_omni_moe": {
-        "model_type": "qwen3_omni_moe",
-        "thinker_config": OMNI["qwen3_omni_moe_thinker"],
-        **QWEN3_SPEECH,
-        **{"system_token_id": 8, "tts_bos_token_id": 131, "im_start_token_id": 126},
-    },
-}
+MULTIMODAL = multimodal(CONFIGS)
 """Checkpoints of more than a language model, around those of CONFIGS."""
-
-
-def auto_class(config: PreTrainedConfig) -> type:
-    """The class of transformers that makes the model of `config`."""
-    multimodal = hasattr(config, "text_config") or hasattr(config, "thinker_config")
-    return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
-
 
 HEADS = {"text_config": {"num_attention_heads": 32}}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -598,97 +449,3 @@ NEEDED: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": HEADS,
 }
 """What configs of some types must say: transformers' default of Qwen3-Omni is 28 heads of 2048 / 28 channels."""
-
-
-def thinker(oracle: PreTrainedModel) -> PreTrainedModel:
-    """Of a model that speaks the one that reads and writes text; any other model itself."""
-    return plain(oracle.thinker) if hasattr(oracle, "thinker") else oracle
-
-
-BUFFERS = ("correction_bias", "layer_scalar")
-"""Ends of the names of buffers that checkpoints hold."""
-
-
-def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
-    # transformers writes into what it is given.
-    fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k == "sliding_window"}
-    oracle_config = AutoConfig.for_model(**fields)
-    torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
-    make = auto_class(oracle_config).from_config
-    oracle = plain(make(oracle_config, attn_implementation="eager", dtype=torch.float32))
-    randomize(oracle)
-    oracle.to(dtype).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    if config["model_type"] == "qwen2_5_omni":
-        torch.save({}, folder / "spk_dict.pt")  # the voices, without which transformers does not open it
-    return oracle
-
-
-@torch.no_grad()
-def randomize(oracle: PreTrainedModel) -> None:
-    """Fill all that a checkpoint holds, biases and norms too: at initial values a mistake in them would not show."""
-    from_zero = "gemma" in oracle.config.model_type and "gemma4" not in oracle.config.model_type
-    for name, parameter in oracle.named_parameters():
-        mean = 1.0 if "norm" in name and not from_zero else 0.0
-        mean = -2.0 if "A_log" in name else mean  # states that remember
-        parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
-    for name, buffer in oracle.named_buffers():
-        if name.endswith(BUFFERS):
-            buffer.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.3)
-
-
-def plain(oracle: PreTrainedModel) -> PreTrainedModel:
-    """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if {"num_experts_per_tok", "top_k_experts"} & {*oracle.config.get_text_config().to_dict()}:
-        oracle.set_experts_implementation("eager")
-    return oracle.eval()
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """max |found - wanted| / max |wanted|."""
-    assert found.shape == wanted.shape
-    found, wanted = found.detach().double(), wanted.detach().double()
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    """The gradients of a native model's parameters, in the layout of its checkpoint."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    weight_map = model.export_spec.weight_map
-    mappings = [each for each in weight_map.mappings if each.target in found]  # those of buffers are left out
-    return {each.name: each.read() for each in replace(weight_map, mappings=mappings).export(found)}
-
-
-def kept_tensors(oracle: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Its parameters, and the buffers that checkpoints hold."""
-    buffers = {name: b for name, b in oracle.named_buffers() if name.endswith(BUFFERS)}
-    return {**dict(oracle.named_parameters()), **buffers}
-
-
-def stored_as(
-    oracle: PreTrainedModel | Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Tensors in the layout of files, in that of the oracle, or of its tensors: it keeps all experts of a layer as one
-    tensor."""
-    own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
-    per_expert = (".experts.", "block_sparse_moe")
-    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
-    for name, parameter in own.items():
-        if name in found:
-            continue
-        layer, _, part = name.partition(".mlp.")
-        if not part.startswith("experts."):
-            elsewhere = f"{layer}.block_sparse_moe.{part}"
-            found |= {name: tensors[elsewhere]} if elsewhere in tensors else {}
-            continue
-        mixtral = f"{layer}.block_sparse_moe.gate.weight" in tensors
-        at = f"{layer}.block_sparse_moe.experts" if mixtral else f"{layer}.mlp.experts"
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        each = range(parameter.shape[0])
-        if part == "experts.gate_up_proj":
-            pairs = [torch.cat([tensors[f"{at}.{e}.{x}.weight"] for x in (gate, up)]) for e in each]
-            found[name] = torch.stack(pairs)
-        else:
-            found[name] = torch.stack([tensors[f"{at}.{e}.{down}.weight"] for e in each])
-    return found
