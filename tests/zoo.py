@@ -437,7 +437,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
-"""Configs with mixers that transformers' modules cannot compute natively in place (`nativize`)."""
+"""Configs with layers of Gated DeltaNet."""
+ONLY_NATIVE = {"gemma4_text-per-layer-inputs", "gemma4_text-few-layers", "gemma4_text-experts"}
+"""Configs with layers that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)
 """Checkpoints of more than a language model, around those of CONFIGS."""

@@ -27,6 +27,7 @@ from ligermodels.integrations.modules import (
     within_adapter,
 )
 from ligermodels.layers import AttentionConfig, BlockConfig, GatedDeltaNetConfig, MLPConfig, MoEConfig, RotaryEmbedding
+from ligermodels.layers.ungated_mlp import UngatedMLPConfig
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -108,8 +109,10 @@ def base_model(model: Any) -> Any:
     return hf
 
 
-_NOT_SUPPORTED = ("layer_scalar", "after", "values", "shares_kv", "kv_from")
+_NOT_SUPPORTED = ("after", "shares_kv", "kv_from")
 """Fields of configs of blocks and their mixers without a counterpart here."""
+_MLPS = (MLPConfig, UngatedMLPConfig, MoEConfig)
+"""Kinds of feed-forward layers with one."""
 
 
 def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
@@ -124,6 +127,8 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     for block in config.blocks:
         if not isinstance(block.mixer, AttentionConfig | GatedDeltaNetConfig):
             raise ConfigError(f"nativize: a mixer of {type(block.mixer).__name__} is not supported")
+        if not isinstance(block.mlp, _MLPS):
+            raise ConfigError(f"nativize: a feed-forward layer of {type(block.mlp).__name__} is not supported")
         parts = (block, block.mixer)
         if found := [name for name in _NOT_SUPPORTED if any(getattr(each, name, None) for each in parts)]:
             raise ConfigError(

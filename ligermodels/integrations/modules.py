@@ -164,7 +164,8 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
         sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         q, k, v = part(module, "attention.qkv")(x).split(sizes, dim=-1)
     else:
-        q, k, v = (part(module, f"attention.{each}")(x) for each in "qkv")
+        q, k = (part(module, f"attention.{each}")(x) for each in "qk")
+        v = k if config.values is not None and config.values.from_keys else part(module, "attention.v")(x)
     gate = None
     if config.output_gate:
         q, gate = (each.flatten(2) for each in q.unflatten(2, (-1, 2 * config.head_dim)).chunk(2, dim=-1))
@@ -172,6 +173,8 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
     if whole:
         q, k = part(module, "attention.q_norm")(q), part(module, "attention.k_norm")(k)
     q, k, v = (each.unflatten(2, (-1, config.head_dim)) for each in (q, k, v))  # a tensor-parallel shard has fewer
+    if config.values is not None and config.values.norm_eps is not None:
+        v = ops.rms_norm(v, None, config.values.norm_eps)
     if config.qk_norm is not None and not whole:
         q, k = part(module, "attention.q_norm")(q), part(module, "attention.k_norm")(k)
     if config.stored_as_pairs and config.rope is not None:
@@ -223,8 +226,10 @@ class _BlockView:
         self._layer, self._names, self.residual_scale = layer, native.names, native.config.residual_scale
 
     forward, _add = Block.forward, Block._add
-    after = layer_scalar = None
-
+    after = None
+    layer_scalar = property(
+        lambda self: self._layer.layer_scalar if native_of(self._layer).config.layer_scalar else None
+    )
     mixer = property(lambda self: part(self._layer, "mixer"))
     mixer_norm = property(lambda self: self._norm("mixer_norm", "before"))
     mlp_norm = property(lambda self: self._norm("mlp_norm", "before"))
