@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from ligermodels.archs.compose import STACKED_EXPERTS
+from ligermodels.archs.compose import STACKED_EXPERTS, gate_activation
 from ligermodels.archs.fields import Fields
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MLPConfig, MoEConfig, RouterConfig
@@ -32,26 +31,24 @@ def expert_layouts(
     return [{"names": {**(names or {}), **layout}} for layout in each]
 
 
-def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[int, MLPConfig], MLPConfig | MoEConfig]:
-    """The feed-forward layers of Qwen's mixtures, for `compose.decoder`: some layers are mixtures, the others dense.
-
-    Args:
-        fields: `decoder_sparse_step` and `mlp_only_layers` say which.
-        shared_size: intermediate channels of a shared expert with a gate, if mixtures have one.
+def mixture(fields: Fields, shared_size: int | None = None) -> MoEConfig:
+    """A mixture of Qwen's, with intermediate channels of a shared expert with a gate, if it has one.
 
     Raises ConfigError naming the field that is missing or bad.
     """
-    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
     router = RouterConfig(*fields.experts("num_experts"), normalize=fields.flag("norm_topk_prob", False))
+    activation = gate_activation(fields)
+    shared = None if shared_size is None else MLPConfig(shared_size, activation)
     size = fields.size("moe_intermediate_size")
+    return MoEConfig(router, size, activation, shared=shared, shared_gate=shared is not None)
 
-    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
-        if layer in dense or (layer + 1) % step:
-            return gated
-        shared = None if shared_size is None else replace(gated, size=shared_size)
-        return MoEConfig(router, size, gated.activation, shared=shared, shared_gate=shared is not None)
 
-    return mlp
+def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[int, MLPConfig], MLPConfig | MoEConfig]:
+    """The feed-forward layers of Qwen's mixtures, for `compose.decoder`: by the fields `decoder_sparse_step` and
+    `mlp_only_layers` some layers are mixtures, the others dense. `shared_size` and errors as of `mixture`."""
+    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
+    sparse = mixture(fields, shared_size)
+    return lambda layer, gated: gated if layer in dense or (layer + 1) % step else sparse
 
 
 def grouped_router(fields: Fields, experts: str = "n_routed_experts") -> RouterConfig:
