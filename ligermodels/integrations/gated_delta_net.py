@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,14 +25,7 @@ def conv_forward(
 
 def gated_norm_forward(module: Any, x: Tensor, z: Tensor) -> Tensor:
     """As `GatedNorm`."""
-    return GatedNorm.forward(_Parameters(weight=module.weight, eps=module.native.config.norm_eps), x, z)  # type: ignore
-
-
-class _Parameters:
-    """The attributes that the forward of a native layer reads."""
-
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
+    return GatedNorm.forward(SimpleNamespace(weight=module.weight, eps=module.native.config.norm_eps), x, z)  # type: ignore
 
 
 class DeltaView:
@@ -59,7 +53,7 @@ class DeltaView:
 
     def decay(self, a: Tensor) -> Tensor:
         """As `Decay`."""
-        parameters = _Parameters(log_rate=self._part("delta.A_log"), bias=self._part("delta.dt_bias"))
+        parameters = SimpleNamespace(log_rate=self._part("delta.A_log"), bias=self._part("delta.dt_bias"))
         return Decay.forward(parameters, a)  # type: ignore[arg-type]
 
 
