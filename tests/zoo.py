@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+# In transformers it counts as a model of images and text alone.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 # Head widths that are not hidden / heads, fewer key/value heads than heads, no round sizes, windows shorter than the
 # sequences of the tests (41 tokens), and layers enough for every kind of layer to occur.
@@ -217,8 +228,97 @@ GEMMA4: dict[str, dict[str, Any]] = {
     },
 }
 
+LATENT_BASE = {
+    **{name: value for name, value in BASE.items() if name != "head_dim"},
+    **EXPERTS,
+    "num_key_value_heads": BASE["num_attention_heads"],
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 11,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 8,
+}
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {  # With the fields of published checkpoints.
+        **LATENT_BASE,
+        "model_type": "deepseek_v3",
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "ep_size": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "deepseek_v3-no-query-latent": {  # Without experts, and with values wider than keys.
+        **LATENT_BASE,
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "q_lora_rank": None,
+        "v_head_dim": 18,
+        "first_k_dense_replace": 2,
+        "attention_bias": True,
+        "rope_interleave": False,
+    },
+    "glm4_moe_lite": {
+        **LATENT_BASE,
+        "model_type": "glm4_moe_lite",
+        "v_head_dim": 16,
+        "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+    },
+    "glm4_moe_lite-layer-types": {
+        **{name: value for name, value in LATENT_BASE.items() if name != "first_k_dense_replace"},
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "n_group": 2,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
+    "mistral4": {
+        **LATENT_BASE,
+        "model_type": "mistral4",
+        "n_routed_experts": 7,
+        "rope_parameters": {**YARN, **MINISTRAL3},
+    },
+    "mistral4-groups": {
+        **LATENT_BASE,
+        "model_type": "mistral4",
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "rope_parameters": {**YARN, **MINISTRAL3, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.5},
+    },
+}
+"""With latent attention."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     **LLAMAS,
+    **LATENT,
     **GEMMA4,
     "mistral-window": {**BASE, "model_type": "mistral", "sliding_window": 9, "rope_theta": 1e4},
     "mistral-nemo": {**BASE, "model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
@@ -435,7 +535,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
-"""Configs with mixers that transformers' modules cannot compute natively in place (`nativize`)."""
+"""Configs with Gated DeltaNet."""
+NOT_IN_PLACE = {*HYBRIDS, *GEMMA4, *LATENT}
+"""Configs with layers that transformers' modules cannot compute natively in place (`nativize`)."""
 
 
 def within(text: str, vision: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -488,6 +590,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "mistral3-ministral3": within(
         "ministral3", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
     ),
+    "mistral3-mistral4": within(
+        "mistral4", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
+    ),
     "qwen2_vl": qwen_vl("qwen2_vl", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]),
     "qwen2_5_vl": qwen_vl(
         "qwen2_5_vl",
@@ -530,10 +635,14 @@ BUFFERS = ("correction_bias", "layer_scalar")
 """Ends of the names of buffers that checkpoints hold."""
 
 
+NULLS = ("sliding_window", "q_lora_rank")
+"""Fields whose null does not mean their default."""
+
+
 def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
     # transformers writes into what it is given.
-    fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k == "sliding_window"}
+    fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k in NULLS}
     oracle_config = AutoConfig.for_model(**fields)
     torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
     make = auto_class(oracle_config).from_config
