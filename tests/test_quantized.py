@@ -30,7 +30,7 @@ LARGEST = 448.0
 """Of float8_e4m3fn."""
 BLOCK = (16, 24)
 """That divides no size of the tests' models."""
-PROJECTIONS = ("_proj.weight", "_proj", ".w1.weight", ".w2.weight", ".w3.weight")
+PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight", "_proj", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 def expand(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
@@ -123,11 +123,12 @@ def plain_twin(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor],
     return folder
 
 
-FAMILIES = ("llama-3.2", "phi3", "qwen3_moe", "mixtral", "gemma2")
+FAMILIES = ("llama-3.2", "phi3", "qwen3_moe", "mixtral", "gemma2", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    ("form", "family"), [*((form, "llama-3") for form in FORMS), *(("block", name) for name in FAMILIES)]
+    ("form", "family"),
+    [*((form, "llama-3") for form in FORMS), *(("block", name) for name in FAMILIES), ("block-128", "deepseek_v3")],
 )
 def test_logits_are_those_of_the_dequantised_weights(
     form: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ DEEPSEEK_V3 = {
     "rope_interleave": True,
     "num_nextn_predict_layers": 1,
 }
+KEY_DIM = "qk_nope_head_dim + qk_rope_head_dim"
 UNUSED = ("output_router_logits", "ep_size", "seq_aux", "aux_loss_alpha", *ATTRIBUTE_MAP.values())
 """Fields of published configs that change nothing: there is no loss of router logits."""
 
@@ -49,8 +50,8 @@ UNUSED = ("output_router_logits", "ep_size", "seq_aux", "aux_loss_alpha", *ATTRI
 def deepseek_v3(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `DeepseekV3Config` dict; its layers of multi-token prediction are no part of it."""
     fields = Fields(config, DEEPSEEK_V3)
-    rotated, context = fields.size("qk_rope_head_dim"), fields.size("max_position_embeddings")
-    fixed(fields, "head_dim", rotated)
+    rotated, context = rotated_dim(fields), fields.size("max_position_embeddings")
+    fixed(fields, "head_dim", rotated, "qk_rope_head_dim")
     fields.choices("moe_layer_freq", 1, default=1)
     dense = fields.size("first_k_dense_replace", zero=True)
     return latent_decoder(
@@ -81,13 +82,8 @@ def latent_decoder(
     Raises ConfigError naming the field that is missing, bad or not implemented.
     """
     fields.ignore(*UNUSED)
-    heads, rotated = fields.size("num_attention_heads"), fields.size("qk_rope_head_dim")
-    fixed(fields, "num_key_value_heads", heads)
-    if rope.channels != rotated:
-        raise ConfigError(
-            f"{fields.where}: partial_rotary_factor of the rope gives {rope.channels} channels to rotate, and "
-            f"qk_rope_head_dim is {rotated}"
-        )
+    heads, rotated = fields.size("num_attention_heads"), rotated_dim(fields)
+    fixed(fields, "num_key_value_heads", heads, "num_attention_heads")
     mixer = LatentAttentionConfig(
         heads,
         plain_dim=fields.size("qk_nope_head_dim"),
@@ -100,7 +96,7 @@ def latent_decoder(
         stored_as_pairs=fields.flag("rope_interleave", False),
         query_scaling=query_scaling,
     )
-    fixed(fields, "qk_head_dim", mixer.key_dim)
+    fixed(fields, "qk_head_dim", mixer.key_dim, KEY_DIM)
     mixer = replace(mixer, softmax_scale=_softmax_scale(fields, mixer.key_dim))
     size, shared = fields.size("moe_intermediate_size"), fields.size("n_shared_experts")
 
@@ -119,10 +115,17 @@ def latent_decoder(
     )
 
 
-def fixed(fields: Fields, name: str, value: int) -> None:
-    """ConfigError where a field that follows from others is there, and is not `value`."""
+def rotated_dim(fields: Fields) -> int:
+    """qk_rope_head_dim; ConfigError unless it is even."""
+    if (found := fields.size("qk_rope_head_dim")) % 2:
+        raise ConfigError(f"{fields.where}: qk_rope_head_dim {found} must be even for rotary positions")
+    return found
+
+
+def fixed(fields: Fields, name: str, value: int, source: str) -> None:
+    """ConfigError where a field that follows from `source`, another one, is there, and is not `value`."""
     if (found := fields.size(name, value)) != value:
-        raise ConfigError(f"{fields.where}: {name} = {found} is not implemented; by the other fields it is {value}")
+        raise ConfigError(f"{fields.where}: {name} = {found} is not implemented; by {source} it must be {value}")
 
 
 def _softmax_scale(fields: Fields, key_dim: int) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.decoder import DecoderConfig
-from ligermodels.archs.deepseek import latent_decoder
+from ligermodels.archs.deepseek import latent_decoder, rotated_dim
 from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
@@ -54,7 +54,7 @@ def glm4_moe_lite(config: Mapping[str, Any]) -> DecoderConfig:
             )
     return latent_decoder(
         fields,
-        rope=fields.rope(fields.size("qk_rope_head_dim"), fields.size("max_position_embeddings")),
+        rope=fields.rope(rotated_dim(fields), fields.size("max_position_embeddings")),
         router=grouped_router(fields, name_of(config, "n_routed_experts", ATTRIBUTE_MAP["n_routed_experts"])),
         is_dense=lambda layer: kinds[layer] == DENSE,
     )

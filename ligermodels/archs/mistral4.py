@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.decoder import DecoderConfig
-from ligermodels.archs.deepseek import fixed, latent_decoder
+from ligermodels.archs.deepseek import KEY_DIM, fixed, latent_decoder, rotated_dim
 from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.archs.glm_moe import NAMES
 from ligermodels.archs.mistral import growing_queries
+from ligermodels.errors import ConfigError
 
 MISTRAL4 = {
     "vocab_size": 131072,
@@ -56,15 +57,21 @@ def mistral4(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Mistral4Config` dict. Its rope is of a part of each head, by default the part of
     qk_rope_head_dim."""
     fields = Fields(renamed(config, "n_routed_experts", "num_local_experts"), MISTRAL4)
-    rotated, dense = fields.size("qk_rope_head_dim"), fields.size("first_k_dense_replace", zero=True)
+    rotated, dense = rotated_dim(fields), fields.size("first_k_dense_replace", zero=True)
     key_dim = rotated + fields.size("qk_nope_head_dim")
-    fixed(fields, "head_dim", key_dim)
+    fixed(fields, "head_dim", key_dim, KEY_DIM)
     fields, scaling = growing_queries(fields, ROPE)
     settings = {PART: rotated / key_dim, **fields.config["rope_parameters"]}
     fields = fields.replaced(rope_parameters=settings)
+    rope = fields.rope(key_dim, fields.size("max_position_embeddings"), partial=True)
+    if rope.channels != rotated:
+        raise ConfigError(
+            f"{fields.where}: rope_parameters: {PART} gives {rope.channels} of {KEY_DIM} = {key_dim} channels to "
+            f"rotate; qk_rope_head_dim is {rotated}"
+        )
     return latent_decoder(
         fields,
-        rope=fields.rope(key_dim, fields.size("max_position_embeddings"), partial=True),
+        rope=rope,
         router=grouped_router(fields, scores="softmax"),
         is_dense=lambda layer: layer < dense,
         query_scaling=scaling,
