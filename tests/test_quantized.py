@@ -116,9 +116,10 @@ def logits(model: Any, vocabulary: int = 131) -> Tensor:
 
 
 def plain_twin(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> Path:
-    """A checkpoint that is not quantised, of these tensors rounded once."""
+    """A checkpoint that is not quantised, of these tensors rounded once, but for those that are never rounded."""
     folder.mkdir()
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / SINGLE, metadata={"format": "pt"})
+    rounded = {name: t if name.endswith("correction_bias") else t.to(dtype) for name, t in tensors.items()}
+    save_file(rounded, folder / SINGLE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
