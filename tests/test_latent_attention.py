@@ -172,6 +172,14 @@ def test_fields_of_other_names() -> None:
         assert lm.from_config(other, device="meta").config == lm.from_config(config, device="meta").config
 
 
+def test_a_null_means_false_where_transformers_takes_it_so() -> None:
+    for field in ("rope_interleave", "norm_topk_prob"):
+        configs = [
+            lm.from_config({**LATENT["mistral4"], field: value}, device="meta").config for value in (None, False)
+        ]
+        assert configs[0] == configs[1] != lm.from_config(LATENT["mistral4"], device="meta").config
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [

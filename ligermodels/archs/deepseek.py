@@ -31,6 +31,7 @@ DEEPSEEK_V3 = {
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
     "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
     "n_group": 8,
     "topk_group": 4,
     "first_k_dense_replace": 3,

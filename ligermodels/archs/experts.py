@@ -57,8 +57,9 @@ def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[i
 def grouped_router(
     fields: Fields, experts: str = "n_routed_experts", scores: Literal["softmax", "sigmoid"] = "sigmoid"
 ) -> RouterConfig:
-    """The router of DeepSeek-V3 and of the families after it, whose field `experts` has the number of experts. With
-    `scores` "softmax" there is no selection bias, and logits are in the dtype of the model (Mistral 4).
+    """The router of DeepSeek-V3 and of the families after it, whose field `experts` has the number of experts; their
+    defaults have norm_topk_prob, whose null means false. With `scores` "softmax" there is no selection bias, and
+    logits are in the dtype of the model (Mistral 4).
 
     Raises ConfigError naming the field that is missing, bad or not implemented.
     """
@@ -85,7 +86,7 @@ def grouped_router(
         selection_bias=scores == "sigmoid",
         num_groups=groups,
         top_k_groups=best,
-        normalize=fields.flag("norm_topk_prob", True),
+        normalize=fields.flag("norm_topk_prob", False),
         eps=1e-20,
         scale=fields.number("routed_scaling_factor"),
         float32_logits=scores == "sigmoid",

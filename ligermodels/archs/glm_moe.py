@@ -29,6 +29,7 @@ GLM4_MOE = {
     "n_shared_experts": 1,
     "n_routed_experts": 128,
     "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,

@@ -27,6 +27,7 @@ GLM4_MOE_LITE = {
     "n_routed_experts": 64,
     "num_experts_per_tok": 4,
     "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
     "n_group": 1,
     "topk_group": 1,
     "kv_lora_rank": 512,

@@ -29,6 +29,7 @@ MISTRAL4 = {
     "n_routed_experts": 128,
     "num_experts_per_tok": 4,
     "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 0,
