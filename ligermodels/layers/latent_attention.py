@@ -102,7 +102,7 @@ class LatentAttentionConfig(LayerConfig):
         there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         kinds = ("weight", "bias") if self.bias else ("weight",)
         reordered = [("kv_a", 1, self.latent_dim, kinds)]
-        renamed = [("o", kinds), ("kv_a_norm", ("weight",)), ("kv_b", ("weight",))]
+        renamed = [("kv_b", ("weight",)), ("kv_a_norm", ("weight",)), ("o", kinds)]
         if self.q_rank is None:
             reordered.append(("q", self.num_heads, self.key_dim, ("weight",)))
         else:
