@@ -77,7 +77,7 @@ def test_rope_of_other_channels_is_refused() -> None:
 # -- LoRA --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3-no-query-latent", "mistral4"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3-without-experts", "mistral4"])
 def test_lora(name: str, tmp_path: Path) -> None:
     """Updates are those of the projections in the checkpoint, in its order; decoding knows them too."""
     oracle = make_checkpoint(tmp_path / "model", LATENT[name])

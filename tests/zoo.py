@@ -267,7 +267,7 @@ LATENT: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.7,
         },
     },
-    "deepseek_v3-no-query-latent": {  # Without experts, and with values wider than keys.
+    "deepseek_v3-without-experts": {  # Without a latent of queries, and with values wider than keys.
         **LATENT_BASE,
         "model_type": "deepseek_v3",
         "num_hidden_layers": 2,
