@@ -255,6 +255,8 @@ LATENT: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
         "ep_size": 1,
+        "seq_aux": True,
+        "aux_loss_alpha": 0.001,
         "num_nextn_predict_layers": 1,
         "rope_theta": 1e4,
         "rope_scaling": {
