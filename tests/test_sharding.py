@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 from two_ranks import WORLD, in_two_ranks
-from zoo import BASE, GEMMA, GEMMA4, GPT_OSS, MIXTURES, SANDWICH
+from zoo import BASE, GEMMA, GEMMA4, GPT_OSS, LATENT, MIXTURES, SANDWICH
 
 import ligermodels as lm
 from ligermodels.layers import Block, ForwardContext
@@ -30,9 +30,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": MIXTURES["glm4_moe"],
     "gpt_oss": GPT_OSS,
     "gemma4_text": GEMMA4["gemma4_text-per-layer-inputs"],
+    "deepseek_v3": LATENT["deepseek_v3"],
 }
 """Untied; tied, with post-norms; mixtures of experts, also with a gated shared one, with selection biases and with
-sinks; keys and values of one block in others, and inputs of each layer. Sizes that two ranks do not divide."""
+sinks; keys and values of one block in others, and inputs of each layer; latent attention. Sizes that two ranks do not
+divide."""
 
 
 def build(name: str) -> lm.CausalLM:

@@ -219,8 +219,100 @@ GEMMA4: dict[str, dict[str, Any]] = {
     },
 }
 
+LATENT_BASE = {
+    **{name: value for name, value in BASE.items() if name != "head_dim"},
+    **EXPERTS,
+    "num_key_value_heads": BASE["num_attention_heads"],
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 11,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 8,
+}
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {  # With the fields of published checkpoints.
+        **LATENT_BASE,
+        "model_type": "deepseek_v3",
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "ep_size": 1,
+        "seq_aux": True,
+        "aux_loss_alpha": 0.001,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "deepseek_v3-without-experts": {  # Without a latent of queries, and with values wider than keys.
+        **LATENT_BASE,
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "q_lora_rank": None,
+        "v_head_dim": 18,
+        "first_k_dense_replace": 2,
+        "attention_bias": True,
+        "rope_interleave": False,
+    },
+    "glm4_moe_lite": {
+        **LATENT_BASE,
+        "model_type": "glm4_moe_lite",
+        "v_head_dim": 16,
+        "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+    },
+    "glm4_moe_lite-layer-types": {
+        **{name: value for name, value in LATENT_BASE.items() if name != "first_k_dense_replace"},
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "n_group": 2,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
+    "mistral4": {
+        **LATENT_BASE,
+        "model_type": "mistral4",
+        "n_routed_experts": 7,
+        "q_lora_rank": 12,  # With 11, GEMMs of mapped experts, which are not aligned then, give other bits.
+        "rope_parameters": {**YARN, **MINISTRAL3},
+    },
+    "mistral4-groups": {
+        **LATENT_BASE,
+        "model_type": "mistral4",
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "rope_parameters": {**YARN, **MINISTRAL3, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.5},
+    },
+}
+"""With latent attention."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     **LLAMAS,
+    **LATENT,
     **GEMMA4,
     "mistral-window": {**BASE, "model_type": "mistral", "sliding_window": 9, "rope_theta": 1e4},
     "mistral-nemo": {**BASE, "model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
@@ -438,7 +530,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
-ONLY_NATIVE = {"gemma4_text-per-layer-inputs", "gemma4_text-few-layers", "gemma4_text-experts"}
+ONLY_NATIVE = {"gemma4_text-per-layer-inputs", "gemma4_text-few-layers", "gemma4_text-experts", *LATENT}
 """Configs with layers that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)

@@ -123,6 +123,9 @@ def multimodal(texts: Configs) -> dict[str, dict[str, Any]]:
         "mistral3-ministral3": within(
             texts, "ministral3", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
         ),
+        "mistral3-mistral4": within(
+            texts, "mistral4", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
+        ),
         "qwen2_vl": qwen_vl(
             texts, "qwen2_vl", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]
         ),

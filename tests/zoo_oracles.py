@@ -5,10 +5,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+# In transformers it counts as a model of images and text alone.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def auto_class(config: PreTrainedConfig) -> type:
@@ -24,12 +37,16 @@ def thinker(oracle: PreTrainedModel) -> PreTrainedModel:
 
 BUFFERS = ("correction_bias", "layer_scalar")
 """Ends of the names of buffers that checkpoints hold."""
+NULLS = ("sliding_window", "q_lora_rank")
+"""Fields whose null does not mean their default."""
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
     # transformers writes into what it is given.
-    fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k == "sliding_window"}
+    fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k in NULLS}
+    if "rotary_dim" in fields:  # which transformers before 5.18 or so does not read
+        fields["partial_rotary_factor"] = fields["rotary_dim"] / fields["head_dim"]
     oracle_config = AutoConfig.for_model(**fields)
     torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
     make = auto_class(oracle_config).from_config
@@ -59,7 +76,15 @@ def plain(oracle: PreTrainedModel) -> PreTrainedModel:
     """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
     if {"num_experts_per_tok", "top_k_experts"} & {*oracle.config.get_text_config().to_dict()}:
         oracle.set_experts_implementation("eager")
-    return oracle.eval()
+    return as_configured(oracle, oracle.config).eval()
+
+
+def as_configured(oracle: Module, config: PreTrainedConfig) -> Module:
+    """An oracle of gpt-oss's experts with the limit of its config, for which older transformers have a constant."""
+    for module in oracle.modules():
+        if hasattr(config, "swiglu_limit") and hasattr(module, "limit"):
+            module.limit = config.swiglu_limit
+    return oracle
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

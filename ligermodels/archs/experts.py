@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ligermodels.archs.compose import STACKED_EXPERTS, gate_activation
 from ligermodels.archs.fields import Fields
@@ -51,13 +51,18 @@ def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[i
     return lambda layer, gated: gated if layer in dense or (layer + 1) % step else sparse
 
 
-def grouped_router(fields: Fields, experts: str = "n_routed_experts") -> RouterConfig:
-    """The router of DeepSeek-V3 and of the families after it, whose field `experts` has the number of experts.
+def grouped_router(
+    fields: Fields, experts: str = "n_routed_experts", scores: Literal["softmax", "sigmoid"] = "sigmoid"
+) -> RouterConfig:
+    """The router of DeepSeek-V3 and of the families after it, whose field `experts` has the number of experts; their
+    defaults have norm_topk_prob, whose null means false. With `scores` "softmax" there is no selection bias, and
+    logits are in the dtype of the model (Mistral 4).
 
     Raises ConfigError naming the field that is missing, bad or not implemented.
     """
-    fields.choices("scoring_func", "sigmoid", default="sigmoid")
-    fields.choices("topk_method", "noaux_tc", default="noaux_tc")
+    fields.choices("scoring_func", scores, default=scores)
+    if scores == "sigmoid":
+        fields.choices("topk_method", "noaux_tc", default="noaux_tc")
     count, chosen = fields.experts(experts)
     groups, best = fields.size("n_group"), fields.size("topk_group")
     if count % groups:
@@ -74,12 +79,12 @@ def grouped_router(fields: Fields, experts: str = "n_routed_experts") -> RouterC
     return RouterConfig(
         count,
         chosen,
-        scores="sigmoid",
-        selection_bias=True,
+        scores=scores,
+        selection_bias=scores == "sigmoid",
         num_groups=groups,
         top_k_groups=best,
-        normalize=fields.flag("norm_topk_prob", True),
+        normalize=fields.flag("norm_topk_prob", False),
         eps=1e-20,
         scale=fields.number("routed_scaling_factor"),
-        float32_logits=True,
+        float32_logits=scores == "sigmoid",
     )

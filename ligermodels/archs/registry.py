@@ -11,18 +11,22 @@ from torch import nn
 
 from ligermodels.archs import (
     arcee,
+    deepseek,
     ernie,
     exaone,
     gemma,
     gemma4,
     glm,
     glm_moe,
+    glm_moe_lite,
     gpt_oss,
     granite,
     llama,
     mellum,
     minimax,
     mistral,
+    mistral3,
+    mistral4,
     mixtral,
     olmo,
     phi,
@@ -42,7 +46,8 @@ ENTRY_POINTS = "ligermodels.families"
 
 MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
-    glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss,
+    glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
+    mistral4, mistral3,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 
