@@ -172,7 +172,7 @@ def holds_only_heads(folder: Path) -> bool:
 
 def holds_heads(folder: Path) -> bool:
     """Whether the checkpoint in `folder` holds Medusa heads beside the model (`full-hf`)."""
+    from ligermodels.archs.extra_heads import without_heads
     from ligermodels.convert.config_json import read_json
-    from ligermodels.speculative.profiles import without_heads
 
     return bool(without_heads(read_json(folder / "config.json"))[1])
