@@ -127,5 +127,5 @@ def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
     layer = (full or attention)[-1]
     block, mixer = config.blocks[layer], mixers[layer]
     if getattr(mixer, "shares_kv", False):
-        block = replace(block, mixer=replace(mixer, shares_kv=False))  # type: ignore[call-arg]
+        block = replace(block, mixer=replace(mixer, shares_kv=False))  # type: ignore[type-var]
     return layer, block

@@ -30,6 +30,8 @@ from ligermodels.speculative.tree import Tree, default_tree
 class MedusaModel(MultiHeadModel):
     """A base model with K Medusa heads. Head i (from 0) at position t predicts token t + 2 + i."""
 
+    kind = "Medusa"
+
     def __init__(
         self,
         base: CausalLM,
@@ -162,6 +164,12 @@ class MedusaModel(MultiHeadModel):
         base = spec if chosen.prefix else None
         options: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
         save_heads(Path(folder), chosen, self.shape, state, base_model=base_model, base=base, **options)
+
+    def save_whole(
+        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
+    ) -> None:
+        """`export` with the profile full-hf."""
+        self.export(folder, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the heads alone, in the `vllm` or `vllm-shared` format, for `from_pretrained`."""

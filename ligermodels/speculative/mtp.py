@@ -44,6 +44,7 @@ class MTPModel(MultiHeadModel):
     and each step attends causally to its own results (FastMTP, arXiv 2509.18362).
     """
 
+    kind = "MTP"
     reads_every_token = True
 
     def __init__(self, base: CausalLM, num_steps: int = STEPS, decay: float = DECAY) -> None:
@@ -212,6 +213,12 @@ class MTPModel(MultiHeadModel):
         """
         spec, state = checkpoint_spec(self.base, self.head, self.layout)
         spec.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
+
+    def save_whole(
+        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
+    ) -> None:
+        """`save_pretrained`."""
+        self.save_pretrained(folder, max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_head(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the head alone, under the names that it has in a checkpoint, for `from_pretrained`: config.json and

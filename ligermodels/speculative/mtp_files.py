@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import CheckpointError, ConfigWarning
+from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
 from ligermodels.layers.config import persistent_tensors
 from ligermodels.layers.sharding import gathered, reshard
 
@@ -175,3 +175,18 @@ def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM
                     ConfigWarning,
                     stacklevel=4,
                 )
+
+
+def holds_head(base: CausalLM, folder: Path) -> bool:
+    """Whether a checkpoint holds a head of multi-token prediction for `base`, whole or not."""
+    with Checkpoint(folder) as files:
+        return bool(head_tensors(base, files.headers))
+
+
+def head_tensors(base: CausalLM, names: Iterable[str]) -> set[str]:
+    """Those of the checkpoint tensors `names` that are of a head for `base`."""
+    try:
+        sources = set[str]().union(*(each.weight_map.sources() for each in Layout.all_of(base)))
+    except ConfigError:  # of models that can have none
+        return set()
+    return sources & set(names)

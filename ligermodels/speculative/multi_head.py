@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,9 @@ class MultiHeadModel(nn.Module):
 
     base: CausalLM
     num_heads: int
-    reads_every_token = False
+    kind: ClassVar[str]
+    """What users call these heads."""
+    reads_every_token: ClassVar[bool] = False
     """Whether heads need the base model's states of tokens that have no target too."""
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
@@ -63,6 +66,12 @@ class MultiHeadModel(nn.Module):
 
     def drafter(self, tree: Tree) -> Drafter:
         """What proposes the candidates of a call of `generate`."""
+        raise NotImplementedError
+
+    def save_whole(
+        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
+    ) -> None:
+        """Write the base model's checkpoint with the heads in it."""
         raise NotImplementedError
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:
