@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch
 from ligermodels.speculative.evaluation import evaluate_heads
@@ -46,7 +48,9 @@ class MTPJob:
             source = None if model.export_spec is None else model.export_spec.source
             start = NEW if source is None or not holds_head(model, source.folder) else str(source.folder)
         if start == NEW or resuming:
-            self.model = MTPModel.from_base(model, **options)
+            with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+                torch.manual_seed(recipe.seed)
+                self.model = MTPModel.from_base(model, **options)
         else:
             self.model = MTPModel.from_pretrained(model, start, **options)
         self.trainable: Trainable = self.model
