@@ -11,12 +11,17 @@ from mtp_oracle import add_head
 from runs import equal_heads, losses, scores
 from safetensors.torch import load_file
 from typer.testing import CliRunner
-from zoo import CONFIGS, make_checkpoint
+from zoo import CONFIGS, LLAMA, make_checkpoint
 
 import ligermodels as lm
 from ligermodels.cli import app
+from ligermodels.data.corpus import Corpus
+from ligermodels.data.documents import Documents, TokenDocuments
+from ligermodels.data.packing import PackedBatches
+from ligermodels.demo.corpus import END, python_sources, train_tokenizer
 from ligermodels.errors import ConfigError
-from ligermodels.training import Console, MTPRecipe, train_mtp
+from ligermodels.speculative.evaluation import evaluate_heads
+from ligermodels.training import Console, MTPRecipe, train, train_mtp, warmup_cosine
 from ligermodels.training.recipe_file import shipped_recipes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,3 +141,38 @@ def test_stock_heads_in_a_command(tmp_path: Path) -> None:
     added = add_head(tmp_path / "in", oracle)
     about = json.loads(command("info", str(tmp_path / "in"), "--json"))
     assert about["mtp_head"]["parameters"] == sum(tensor.numel() for tensor in added.values())
+
+
+def test_training_raises_acceptance_at_every_step_of_the_head(tmp_path: Path) -> None:
+    """On Python's own sources: a small Llama trained on them, and a head of three steps on it."""
+    corpus = Corpus(python_sources(400_000))
+    training, validation = corpus.split(0.1, 0)
+    tokenizer = train_tokenizer((corpus.read(i)[0].decode() for i in training), 320, tmp_path)
+    documents = Documents(corpus, tokenizer, eos_token_id=tokenizer.backend.token_to_id(END))
+    tokens, unseen = ([found.ids for found in documents.read(part) if found] for part in (training, validation))
+    texts = TokenDocuments.chunks(tokens, 128)
+
+    def fit(model: Any, parameters: Any, steps: int, seed: int) -> None:
+        optimizer = torch.optim.AdamW(list(parameters), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        schedule = warmup_cosine(optimizer, steps, warmup_steps=10)
+        batches = PackedBatches(texts, seq_len=128, batch_size=4, seed=seed)
+        train(model, batches, steps=steps, optimizer=optimizer, schedule=schedule)
+
+    def accuracy() -> list[float]:
+        parts = PackedBatches(TokenDocuments(ids[:512] for ids in unseen), seq_len=128, batch_size=4, epochs=1)
+        return evaluate_heads(model, parts).accuracy(1).tolist()
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1, "head_dim": 16}
+    base = lm.from_config({**LLAMA, **sizes, "num_attention_heads": 4, "num_key_value_heads": 2})
+    fit(base, base.parameters(), 250, 0)
+    model = lm.MTPModel.from_base(base.eval())
+    start = accuracy()
+    fit(model, model.head_parameters(), 120, 1)
+    found = accuracy()
+    assert all(after > before + 0.05 for before, after in zip(start, found, strict=True)), (start, found)
+    prompts = [ids[at : at + 24] for ids in unseen for at in (64, 256) if len(ids) > 512][:12]
+    options: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(prompts, 40, return_stats=True, **options)
+    assert out.sequences.tolist() == base.generate(prompts, 40, do_sample=False, **options).tolist()
+    assert out.tokens_per_step > 1.5
