@@ -76,7 +76,8 @@ def train_heads(
     device: str | None,
     attention: str,
 ) -> None:
-    """What the commands that train heads do: a run by `ligermodels.training.{train}`, and the scores at its end."""
+    """What the commands that train heads do: a run by the function `train` of `ligermodels.training`, by its name, and
+    the scores at its end."""
     chosen = recipe_of(kind, recipe, base, settings or {}, assignments or [])
     out = require_given(chosen, out, "BASE")
     place = options.device_named(device)

@@ -162,6 +162,7 @@ class TreeStep(Step):
     def start(self, ids: Tensor, real: Tensor) -> ops.Sequences:
         sequences = super().start(ids, real)
         self.drafter.start(sequences, self._prompt_states)
+        del self._prompt_states
         return sequences
 
     def _prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

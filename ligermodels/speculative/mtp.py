@@ -63,8 +63,8 @@ class MTPModel(MultiHeadModel):
     def from_base(cls: type[Model], base: CausalLM, num_steps: int = STEPS, decay: float = DECAY) -> Model:
         """A new head on `base`, whose parameters are frozen.
 
-        The block is a copy of the base's last one of full attention, and reads the hidden state alone at first; the
-        norm after it is a copy of the base's final norm.
+        Its weights are random, as those of a new model are, but for the norm after the block, a copy of the base's
+        final norm. (In training, small models' heads learned faster so than from a copy of one of the base's blocks.)
 
         Args:
             base: the model to speed up; one of any family whose blocks take nothing beside hidden states.
@@ -75,18 +75,11 @@ class MTPModel(MultiHeadModel):
         """
         base.requires_grad_(False)
         model = cls(base, num_steps, decay)
-        layer = mtp_block(base.config)[0]
-        copies = ((model.head.block, base.decoder.blocks[layer]), (model.head.norm, base.decoder.norm))
-        for ours, theirs in copies:
-            state = {name: gathered(tensor) for name, tensor in theirs.state_dict().items()}
-            try:
-                ours.load_state_dict(state)
-            except RuntimeError as error:
-                raise InputError(f"base: its layers are not those of its config: {error}") from None
-        if base.device.type != "meta":
-            size = base.config.hidden_size
-            with torch.no_grad():
-                model.head.fc.weight[:, size:] = torch.eye(size)
+        state = {name: gathered(tensor) for name, tensor in base.decoder.norm.state_dict().items()}
+        try:
+            model.head.norm.load_state_dict(state)
+        except RuntimeError as error:
+            raise InputError(f"base: its final norm is not that of its config: {error}") from None
         return model
 
     @classmethod
