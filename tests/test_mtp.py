@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers.modeling_layers
 from mtp_oracle import Oracle, add_head
 from safetensors.torch import load_file, save_file
+from test_quantized import make_quantised
 from torch import nn
 from zoo import BASE, CONFIGS, MIXTURES, MULTIMODAL, make_checkpoint, relative_error
 
@@ -326,3 +327,15 @@ def test_the_block_is_that_of_full_attention() -> None:
             b.mixer for b in model.base.config.blocks if isinstance(b.mixer, AttentionConfig) and b.mixer.window is None
         ]
         assert model.head.block.mixer.config in (full or [mixer]) and isinstance(model.head, nn.Module)
+
+
+def test_a_head_in_fp8_is_dequantised(tmp_path: Path) -> None:
+    stock(tmp_path, "qwen3_5_text")
+    plain = make_quantised(tmp_path, CONFIGS["qwen3_5_text"], "block")
+    model = lm.MTPModel.from_pretrained(tmp_path, dtype=torch.float32)
+    model.save_head(tmp_path / "head")
+    found = load_file(tmp_path / "head" / "model.safetensors")
+    assert found.keys() == {name for name in plain if name.startswith("mtp.")}
+    assert all(torch.equal(tensor, plain[name].float()) for name, tensor in found.items())
+    model.save_pretrained(tmp_path / "out", keep="all")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == plain.keys()
