@@ -14,7 +14,7 @@ from mtp_oracle import Oracle, add_head
 from safetensors.torch import load_file, save_file
 from test_quantized import make_quantised
 from torch import nn
-from zoo import BASE, CONFIGS, MIXTURES, MULTIMODAL, make_checkpoint, relative_error
+from zoo import BASE, CONFIGS, LLAMA, MIXTURES, MULTIMODAL, PHI_LONGROPE, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
@@ -156,10 +156,12 @@ def test_ignored_labels_padding_and_checkpointing_leave_the_loss_the_same() -> N
 
 # -- drafting ----------------------------------------------------------------------------------------------------------
 
-LOSSLESS = ["llama-3.2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "gpt_oss", "phi3-longrope"]
+ALL["longrope"] = {**BASE, **PHI_LONGROPE, "sliding_window": 9, "original_max_position_embeddings": 21}
+ALL["dynamic"] = {**LLAMA, "max_position_embeddings": 21, "rope_scaling": {"type": "dynamic", "factor": 3.0}}
+LOSSLESS = ["llama-3.2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "gpt_oss", "ministral3"]
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSLESS if name in ALL])
+@pytest.mark.parametrize("name", [*LOSSLESS, "longrope", "dynamic"])
 @pytest.mark.parametrize("tree", [None, Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])])
 def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | None) -> None:
     model = made(name)
@@ -177,9 +179,10 @@ def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | No
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama-3.2", "qwen3_5_text"])
 def test_drafts_with_the_cache_are_those_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draft against one pass over the whole text; that paths of several tokens are followed rests on `favour`,
-    by which the model often says what was drafted."""
+    """Each draft against one pass over the whole text; at this temperature nearly all candidates are accepted, so that
+    paths of several tokens are followed, and not those of the first candidates."""
     model, seen = made(name), []
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 1)])
     draft = MTPDrafter.draft
 
     def recomputed(text: list[int], depth: int) -> list[int]:
@@ -202,9 +205,7 @@ def test_drafts_with_the_cache_are_those_without(name: str, monkeypatch: pytest.
         return best
 
     monkeypatch.setattr(MTPDrafter, "draft", checked)
-    out = model.generate(
-        PROMPTS, 20, tree=chain(4), temperature=1e4, eos_token_id=None, pad_token_id=0, return_stats=True
-    )
+    out = model.generate(PROMPTS, 20, tree=tree, temperature=1e4, eos_token_id=None, pad_token_id=0, return_stats=True)
     assert len(seen) == out.steps and out.tokens_per_step > 1.2
 
 
