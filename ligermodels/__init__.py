@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ligermodels.pretrained import from_config, from_pretrained, from_transformers
     from ligermodels.speculative.joint import JointMedusa
     from ligermodels.speculative.medusa import MedusaModel
-    from ligermodels.speculative.output import MedusaOutput
+    from ligermodels.speculative.mtp import MTPModel
+    from ligermodels.speculative.output import MedusaOutput, MultiHeadOutput
 
 __version__ = "0.1.0"
 
@@ -34,7 +35,8 @@ __getattr__, __dir__ = lazy_names(
         "pretrained": ("from_config", "from_pretrained", "from_transformers"),
         "speculative.joint": ("JointMedusa",),
         "speculative.medusa": ("MedusaModel",),
-        "speculative.output": ("MedusaOutput",),
+        "speculative.mtp": ("MTPModel",),
+        "speculative.output": ("MedusaOutput", "MultiHeadOutput"),
     },
 )
 
@@ -44,8 +46,10 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "JointMedusa",
+    "MTPModel",
     "MedusaModel",
     "MedusaOutput",
+    "MultiHeadOutput",
     "Tokenizer",
     "add_lora",
     "errors",

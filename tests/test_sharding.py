@@ -157,6 +157,34 @@ def medusa(rank: int, folder: Path, mesh: DeviceMesh, name: str, lm_head: str, h
     assert torch.equal(again.generate(ids, **options), plain.generate(ids, **options))
 
 
+def mtp(rank: int, folder: Path, mesh: DeviceMesh, name: str, how: str) -> None:
+    def make(sharded: bool) -> lm.MTPModel:
+        base = build(name)
+        if sharded:
+            shard(base, base)
+        torch.manual_seed(1)
+        return lm.MTPModel.from_base(base, num_steps=2)
+
+    plain, model = make(False), make(how == "base")
+    if how == "all":
+        shard(model.base, model.base)
+        fully_shard(model.head)
+        fully_shard(model)
+    check_gradients(model, plain, of_model) if how == "all" else of_model(model, rank).backward()
+    ids = draw(rank)[0]
+    options = {"max_new_tokens": 8, "eos_token_id": [7], "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    model.save_pretrained(folder / "out")
+    dist.barrier()
+    again = lm.MTPModel.from_pretrained(folder / "out", num_steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), plain.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name, how", [("llama", "all"), ("gemma2", "base"), ("glm4_moe", "all")])
+def test_fsdp2_mtp(name: str, how: str, tmp_path: Path) -> None:
+    in_two_ranks(mtp, tmp_path, name, how)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fsdp2_trains_generates_and_saves(name: str, tmp_path: Path) -> None:
     in_two_ranks(train_generate_save, tmp_path, name)

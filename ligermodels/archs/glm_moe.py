@@ -11,6 +11,7 @@ from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
 
 GLM4_MOE = {
@@ -73,4 +74,4 @@ def glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP),)
+FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)

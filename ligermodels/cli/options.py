@@ -18,7 +18,7 @@ from ligermodels.training.renamed import flag, warn
 
 if TYPE_CHECKING:
     from ligermodels.archs.causal_lm import CausalLM
-    from ligermodels.speculative.medusa import MedusaModel
+    from ligermodels.speculative.multi_head import MultiHeadModel
 
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -66,12 +66,12 @@ def load(path: str | Path, dtype: Dtype | None, device: str, attention: str = "a
         return from_pretrained(path, dtype=kind, device=device, attention=attention, progress=update)
 
 
-def load_heads(base: CausalLM, heads: str) -> MedusaModel:
-    """Medusa heads for `base`, from a folder or the hub, with a progress bar."""
-    from ligermodels.speculative.medusa import MedusaModel
+def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
+    """Medusa or MTP heads for `base`, from a folder or the hub, with a progress bar."""
+    from ligermodels.speculative.load import load_multi_head
 
     with progress(f"loading {heads}", in_bytes=True) as update:
-        return MedusaModel.from_pretrained(base, heads, progress=update)
+        return load_multi_head(base, heads, progress=update)
 
 
 def require_free(folder: Path, overwrite: bool, *, is_run: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation on given text: loss of a model, scores of Medusa heads, KL of a model to a reference."""
+"""Evaluation on given text: loss of a model, scores of heads, KL of a model to a reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ligermodels.generation.generate import evaluating
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.packing import document_bounds
 from ligermodels.speculative.distillation import divergence_and_losses
-from ligermodels.speculative.medusa import MedusaModel
+from ligermodels.speculative.multi_head import MultiHeadModel
 
 RANKS = 10
 """Ranks of a head's candidates that are counted separately; a tree uses no more."""
@@ -58,18 +58,18 @@ class HeadScores:
 
 @torch.no_grad()
 def evaluate_heads(
-    medusa: MedusaModel, batches: Iterable[Batch], on_ranks: Callable[[Tensor], object] | None = None
+    model: MultiHeadModel, batches: Iterable[Batch], on_ranks: Callable[[Tensor], object] | None = None
 ) -> HeadScores:
     """Scores of every head over all batches; `on_ranks` gets the ranks of each batch, long (K, B, T).
 
     Raises InputError when there is no batch.
     """
     losses, hits, counts = [], [], []
-    device = medusa.base.device
+    device = model.base.device
     rank = torch.arange(RANKS, device=device)
-    with evaluating(medusa):
+    with evaluating(model):
         for batch in batches:
-            out = medusa(**on_device(batch, device), reduction="sum")
+            out = model(**on_device(batch, device), reduction="sum")
             losses.append(out.head_losses.double())
             hits.append((out.ranks[..., None] == rank).sum((1, 2)))
             counts.append(out.counts)
