@@ -1,6 +1,7 @@
 """Cross entropy over given logits; the formula is at the head of `token_losses`, and with class weights or token
 scaling at that of `loss_terms`."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ligermodels.ops.loss.token_losses import (
 )
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import as_rows
 
 
@@ -68,11 +69,23 @@ def cross_entropy(
     options = LossOptions(
         ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank, return_predicted
     )  # fmt: skip
+    V, shard = logits.shape[-1:].numel(), None
+    if is_dtensor(logits) and logits.ndim:
+        shards = importlib.import_module("ligermodels.ops.runtime.class_shards")
+        logits, shard = shards.shard_of_classes("cross_entropy", "logits", logits, -1)
     check_loss("cross_entropy", logits, "logits", target, token_weights, reduction, options)
-    V, dtype = logits.shape[-1], logits.dtype
+    dtype = logits.dtype
     class_weights = check_class_weights("cross_entropy", class_weights, V, logits.device, dtype)
-    terms = LossTerms(options, class_weights, token_scaling, return_z_loss)
+    terms = LossTerms(options, class_weights, token_scaling, return_z_loss, shard is not None)
     target, weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype, class_weights)
+    if shard is not None:
+        numbers = importlib.import_module("ligermodels.ops.loss.sharded_numbers").sharded_numbers
+        found = numbers(
+            logits, target, shard, terms.of_kernels, return_lse=terms.needs_lse,
+            class_weights=terms.mean_weights(V, logits),
+        )  # fmt: skip
+        losses, z_losses = terms.losses(found, weights)
+        return terms.results(losses if reduction == "none" else losses.sum(), z_losses, reduction, found)
     if use_kernels(logits):
         arguments = (logits, target, terms.mean_weights(V, logits), terms.of_kernels, terms.needs_lse)
         found = RowNumbers(*_CrossEntropy.apply(*arguments))

@@ -77,7 +77,7 @@ def linear_cross_entropy(
         num_targets,
         class_weights,
     )
-    terms = LossTerms(options, head.class_weights, token_scaling, return_z_loss)
+    terms = LossTerms(options, head.class_weights, token_scaling, return_z_loss, head.shard is not None)
     if terms.together:
         loss, *others = _LinearCrossEntropy.apply(
             *head[:4], head.loss_weights.of_target, options, return_z_loss, memory_budget, head.num_targets,
@@ -88,7 +88,7 @@ def linear_cross_entropy(
     else:
         found = linear_numbers(
             head, terms.of_kernels, memory_budget, return_lse=terms.needs_lse,
-            class_weights=terms.mean_weights(len(weight), head.hidden), keep=not terms.needs_lse,
+            class_weights=terms.mean_weights(head.num_classes, head.hidden), keep=not terms.needs_lse,
         )  # fmt: skip
         losses, z_losses = terms.losses(found, head.loss_weights)
         loss = losses if reduction == "none" else losses.sum()

@@ -10,6 +10,8 @@ forward pass computes that of each row's log-probability, and the backward pass 
 GEMMs, whatever the loss.
 """
 
+import importlib
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,12 @@ def linear_numbers(
     options: without label smoothing and z-loss. class_weights: (V,), those of the means, if these are asked for.
     keep: whether the forward pass keeps the gradient of -log p_y where it can, which serves if the loss uses no other.
     """
+    if head.shard is not None:
+        sharded = importlib.import_module("ligermodels.ops.loss.sharded_numbers").sharded_linear_numbers
+        return sharded(
+            head, options, memory_budget, return_entropy=return_entropy, return_lse=return_lse,
+            class_weights=class_weights,
+        )  # fmt: skip
     asked = (return_entropy, return_lse, class_weights is not None)
     return RowNumbers(
         *_LinearNumbers.apply(

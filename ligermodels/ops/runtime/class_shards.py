@@ -1,0 +1,75 @@
+"""A dimension of classes that is sharded over ranks, as DTensors tell it. Imported when the first DTensor is seen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ligermodels.errors import InputError
+
+
+class ClassShard(NamedTuple):
+    """The classes of this rank: `size` of `num_classes`, from `first` on; no rank of `group` has more than `most`."""
+
+    first: int
+    size: int
+    most: int
+    num_classes: int
+    group: dist.ProcessGroup
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """x of all ranks together, in place."""
+        dist.all_reduce(x, op, self.group)
+        return x
+
+    def targets(self, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Targets among this rank's classes: those of other ranks are class 0, ignored ones -1; and bool, which of the
+        given ones are not ignored, and which of them are of this rank. All of target's shape."""
+        valid = target != ignore_index
+        inside = valid & (target >= self.first) & (target < self.first + self.size)
+        return torch.where(inside, target - self.first, valid.long() - 1), valid, inside
+
+
+def shard_of_classes(op: str, name: str, x: Tensor, dim: int) -> tuple[Tensor, ClassShard]:
+    """This rank's part of x, a DTensor that is sharded in `dim` over one dimension of its mesh, and which it is.
+
+    Raises InputError for other placements, and where a rank would have no class."""
+    dim = dim % x.ndim
+    if not isinstance(x, DTensor) or any(type(p) not in (Replicate, Shard) for p in x.placements):
+        raise InputError(_refusal(op, name, x, dim))
+    sharded = [i for i, placement in enumerate(x.placements) if isinstance(placement, Shard)]
+    if len(sharded) != 1 or not x.placements[sharded[0]].is_shard(dim):
+        raise InputError(_refusal(op, name, x, dim))
+    mesh, ranks = x.device_mesh, x.device_mesh.shape[sharded[0]]
+    num_classes = x.shape[dim]
+    most = -(-num_classes // ranks)  # as torch.chunk: the last shards may be smaller
+    first = most * mesh.get_local_rank(sharded[0])
+    if most * (ranks - 1) >= num_classes:
+        raise InputError(f"{op}: {name} has {num_classes} classes, too few for each of {ranks} ranks to have some")
+    local = x.to_local()
+    return local, ClassShard(first, local.shape[dim], most, num_classes, mesh.get_group(sharded[0]))
+
+
+def on_all_ranks(x: Tensor, sharded: Tensor) -> Tensor:
+    """x whole, as an operand of each rank's part of the DTensor `sharded`: its gradient is the sum of all ranks'.
+
+    x: a plain tensor that is the same on all ranks, or a DTensor, which is gathered if need be."""
+    assert isinstance(sharded, DTensor)
+    mesh, everywhere = sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, everywhere, run_check=False)
+    parts = [Partial() if isinstance(p, Shard) else Replicate() for p in sharded.placements]
+    local: Tensor = x.redistribute(placements=everywhere).to_local(grad_placements=parts)
+    return local
+
+
+def _refusal(op: str, name: str, x: Tensor, dim: int) -> str:
+    return (
+        f"{op} takes no DTensors but those whose classes are sharded over one dimension of a mesh: {name} must be "
+        f"plain or Shard({dim}), got {getattr(x, 'placements', 'a plain tensor')}; pass local tensors (x.to_local()), or "
+        "gather first (x.full_tensor())"
+    )
