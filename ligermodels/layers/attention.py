@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
-from ligermodels.errors import InputError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.kv_cache import KVCache, LayerKV
 from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
+from ligermodels.layers.sharding import TensorSharding, local, split_evenly
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,15 @@ class AttentionConfig(LayerConfig):
                 yield source, start, at, dim
                 at += dim
 
+    def tensor_shard(self, ranks: int) -> AttentionConfig:
+        """By key/value heads, each with its query heads."""
+        if self.shares_kv:
+            raise ConfigError("shares_kv: keys and values that later layers share have no rule for tensor parallelism")
+        if self.qk_norm is not None and self.qk_norm.over == "projection":
+            raise ConfigError("qk_norm: over the whole projection, not each head, has no rule for tensor parallelism")
+        kv_heads = split_evenly("num_kv_heads (num_key_value_heads)", self.num_kv_heads, ranks)
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
+
     def with_attention_backend(self, name: str) -> AttentionConfig:
         return replace(self, backend=name)
 
@@ -152,6 +162,8 @@ class Attention(nn.Module):
 
     Parameter `sinks` (num_heads,), None where the config has none.
     """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"qkv": "columns", "o": "rows", "sinks": 0}
 
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -180,12 +192,13 @@ class Attention(nn.Module):
             "softmax_scale": config.softmax_scale,
             "window": config.window,
             "softcap": config.softcap,
-            "sinks": self.sinks,
+            "sinks": local(self, self.sinks),
         }
         qkv, gate, shared = self.qkv(x), None, None
         if config.output_gate:
-            heads = qkv.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
-            parts = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
+            rows = self.qkv.out_features // (config.num_kv_heads * config.head_dim)
+            heads = qkv.unflatten(-1, (-1, rows, config.head_dim))  # of all key/value heads, or of this rank's
+            parts = heads.split([rows - config.group_size, config.group_size], dim=-2)
             qkv, gate = (part.flatten(2) for part in parts)
         if state is not None and context.cache_seqlens is not None:
             q, k, v = self.split(qkv, tables, state, context.cache_seqlens)

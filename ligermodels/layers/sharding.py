@@ -1,12 +1,27 @@
-"""Models whose parameters are sharded over ranks, by FSDP2 or tensor parallelism."""
+"""Models whose parameters are sharded over ranks, by FSDP2 or tensor parallelism.
+
+Under tensor parallelism every parameter is a DTensor, and modules compute with plain tensors: hidden states, the same
+on all ranks, and this rank's part of whatever lies between a projection by columns and one by rows. A class of modules
+that can do so has a `tensor_parallel`, a mapping that says how its parameters, and the linear layers within it, are
+distributed (`TensorSharding`); what else is within it has one of its own. Its forward takes its own parameters by
+`local`.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from ligermodels.errors import ConfigError
+from ligermodels.ops.runtime.library import PLAIN_OR_NONE
+
+TensorSharding = int | Literal["replicated", "columns", "rows"]
+"""A parameter is sharded in this dimension, or replicated. Of a linear layer "columns" shards the output channels and
+"rows" the input channels, whose products are summed over ranks; "replicated" does neither."""
 
 Result = TypeVar("Result")
 
@@ -19,6 +34,55 @@ class ModuleLike(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def eval(self) -> Any: ...
+
+
+def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
+    """What `module` computes with of its own `parameter`: itself, or under tensor parallelism this rank's part.
+
+    partial: the parameter is replicated, but used for this rank's channels alone, so that the ranks' gradients are to
+    be summed."""
+    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+        return parameter
+    return _local_tensors().local(parameter, partial=partial)
+
+
+def on_all_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
+    """x as an operand of what `local` gives of a sharded `parameter`: its gradient is summed over ranks."""
+    return cast(Tensor, _local_tensors().on_all_ranks(x, parameter)) if is_tensor_parallel(module) else x
+
+
+def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
+    """The sum of x, computed with what `local` gives of a sharded `parameter`, over ranks."""
+    return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter)) if is_tensor_parallel(module) else x
+
+
+def gather_last(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
+    """x (..., n) of all ranks, (..., len(parameter)), where `parameter` is sharded in its first dimension."""
+    return cast(Tensor, _local_tensors().gather_last(x, parameter)) if is_tensor_parallel(module) else x
+
+
+def on_first_rank(module: nn.Module, parameter: Any) -> Any:
+    """`local` of a replicated parameter that is added to what is then summed over ranks: zeros on all but the first."""
+    if parameter is None or not is_tensor_parallel(module):
+        return parameter
+    return local(module, parameter, partial=True) * float(_local_tensors().is_first_rank(parameter))
+
+
+def is_tensor_parallel(module: nn.Module) -> bool:
+    """Whether `parallel.tensor_parallel` has distributed the parameters of this module."""
+    return bool(getattr(module, "_tensor_parallel", False))
+
+
+def split_evenly(field: str, size: int, ranks: int) -> int:
+    """size / ranks; ConfigError, naming the field, where that is no whole number."""
+    if size % ranks:
+        known = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        raise ConfigError(f"{field}: {size} cannot be split evenly over {ranks} ranks; its divisors are {known}")
+    return size // ranks
+
+
+def _local_tensors() -> Any:
+    return importlib.import_module("ligermodels.ops.runtime.local_tensors")
 
 
 def reshard(module: ModuleLike) -> None:

@@ -103,7 +103,8 @@ def _shard_of_head(
         raise InputError(f"{op}: bias must be sharded as weight is, {weight.placements}, a DTensor on the same mesh")
     own, shard = shards.shard_of_classes(op, "weight", weight, 0)
     own_bias = None if bias is None else bias.to_local()
-    return shards.on_all_ranks(hidden, weight), own, own_bias, shard
+    local_tensors = importlib.import_module("ligermodels.ops.runtime.local_tensors")
+    return local_tensors.on_all_ranks(hidden, weight), own, own_bias, shard
 
 
 @custom_op()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligermodels.errors import InputError
 
@@ -54,22 +54,9 @@ def shard_of_classes(op: str, name: str, x: Tensor, dim: int) -> tuple[Tensor, C
     return local, ClassShard(first, local.shape[dim], most, num_classes, mesh.get_group(sharded[0]))
 
 
-def on_all_ranks(x: Tensor, sharded: Tensor) -> Tensor:
-    """x whole, as an operand of each rank's part of the DTensor `sharded`: its gradient is the sum of all ranks'.
-
-    x: a plain tensor that is the same on all ranks, or a DTensor, which is gathered if need be."""
-    assert isinstance(sharded, DTensor)
-    mesh, everywhere = sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, everywhere, run_check=False)
-    parts = [Partial() if isinstance(p, Shard) else Replicate() for p in sharded.placements]
-    local: Tensor = x.redistribute(placements=everywhere).to_local(grad_placements=parts)
-    return local
-
-
 def _refusal(op: str, name: str, x: Tensor, dim: int) -> str:
     return (
         f"{op} takes no DTensors but those whose classes are sharded over one dimension of a mesh: {name} must be "
-        f"plain or Shard({dim}), got {getattr(x, 'placements', 'a plain tensor')}; pass local tensors (x.to_local()), or "
-        "gather first (x.full_tensor())"
+        f"plain or Shard({dim}), got {getattr(x, 'placements', 'a plain tensor')}; pass local tensors (x.to_local()), "
+        "or gather first (x.full_tensor())"
     )
