@@ -10,7 +10,7 @@ distributed (`TensorSharding`); what else is within it has one of its own. Its f
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch.distributed as dist
@@ -68,6 +68,22 @@ def on_first_rank(module: nn.Module, parameter: Any) -> Any:
     return local(module, parameter, partial=True) * float(_local_tensors().is_first_rank(parameter))
 
 
+def with_summed_gradient(parameter: Tensor) -> Tensor:
+    """The parameter itself; of a DTensor the same, whose gradient is brought to its placements before it is kept."""
+    return (
+        parameter
+        if type(parameter) in PLAIN_OR_NONE
+        else cast(Tensor, _local_tensors().with_summed_gradient(parameter))
+    )
+
+
+def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """`function(parameters)`; of replicated DTensors one too, which torch's rules for them have no part in."""
+    if all(type(parameter) in PLAIN_OR_NONE for parameter in parameters):
+        return function(parameters)
+    return cast(Tensor, _local_tensors().of_local_tensors(function, parameters))
+
+
 def is_tensor_parallel(module: nn.Module) -> bool:
     """Whether `parallel.tensor_parallel` has distributed the parameters of this module."""
     return bool(getattr(module, "_tensor_parallel", False))
@@ -116,6 +132,21 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
         vars(module)["_call"] = lambda function, *args, **options: function(*args, **options)
         register_fsdp_forward_method(module, "_call")
     return cast(Callable[..., Result], module._call)(function, *args, **options)
+
+
+def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`choose`, of logits (B, V) -> long (B,); under tensor parallelism the choice of the first rank, for all: each
+    draws random numbers of its own."""
+    group = next((each for module in model.modules() if (each := getattr(module, "_tensor_group", None))), None)
+    if group is None:
+        return choose
+
+    def of_first_rank(logits: Tensor) -> Tensor:
+        chosen = choose(logits).contiguous()
+        dist.broadcast(chosen, group=group, group_src=0)
+        return chosen
+
+    return of_first_rank
 
 
 def end_of_decoding(model: ModuleLike) -> Callable[[Tensor], Tensor]:

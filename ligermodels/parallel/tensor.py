@@ -41,21 +41,25 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     same mesh.
 
     Args:
-        model: a `CausalLM`, not sharded yet.
+        model: a `CausalLM`, or a `MedusaModel`, not sharded yet.
         mesh: of one dimension.
 
     Raises, before anything is changed:
         InputError: another model or mesh; a model that is sharded already.
         ConfigError: a size that the ranks do not divide, or a layer without a rule; it is named.
     """
-    if not isinstance(model, CausalLM):
-        raise InputError(f"tensor_parallel: takes a native CausalLM, got a {type(model).__name__}")
+    bases = [module for module in model.modules() if isinstance(module, CausalLM)]
+    if len(bases) != 1:
+        raise InputError(
+            f"tensor_parallel: takes a native CausalLM, or a model around one, got a {type(model).__name__} with "
+            f"{len(bases)}"
+        )
     if mesh.ndim != 1:
         raise InputError(f"mesh: must have one dimension, got {mesh.ndim}; take one by its name, as mesh['tensor']")
     if is_sharded(model):
         raise InputError("tensor_parallel: the model is sharded already; distribute it first, then put FSDP2 on top")
     ranks = mesh.size()
-    check_tensor_parallel(model.config, ranks)
+    check_tensor_parallel(bases[0].config, ranks)
     distributed = list(_plan(model, ""))
     parameters: dict[int, nn.Parameter] = {}  # tied ones stay one
     for module, rules, _ in distributed:
@@ -68,8 +72,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             module._tensor_parallel = True  # type: ignore[assignment]
         else:
             _add_hooks(module, kind, mesh)
-    model.decoder._tensor_ranks = ranks
-    model._tensor_group = mesh.get_group()  # type: ignore[assignment]
+    bases[0].decoder._tensor_ranks = ranks
+    bases[0]._tensor_group = mesh.get_group()  # type: ignore[assignment]
 
 
 def check_tensor_parallel(config: DecoderConfig, ranks: int) -> None:
@@ -113,7 +117,7 @@ Planned = tuple[nn.Module, Mapping[str, TensorSharding], "str | None"]
 def _plan(module: nn.Module, name: str) -> Iterator[Planned]:
     """All modules that have parameters, in the order of the model; ConfigError, naming it, for one without a rule."""
     rules: Mapping[str, TensorSharding] | None = getattr(type(module), "tensor_parallel", None)
-    if rules is None and isinstance(module, nn.ModuleList):
+    if rules is None and isinstance(module, nn.ModuleList | nn.Sequential):
         rules = {}
     if rules is None:
         if next(module.parameters(), None) is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers import LMHead, Targets
 from ligermodels.layers.lm_head import check_loss_options
 from ligermodels.layers.packing import Unpadding, check_same_tokens, document_bounds
-from ligermodels.layers.sharding import call_gathered, gathered, reshard
+from ligermodels.layers.sharding import TensorSharding, call_gathered, gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.decoding import SpeculativeOutput, medusa_generate
@@ -47,6 +47,8 @@ class PreparedBatch(NamedTuple):
 
 class MedusaModel(nn.Module):
     """A base model with K Medusa heads. Head i (from 0) at position t predicts token t + 2 + i."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def __init__(
         self,

@@ -3,7 +3,7 @@ over its ranks, in either direction. Imported when the first DTensor is seen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
     assert isinstance(parameter, DTensor)
     if not partial:
         return _to_local(parameter, parameter.placements)
-    # The gradient passes the redistribution, which sums it up.
-    return _to_local(parameter.redistribute(placements=parameter.placements), _parts(parameter))
+    return _to_local(with_summed_gradient(parameter), [Partial()] * parameter.device_mesh.ndim)
 
 
 def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:
@@ -53,14 +52,24 @@ def gather_last(x: Tensor, parameter: Tensor) -> Tensor:
     ).full_tensor()
 
 
+def with_summed_gradient(parameter: Tensor) -> Tensor:
+    """The DTensor itself; its gradient passes the redistribution, which brings it to the parameter's placements."""
+    assert isinstance(parameter, DTensor)
+    found: Tensor = parameter.redistribute(placements=parameter.placements)
+    return found
+
+
+def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """`function` of the values of replicated DTensors, the same on all ranks, as a replicated DTensor."""
+    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in parameters]
+    mesh = next(x.device_mesh for x in parameters if isinstance(x, DTensor))
+    return DTensor.from_local(function(whole), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def is_first_rank(parameter: Tensor) -> bool:
     """Whether this rank is the first of the mesh of a DTensor."""
     assert isinstance(parameter, DTensor)
     return not any(parameter.device_mesh.get_coordinate() or ())
-
-
-def _parts(parameter: DTensor) -> list[Placement]:
-    return [Partial()] * parameter.device_mesh.ndim
 
 
 def _to_local(x: DTensor, grad_placements: Sequence[Placement]) -> Tensor:
