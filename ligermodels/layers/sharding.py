@@ -9,7 +9,6 @@ distributed (`TensorSharding`); what else is within it has one of its own. Its f
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -98,7 +97,9 @@ def split_evenly(field: str, size: int, ranks: int) -> int:
 
 
 def _local_tensors() -> Any:
-    return importlib.import_module("ligermodels.ops.runtime.local_tensors")
+    from ligermodels.ops.runtime import local_tensors  # imports DTensors, which takes long
+
+    return local_tensors
 
 
 def reshard(module: ModuleLike) -> None:
@@ -137,9 +138,10 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
 def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """`choose`, of logits (B, V) -> long (B,); under tensor parallelism the choice of the first rank, for all: each
     draws random numbers of its own."""
-    group = next((each for module in model.modules() if (each := getattr(module, "_tensor_group", None))), None)
-    if group is None:
+    found = (getattr(module, "_tensor_mesh", None) for module in model.modules())
+    if (mesh := next((each for each in found if each is not None), None)) is None:
         return choose
+    group = mesh.get_group()
 
     def of_first_rank(logits: Tensor) -> Tensor:
         chosen = choose(logits).contiguous()

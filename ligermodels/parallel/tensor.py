@@ -73,7 +73,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         else:
             _add_hooks(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
-    bases[0]._tensor_group = mesh.get_group()  # type: ignore[assignment]
+    bases[0]._tensor_mesh = mesh  # type: ignore[assignment]
 
 
 def check_tensor_parallel(config: DecoderConfig, ranks: int) -> None:

@@ -4,7 +4,6 @@ Per chunk one GEMM for the logits, the numbers of each row, which `rows_in_place
 needed, and one GEMM for each of those. Rows without targets are left out of all of them.
 """
 
-import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,7 +60,11 @@ def checked_head(
     """Raises InputError unless all fit one another. Under autocast hidden, weight and bias are cast to its dtype.
 
     Of a weight and bias that are DTensors, sharded by classes, it has this rank's part."""
-    hidden, weight, bias, shard = _shard_of_head(op, hidden, weight, bias)
+    shard = None
+    if is_dtensor(weight):
+        from ligermodels.ops.runtime.class_shards import shard_of_head  # imports DTensors
+
+        hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     check_loss(op, hidden, "hidden", target, token_weights, reduction, options)
     reject_dtensors(op, weight, bias)
@@ -89,22 +92,6 @@ def checked_head(
         graded and bias is not None and bias.requires_grad,
     )
     return Head(hidden, weight, bias, target, loss_weights, class_weights, num_targets, needs, shard)
-
-
-def _shard_of_head(
-    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, "ClassShard | None"]:
-    """Plain operands as they are; if the weight is a DTensor, its part of this rank, and that of the bias, and the
-    hidden states, whose gradient is summed over ranks."""
-    if not is_dtensor(weight):
-        return hidden, weight, bias, None
-    shards = importlib.import_module("ligermodels.ops.runtime.class_shards")
-    if bias is not None and (not is_dtensor(bias) or bias.placements != weight.placements):
-        raise InputError(f"{op}: bias must be sharded as weight is, {weight.placements}, a DTensor on the same mesh")
-    own, shard = shards.shard_of_classes(op, "weight", weight, 0)
-    own_bias = None if bias is None else bias.to_local()
-    local_tensors = importlib.import_module("ligermodels.ops.runtime.local_tensors")
-    return local_tensors.on_all_ranks(hidden, weight), own, own_bias, shard
 
 
 @custom_op()

@@ -1,7 +1,6 @@
 """Cross entropy over given logits; the formula is at the head of `token_losses`, and with class weights or token
 scaling at that of `loss_terms`."""
 
-import importlib
 from typing import Any
 
 import torch
@@ -71,16 +70,18 @@ def cross_entropy(
     )  # fmt: skip
     V, shard = logits.shape[-1:].numel(), None
     if is_dtensor(logits) and logits.ndim:
-        shards = importlib.import_module("ligermodels.ops.runtime.class_shards")
-        logits, shard = shards.shard_of_classes("cross_entropy", "logits", logits, -1)
+        from ligermodels.ops.runtime.class_shards import shard_of_classes  # imports DTensors
+
+        logits, shard = shard_of_classes("cross_entropy", "logits", logits, -1)
     check_loss("cross_entropy", logits, "logits", target, token_weights, reduction, options)
     dtype = logits.dtype
     class_weights = check_class_weights("cross_entropy", class_weights, V, logits.device, dtype)
     terms = LossTerms(options, class_weights, token_scaling, return_z_loss, shard is not None)
     target, weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype, class_weights)
     if shard is not None:
-        numbers = importlib.import_module("ligermodels.ops.loss.sharded_numbers").sharded_numbers
-        found = numbers(
+        from ligermodels.ops.loss.sharded_numbers import sharded_numbers
+
+        found = sharded_numbers(
             logits, target, shard, terms.of_kernels, return_lse=terms.needs_lse,
             class_weights=terms.mean_weights(V, logits),
         )  # fmt: skip

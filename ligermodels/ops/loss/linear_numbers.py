@@ -10,8 +10,6 @@ forward pass computes that of each row's log-probability, and the backward pass 
 GEMMs, whatever the loss.
 """
 
-import importlib
-
 import torch
 from torch import Tensor
 
@@ -31,8 +29,9 @@ def linear_numbers(
     keep: whether the forward pass keeps the gradient of -log p_y where it can, which serves if the loss uses no other.
     """
     if head.shard is not None:
-        sharded = importlib.import_module("ligermodels.ops.loss.sharded_numbers").sharded_linear_numbers
-        return sharded(
+        from ligermodels.ops.loss.sharded_numbers import sharded_linear_numbers  # imports DTensors
+
+        return sharded_linear_numbers(
             head, options, memory_budget, return_entropy=return_entropy, return_lse=return_lse,
             class_weights=class_weights,
         )  # fmt: skip

@@ -179,8 +179,8 @@ class _ShardedNumbers(torch.autograd.Function):
         )
         own_options = options._replace(ignore_index=IGNORED, return_rank=False)
         given = rows if use_kernels(rows) else rows.clone()  # in torch these are overwritten
-        flat = RowResults(*(None if x is None else x.view(-1) for x in own))
-        rows_in_place(given, own_target.flatten(), flat, None, own_options, class_weights)
+        flat: Any = [None if x is None else x.view(-1) for x in own]
+        rows_in_place(given, own_target.flatten(), RowResults(*flat), None, own_options, class_weights)
         merged = _merge(own, target, options.ignore_index, shard)
         ctx.save_for_backward(logits, own_target, merged.maxima, merged.totals, inside, class_weights)
         ctx.options, ctx.shard = own_options, shard
@@ -191,10 +191,10 @@ class _ShardedNumbers(torch.autograd.Function):
     def backward(ctx, of_losses, _ranks, _predicted, *of_others):
         logits, target, maxima, totals, inside, class_weights = ctx.saved_tensors
         factors = _factors(of_losses, of_others, maxima, inside, ctx.shard)
-        flat = [None if x is None else x.flatten() for x in (target, maxima, totals, *factors)]
+        rows: Any = [None if x is None else x.flatten() for x in (target, maxima, totals, *factors)]
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format).copy_(logits)
         columns_in_place(
-            as_rows(gradient), 0, *flat[:3], None, Gradients(*flat[3:]), ctx.options,
+            as_rows(gradient), 0, rows[0], rows[1], rows[2], None, Gradients(*rows[3:]), ctx.options,
             None if factors[3] is None else class_weights, logits.shape[-1],
         )  # fmt: skip
         return (gradient,)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.local_tensors import on_all_ranks
 
 
 class ClassShard(NamedTuple):
@@ -52,6 +53,20 @@ def shard_of_classes(op: str, name: str, x: Tensor, dim: int) -> tuple[Tensor, C
         raise InputError(f"{op}: {name} has {num_classes} classes, too few for each of {ranks} ranks to have some")
     local = x.to_local()
     return local, ClassShard(first, local.shape[dim], most, num_classes, mesh.get_group(sharded[0]))
+
+
+def shard_of_head(
+    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, ClassShard]:
+    """Of a head whose weight is a DTensor: the hidden states, whose gradient is summed over ranks, and this rank's part
+    of weight and bias, and which it is. Raises InputError for other placements."""
+    own, shard = shard_of_classes(op, "weight", weight, 0)
+    own_bias = None
+    if bias is not None:
+        if getattr(bias, "placements", None) != getattr(weight, "placements", None):
+            raise InputError(f"{op}: bias must be a DTensor on the mesh of weight, and sharded as it is")
+        own_bias = shard_of_classes(op, "bias", bias, 0)[0]
+    return on_all_ranks(hidden, weight), own, own_bias, shard
 
 
 def _refusal(op: str, name: str, x: Tensor, dim: int) -> str:

@@ -52,11 +52,10 @@ def gather_last(x: Tensor, parameter: Tensor) -> Tensor:
     ).full_tensor()
 
 
-def with_summed_gradient(parameter: Tensor) -> Tensor:
+def with_summed_gradient(parameter: Tensor) -> DTensor:
     """The DTensor itself; its gradient passes the redistribution, which brings it to the parameter's placements."""
     assert isinstance(parameter, DTensor)
-    found: Tensor = parameter.redistribute(placements=parameter.placements)
-    return found
+    return parameter.redistribute(placements=parameter.placements)
 
 
 def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[Tensor]) -> Tensor:
