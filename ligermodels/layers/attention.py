@@ -75,6 +75,11 @@ class AttentionConfig(LayerConfig):
         return self.values is not None and self.values.from_keys
 
     @property
+    def _heads_of_group(self) -> int:
+        """Heads that the projection has for each key/value head: queries, key, value, and output gates."""
+        return self.group_size * (1 + self.output_gate) + (1 if self._values_from_keys else 2)
+
+    @property
     def ropes(self) -> Sequence[RopeConfig]:
         return () if self.rope is None else (self.rope,)
 
@@ -168,8 +173,7 @@ class Attention(nn.Module):
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        rows = config.group_size * (1 + config.output_gate) + (1 if config._values_from_keys else 2)
-        width = config.num_kv_heads * rows * config.head_dim
+        width = config.num_kv_heads * config._heads_of_group * config.head_dim
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
         self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm, config.values)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
@@ -196,9 +200,9 @@ class Attention(nn.Module):
         }
         qkv, gate, shared = self.qkv(x), None, None
         if config.output_gate:
-            rows = self.qkv.out_features // (config.num_kv_heads * config.head_dim)
-            heads = qkv.unflatten(-1, (-1, rows, config.head_dim))  # of all key/value heads, or of this rank's
-            parts = heads.split([rows - config.group_size, config.group_size], dim=-2)
+            # of all key/value heads, or of those of this rank
+            heads = qkv.unflatten(-1, (-1, config._heads_of_group, config.head_dim))
+            parts = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
             qkv, gate = (part.flatten(2) for part in parts)
         if state is not None and context.cache_seqlens is not None:
             q, k, v = self.split(qkv, tables, state, context.cache_seqlens)
