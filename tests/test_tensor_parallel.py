@@ -20,6 +20,7 @@ from zoo import BASE, GEMMA4, GPT_OSS, MIXTURES, SANDWICH
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
+from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training.fused_adamw import FusedAdamW
 
 EVEN = {**BASE, "intermediate_size": 96}
@@ -210,6 +211,10 @@ def check_medusa(mesh: DeviceMesh) -> None:
         tensor_parallel(model, mesh)
         check_gradients(model, plain, of_labels)
         check_generation(model, plain)
+    check_gradients(JointMedusa(model), JointMedusa(plain), partial(of_labels, heads_loss_weight=0.3))
+    reference = build("llama-tied").requires_grad_(False)
+    with pytest.raises(InputError, match="not implemented for tensor-parallel heads"):
+        of_labels(JointMedusa(model, reference), 0, heads_loss_weight=0.3)
 
 
 def check_refusals(mesh: DeviceMesh) -> None:

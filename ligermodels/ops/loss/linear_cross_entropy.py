@@ -45,7 +45,9 @@ def linear_cross_entropy(
 
     hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
         all three are cast to its dtype). target, weights of tokens and classes, and the options: as in `cross_entropy`,
-        and the result.
+        and the result. weight and bias may be DTensors that are sharded by classes, over ranks that have all else
+        alike: no rank then has all logits of a row, and the gradient of hidden is that of the whole (see
+        `sharded_numbers`).
     memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
         it needs). The gradients themselves come on top. With several chunks and a 16-bit weight it takes as much as the
         weight's gradient once more, for that is summed in float32 (`GradientSum`) and rounded once: of the budget, if

@@ -8,7 +8,8 @@ With m and s the maximum and sum exp(x - m) of a rank's effective logits x, and 
 
 So the ranks exchange a few numbers of each row (a maximum, then sums), and in the backward pass the gradient of the
 hidden states. The gradient of a rank's logits follows from the whole row's numbers: in a row whose target is another
-rank's, -log p_y has the gradient of lse.
+rank's, -log p_y has the gradient of lse. The backward pass computes the logits again, by chunks of classes: four GEMMs
+in all, or three with a frozen head, and two exchanges of numbers whatever the chunks.
 """
 
 from collections.abc import Callable
