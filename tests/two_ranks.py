@@ -1,4 +1,4 @@
-"""Tests on two processes with gloo."""
+"""Tests on two or more processes with gloo."""
 
 import os
 import traceback
@@ -17,9 +17,14 @@ WORLD = 2
 
 def in_two_ranks(work: Callable[..., None], folder: Path, *arguments: Any) -> None:
     """Run `work(rank, folder, mesh, *arguments)` in two processes; an error of either fails with its traceback."""
+    in_ranks(WORLD, work, folder, *arguments)
+
+
+def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    """`in_two_ranks`, of so many processes."""
     folder.mkdir(parents=True, exist_ok=True)
     spawn = mp.get_context("spawn")
-    workers = [spawn.Process(target=_enter, args=(work, rank, folder, arguments)) for rank in range(WORLD)]
+    workers = [spawn.Process(target=_enter, args=(work, rank, world, folder, arguments)) for rank in range(world)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -27,16 +32,16 @@ def in_two_ranks(work: Callable[..., None], folder: Path, *arguments: Any) -> No
         worker.kill()
     errors = [path.read_text() for path in sorted(folder.glob("error-*"))]
     assert not errors, errors[0]
-    assert [worker.exitcode for worker in workers] == [0] * WORLD
+    assert [worker.exitcode for worker in workers] == [0] * world
 
 
-def _enter(work: Callable[..., None], rank: int, folder: Path, arguments: tuple[Any, ...]) -> None:
+def _enter(work: Callable[..., None], rank: int, world: int, folder: Path, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
-        work(rank, folder, init_device_mesh("cpu", (WORLD,)), *arguments)
+        work(rank, folder, init_device_mesh("cpu", (world,)), *arguments)
         dist.barrier()
     except BaseException:
         (folder / f"error-{rank}").write_text(traceback.format_exc())

@@ -114,6 +114,15 @@ class LayerConfig(ABC):
         `weight_mappings`."""
         return []
 
+    def tensor_shard(self: Self, ranks: int) -> Self:
+        """The config of what each of several ranks has of the layer under tensor parallelism (see `layers.sharding`):
+        its decoding state is that of this config. Raises ConfigError, naming the field, where the layer cannot be
+        split so."""
+        raise ConfigError(
+            f"{type(self).__name__}: has no rule for tensor parallelism; define tensor_shard(ranks), and "
+            "tensor_parallel of the module, or shard such models by FSDP2 alone"
+        )
+
     def with_attention_backend(self: Self, name: str) -> Self:
         """The config with attention on the backend of this name, if the layer attends."""
         return self

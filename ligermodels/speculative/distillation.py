@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
-from ligermodels.layers.sharding import is_sharded
+from ligermodels.layers.sharding import is_sharded, is_tensor_parallel
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states (..., H) -> logits (..., V)."""
@@ -46,9 +46,13 @@ def divergence(
         memory_budget: bytes for a chunk's logits and what is computed with them; at least one row is taken.
         num_targets: how many places have a target, if the caller knows; on a GPU that saves waiting for it.
 
-    Returns a scalar, in float32 or wider. The reference gets no gradient. Raises InputError when `head` is sharded by
-    itself, so that its parameters are only there within its own forward.
+    Returns a scalar, in float32 or wider. The reference gets no gradient. Raises InputError when `head` is
+    tensor-parallel, or sharded by itself, so that its parameters are only there within its own forward.
     """
+    if is_tensor_parallel(head):
+        raise InputError(
+            "KL to the reference: not implemented for tensor-parallel heads; train without a reference, or by FSDP2"
+        )
     if is_sharded(head):
         raise InputError("KL to the reference: the head is sharded by itself; shard it with the model, in one group")
     wide = torch.promote_types(hidden.dtype, torch.float32)

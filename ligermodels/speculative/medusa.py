@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers import LMHead
-from ligermodels.layers.sharding import gathered
+from ligermodels.layers.sharding import TensorSharding, gathered
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.files import open_heads, save_heads
@@ -31,6 +31,7 @@ class MedusaModel(MultiHeadModel):
     """A base model with K Medusa heads. Head i (from 0) at position t predicts token t + 2 + i."""
 
     kind = "Medusa"
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def __init__(
         self,

@@ -1,0 +1,1 @@
+"""Models on several GPUs, on torch's own DTensor."""
