@@ -24,14 +24,16 @@ from ligermodels.speculative.mtp_drafter import MTPDrafter
 from ligermodels.speculative.tree import Tree, chain
 
 ALL = {**CONFIGS, **MIXTURES, **MULTIMODAL}
+DEEPSEEKS = ["glm4_moe", "glm4_moe_lite", "deepseek_v3"]
+"""Configs whose checkpoints hold their head as DeepSeek-V3's do."""
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [5, 6, 7]]
 
 
 def stock(folder: Path, name: str, **changes: Any) -> Oracle:
     """A checkpoint with a head, and its oracle."""
-    config = {**ALL[name], "num_nextn_predict_layers": 1} if name.startswith("glm4") else ALL[name]
+    config = {**ALL[name], "num_nextn_predict_layers": 1} if name in DEEPSEEKS else ALL[name]
     oracle = make_checkpoint(folder, {**config, **changes})
-    return Oracle(oracle, add_head(folder, oracle, like_deepseek=name.startswith("glm4")))
+    return Oracle(oracle, add_head(folder, oracle, like_deepseek=name in DEEPSEEKS))
 
 
 def ids_of(length: int, batch: int = 1) -> torch.Tensor:
@@ -59,7 +61,7 @@ def made(name: str) -> lm.MTPModel:
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_text-other-sizes", "qwen3_next", "qwen3_5", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_text-other-sizes", "qwen3_next", "qwen3_5", *DEEPSEEKS])
 def test_every_step_is_that_of_the_formulas(name: str, tmp_path: Path) -> None:
     oracle, ids = stock(tmp_path, name), ids_of(41)
     model = lm.MTPModel.from_pretrained(tmp_path, num_steps=3)
@@ -158,7 +160,16 @@ def test_ignored_labels_padding_and_checkpointing_leave_the_loss_the_same() -> N
 
 ALL["longrope"] = {**BASE, **PHI_LONGROPE, "sliding_window": 9, "original_max_position_embeddings": 21}
 ALL["dynamic"] = {**LLAMA, "max_position_embeddings": 21, "rope_scaling": {"type": "dynamic", "factor": 3.0}}
-LOSSLESS = ["llama-3.2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "gpt_oss", "ministral3"]
+LOSSLESS = [
+    "llama-3.2",
+    "gemma3_text",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "ministral3",
+]
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, "longrope", "dynamic"])
@@ -231,10 +242,10 @@ def same_files(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe", *DEEPSEEKS])
 def test_a_stock_checkpoint_goes_out_as_it_came(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path / "in", {**ALL[name], "num_nextn_predict_layers": 1}, dtype=dtype)
-    tensors = add_head(tmp_path / "in", oracle, like_deepseek=name == "glm4_moe")
+    tensors = add_head(tmp_path / "in", oracle, like_deepseek=name in DEEPSEEKS)
     model = lm.MTPModel.from_pretrained(tmp_path / "in", dtype=dtype)
     model.save_pretrained(tmp_path / "out", keep="all")
     same_files(tmp_path / "in", tmp_path / "out")

@@ -11,6 +11,7 @@ from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
+from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.errors import ConfigError
 
 GLM4_MOE_LITE = {
@@ -61,4 +62,4 @@ def glm4_moe_lite(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-FAMILIES = (Family("glm4_moe_lite", glm4_moe_lite, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP),)
+FAMILIES = (Family("glm4_moe_lite", glm4_moe_lite, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)
