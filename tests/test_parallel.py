@@ -1,6 +1,5 @@
 """`lm.parallelize`: plans, and FSDP2 and HSDP on two and four processes with gloo, beside one process."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -45,7 +43,9 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def check_equal(spread: nn.Module, plain: nn.Module, what: Callable[[nn.Parameter], Tensor | None], **close: Any) -> None:
+def check_equal(
+    spread: nn.Module, plain: nn.Module, what: Callable[[nn.Parameter], Tensor | None], **close: Any
+) -> None:
     wanted = {name: what(p) for name, p in plain.named_parameters()}
     found = {name: what(p) for name, p in spread.named_parameters()}
     assert found.keys() == wanted.keys()
@@ -143,7 +143,10 @@ def test_plans_that_a_model_does_not_fit() -> None:
 def families(rank: int, folder: Path, mesh: DeviceMesh, plan: lm.ParallelPlan) -> None:
     for i, name in enumerate(FAMILIES):
         mode = ("none", "selective", "full")[i % 3]
-        plain, model = build(name), lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode}))
+        plain, model = (
+            build(name),
+            lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode})),
+        )
         assert model.activation_checkpointing == mode
         check_training(model, plain, torch.optim.SGD)
 
@@ -160,12 +163,7 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             several.append(lm.parallelize(model) if spread else model)
         plain, model = several
         frozen = {name: whole(p).clone() for name, p in model.base.named_parameters()}
-        summed: list[int] = []
-        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-        scatter = getattr(dist, name)
-        setattr(dist, name, lambda output, *a, **o: summed.append(output.numel()) or scatter(output, *a, **o))
-        model(**batch(rank)).loss.backward()
-        setattr(dist, name, scatter)
+        summed = sums_of_gradients(model, batch(rank))
         # Of the heads' parameters alone, and of rows that fill the last shard up.
         count = sum(p.to_local().numel() for p in model.heads.parameters())
         assert summed and count <= sum(summed) <= count + sum(p[:1].numel() for p in model.heads.parameters())
@@ -223,7 +221,7 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         seen.setdefault(type(module), set()).update(p.dtype for p in module.parameters(recurse=False))
 
     for module in model.modules():
-        module.register_forward_hook(note)
+        module.register_forward_pre_hook(note)
     loss = model(**batch(rank)).loss
     loss.backward()
     assert loss.dtype == torch.float32 and {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -231,6 +229,17 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     wide = {kind for kind, dtypes in own.items() if dtypes == {torch.float32}}
     assert wide == {kind for kind in own if issubclass(kind, FullPrecision)} and wide
     assert all(dtypes == {torch.bfloat16} for kind, dtypes in own.items() if kind not in wide)
+
+
+def sums_of_gradients(model: Any, given: Batch) -> list[int]:
+    """How many elements of each sum of gradients over the ranks this one has."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    summed: list[int] = []
+    scatter = getattr(dist, name)
+    setattr(dist, name, lambda output, *a, **o: summed.append(output.numel()) or scatter(output, *a, **o))
+    model(**given).loss.backward()
+    setattr(dist, name, scatter)
+    return summed
 
 
 def loading(rank: int, folder: Path, mesh: DeviceMesh, plan: lm.ParallelPlan) -> None:

@@ -80,7 +80,7 @@ def all_kinds(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path)
         assert outcome.finished and outcome.evaluation is not None
     with pytest.raises(ConfigError, match=r"micro_batch_tokens \(64\) times 2 ranks must divide batch_tokens \(64\)"):
         run(tuning(base, data, micro_batch_tokens=64), folder / "none")
-    with pytest.raises(ConfigError, match="batch_tokens .* is 3 sequences, which 2 ranks cannot divide"):
+    with pytest.raises(ConfigError, match=r"batch_tokens .* is 3 sequences, which 2 ranks cannot divide"):
         run(tuning(base, data, batch_tokens=48, micro_batch_tokens=None), folder / "none")
     with pytest.raises(ConfigError, match="shard: 3, times 1, is 3 ranks, and there are 2"):
         run(tuning(base, data, parallel={"shard": 3}), folder / "none")

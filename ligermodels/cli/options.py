@@ -133,13 +133,9 @@ def _with_flags(command: Callable[..., None], recipe: type[TrainingRecipe]) -> C
 
     def wrapped(**given: Any) -> None:
         settings: dict[str, Any] = {}
-        for flag in flags:
-            if (value := given.pop(flag.name)) in (None, []):
-                continue
-            if flag.name in sections:
-                settings.setdefault(sections[flag.name], {})[flag.name] = value
-            else:
-                settings[flag.name] = value
+        for name in (each.name for each in flags):
+            if (value := given.pop(name)) not in (None, []):
+                (settings.setdefault(sections[name], {}) if name in sections else settings)[name] = value
         command(**given, settings=settings)
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__

@@ -14,7 +14,7 @@ from torch import nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
-from ligermodels.speculative.evaluation import HeadScores, KLToReference, Total, evaluate_heads, evaluate_kl
+from ligermodels.speculative.evaluation import HeadScores, KLToReference, evaluate_heads, evaluate_kl
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.training.loop import OutputMetrics, Trainable, Value
@@ -70,10 +70,6 @@ class MedusaJob:
 
     output_metrics = staticmethod(head_metrics)
 
-    @staticmethod
-    def prepare(recipe: MedusaRecipe, model: CausalLM) -> None:
-        """The base model stays as it is."""
-
     def __init__(self, recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> None:
         self.recipe = recipe
         if recipe.start_from is None or resuming:
@@ -99,11 +95,9 @@ class MedusaJob:
     def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
         return {} if self.recipe.stage == 1 else {WEIGHT_ARGUMENT: self.recipe.heads_loss_weight_at(step, steps)}
 
-    def evaluate(self, batches: Callable[[], Iterable[Batch]], total: Total) -> MedusaEvaluation:
-        scores = evaluate_heads(self.model, batches(), total=total)
-        kl = None
-        if self.reference is not None:
-            kl = evaluate_kl(self.model.base, self.reference, batches(), total)
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> MedusaEvaluation:
+        scores = evaluate_heads(self.model, batches())
+        kl = evaluate_kl(self.model.base, self.reference, batches()) if self.reference is not None else None
         return MedusaEvaluation(scores, kl)
 
     def export(self, folder: Path) -> None:

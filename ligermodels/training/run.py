@@ -24,7 +24,7 @@ from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError, TrainingError
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.parallel.ranks import DataRanks, data_share, join
+from ligermodels.parallel.ranks import data_share, join
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.folder import CHECKPOINTS, prepare
@@ -187,7 +187,8 @@ class _Run:
     def load(self, make_job: JobFactory[Any], device: str, attention: str) -> None:
         """The base model, the job and the optimizer, in the state of the checkpoint, if there is one."""
         recipe = self.recipe
-        options: dict[str, Any] = {"prepare": partial(make_job.prepare, recipe)}
+        prepare = getattr(make_job, "prepare", None)
+        options: dict[str, Any] = {} if prepare is None else {"prepare": partial(prepare, recipe)}
         if spread := dist.is_initialized() or recipe.parallel != ParallelPlan():
             options["plan"] = recipe.parallel
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
@@ -337,7 +338,7 @@ class _Run:
                 limit = max(1, sequences // micro)
             return until(stop, self._share(islice(found, limit)))
 
-        return self.job.evaluate(batches, DataRanks.of(self.job.model).sum)
+        return self.job.evaluate(batches)
 
 
 def _note(state: StepMetrics) -> str:
