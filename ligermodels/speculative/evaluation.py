@@ -28,8 +28,9 @@ RANKS = 10
 def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
     """Mean loss per target, in nats, over all batches; its exponential is the perplexity.
 
-    Of a model that FSDP2 shards these are the batches of all ranks, of which each has as many as the others; some may be
-    without a target.
+    Of a model that FSDP2 shards these are the batches of all ranks: each has as many as the others, some may be without
+    a target.
+
     Raises InputError when there is no target at all.
     """
     losses, counts = [], []

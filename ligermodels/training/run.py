@@ -24,7 +24,7 @@ from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError, TrainingError
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.parallel.ranks import data_share, join
+from ligermodels.parallel.ranks import data_share, join, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.folder import CHECKPOINTS, prepare
@@ -189,7 +189,7 @@ class _Run:
         recipe = self.recipe
         prepare = getattr(make_job, "prepare", None)
         options: dict[str, Any] = {} if prepare is None else {"prepare": partial(prepare, recipe)}
-        if spread := dist.is_initialized() or recipe.parallel != ParallelPlan():
+        if spread := world_size() > 1 or recipe.parallel != ParallelPlan():
             options["plan"] = recipe.parallel
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
             model = self.base.load(recipe, device=device, attention=attention, progress=update, **options)
