@@ -137,6 +137,28 @@ def test_plans_that_a_model_does_not_fit() -> None:
     assert model.activation_checkpointing == "full" and not any(isinstance(m, FSDPModule) for m in model.modules())
 
 
+def test_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=backend, fullgraph=True))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, model = build("llama-3"), lm.parallelize(build("llama-3"), lm.ParallelPlan(compile="blocks"))
+        for each in (plain, model):
+            each(**batch(0)).loss.backward()
+        assert graphs
+        check_equal(model, plain, lambda p: p.grad)
+        with pytest.raises(ConfigError, match="compile: blocks of this model hold modules that stay float32"):
+            lm.parallelize(build("qwen3_5_text"), lm.ParallelPlan(compile="blocks"))
+    finally:
+        dist.destroy_process_group()
+
+
 # -- on several processes ----------------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,8 @@ def all_kinds(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path)
         run(tuning(base, data, micro_batch_tokens=64), folder / "none")
     with pytest.raises(ConfigError, match=r"batch_tokens .* is 3 sequences, which 2 ranks cannot divide"):
         run(tuning(base, data, batch_tokens=48, micro_batch_tokens=None), folder / "none")
+    with pytest.raises(ConfigError, match="optimizer: adafactor does not work on sharded"):
+        run(tuning(base, data, optimizer="adafactor"), folder / "none")
     with pytest.raises(ConfigError, match="shard: 3, times 1, is 3 ranks, and there are 2"):
         run(tuning(base, data, parallel={"shard": 3}), folder / "none")
     assert not (folder / "none").exists()

@@ -21,7 +21,7 @@ from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
-from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError, TrainingError
+from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError, TrainingError
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import data_share, join, world_size
@@ -136,6 +136,8 @@ class _Run:
             raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
         self.out, self.console, self.ranks = out, console, Ranks.of_group()
         self.data_rank, self.data_size = data_share(recipe.parallel)
+        if world_size() > 1 and recipe.optimizer == "adafactor":
+            raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
         self.micro_batch_size, self.accumulation_steps = recipe.micro_batches(self.data_size)
         self.checkpoints = Checkpoints(out / CHECKPOINTS, recipe.keep_checkpoints)
         self.start, self.targets, self.about = 0, 0, dict[str, Any]()
@@ -215,6 +217,8 @@ class _Run:
             rounding=recipe.rounding,
             seed=recipe.seed,
         )
+        if spread:
+            self._check_trained()
         self.schedule = warmup_cosine(
             self.optimizer, self.steps, warmup_steps=self.warmup_steps, min_lr_ratio=recipe.min_lr_ratio
         )
@@ -224,6 +228,16 @@ class _Run:
             self.schedule.load_state_dict(self.about["schedule"])
             self.batches.load_state_dict(self.about["data"])
             self.console.say(f"resuming after step {self.start:,} of {self.steps:,}")
+
+    def _check_trained(self) -> None:
+        """InputError when the optimizer has other parameters than the sharded model: those that it had before."""
+        there = {id(parameter) for parameter in self.job.model.parameters()}
+        trained = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) not in there for parameter in trained):
+            raise InputError(
+                "learning_rates: holds parameters that are not the model's any more since it is sharded; give iterators "
+                "such as model.parameters(), which are read afterwards"
+            )
 
     def _packed(self, indices: Any, **options: Any) -> PackedBatches:
         recipe = self.recipe
