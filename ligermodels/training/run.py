@@ -235,8 +235,8 @@ class _Run:
         trained = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         if any(id(parameter) not in there for parameter in trained):
             raise InputError(
-                "learning_rates: holds parameters that are not the model's any more since it is sharded; give iterators "
-                "such as model.parameters(), which are read afterwards"
+                "learning_rates: holds parameters that the model had before it was sharded; give iterators such as "
+                "model.parameters(), which are read afterwards"
             )
 
     def _packed(self, indices: Any, **options: Any) -> PackedBatches:
