@@ -14,7 +14,9 @@ DtypeLike: TypeAlias = torch.dtype | str
 DeviceLike: TypeAlias = torch.device | str | int
 DeviceMap: TypeAlias = DeviceLike | Mapping[str, DeviceLike]
 
-SHARD = "to spread a model over devices, load it on each rank and shard it by torch.distributed.fsdp.fully_shard"
+SHARD = (
+    "to spread a model over devices, start the program by torchrun and give from_pretrained(..., plan=ParallelPlan())"
+)
 
 
 def resolve_dtype(dtype: DtypeLike | None, torch_dtype: DtypeLike | None) -> torch.dtype | None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ligermodels.convert.shards import is_dtensor
 from ligermodels.errors import CheckpointError
 
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. Does not import torch.distributed.tensor, which takes long."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+Result = TypeVar("Result")
 
 
 def stand_in(tensor: Tensor) -> Tensor:
@@ -41,32 +38,6 @@ class Gather:
         return self._last[1]
 
 
-@torch.no_grad()
-def fill_shard(tensor: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of `whole`, on the CPU, into the DTensor `tensor`; CheckpointError for unusual placements.
-
-    Of a `whole` that is mapped from a file only that part is read.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    assert isinstance(tensor, DTensor)
-    local, mesh, part = tensor.to_local(), tensor.device_mesh, whole
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return  # This rank is not in the mesh.
-    for count, index, placement in zip(mesh.shape, coordinate, tensor.placements, strict=True):
-        if type(placement) is Shard:  # As torch.chunk: the last chunks may be shorter, or empty.
-            size = part.shape[placement.dim]
-            length = -(-size // count)
-            start = min(index * length, size)
-            part = part.narrow(placement.dim, start, min(length, size - start))
-        elif type(placement) is not Replicate:
-            raise CheckpointError(f"cannot be loaded into a DTensor with placement {placement}; load, then shard")
-    if part.shape != local.shape:
-        raise CheckpointError(f"its shard is {list(local.shape)} instead of {list(part.shape)}; load, then shard")
-    local.copy_(part)
-
-
 class Ranks:
     """The ranks that write a checkpoint: this one alone, or all of the process group if a tensor is a DTensor.
 
@@ -75,7 +46,32 @@ class Ranks:
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self.together = any(map(is_dtensor, tensors)) and torch.distributed.is_initialized()
-        self.writes = not self.together or torch.distributed.get_rank() == 0
+        self.rank = torch.distributed.get_rank() if self.together else 0
+        self.writes = self.rank == 0
+        self.group: Any = None
+
+    @classmethod
+    def of_group(cls, group: Any = None) -> Ranks:
+        """All ranks of a process group, by default of the one that there is, if any."""
+        found = cls()
+        found.together = torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
+        found.rank, found.group = torch.distributed.get_rank(group) if found.together else 0, group
+        found.writes = found.rank == 0
+        return found
+
+    def gather(self, value: Result) -> list[Result]:
+        """The values of all ranks."""
+        if not self.together:
+            return [value]
+        found: list[Any] = [None] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(found, value, group=self.group)
+        return found
+
+    def from_first(self, what: str, function: Callable[[], Result]) -> Result:
+        """What `function` gives on the first rank, on all; when it fails there, all fail, see `step`."""
+        with self.step(what, ""):
+            value = function() if self.writes else None
+        return self.gather(value)[0]  # type: ignore[return-value]
 
     def fetch(self, reads: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
         """The tensors on the host, contiguous, where this rank `writes`; elsewhere none, but all are read."""
@@ -93,7 +89,7 @@ class Ranks:
         return found
 
     @contextmanager
-    def step(self, what: str) -> Iterator[None]:
+    def step(self, what: str, outcome: str = "not written, ") -> Iterator[None]:
         """A step that all ranks take: when it fails on one of them, it fails on all.
 
         A rank on which it failed raises its own error, the others a CheckpointError that has its message. Within the
@@ -107,11 +103,9 @@ class Ranks:
             yield
         except BaseException as error:
             failure = error
-        messages: list[str | None] = [None] * torch.distributed.get_world_size()
-        own = None if failure is None else f"{type(failure).__name__}: {failure}"
-        torch.distributed.all_gather_object(messages, own)
+        messages = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
         for rank, message in enumerate(messages):
             if message is not None:
-                raise CheckpointError(f"{what}: not written, rank {rank} failed: {message}")
+                raise CheckpointError(f"{what}: {outcome}rank {rank} failed: {message}")

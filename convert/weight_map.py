@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -16,7 +17,8 @@ from torch import Tensor
 from ligermodels.convert import loading
 from ligermodels.convert.loading import Reader, Spec
 from ligermodels.convert.mappings import TensorView, WeightMapping
-from ligermodels.convert.ranks import Gather, fill_shard, is_dtensor, stand_in
+from ligermodels.convert.ranks import Gather, stand_in
+from ligermodels.convert.shards import Box, fill_shard, is_dtensor, local_box, within
 from ligermodels.errors import CheckpointError
 
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
@@ -106,8 +108,10 @@ class WeightMap:
     def check_aliases(self, reader: Reader) -> None:
         """CheckpointError when an alias differs from what it repeats."""
         for alias, original in self.aliases.items():
-            both = [reader.read(name) for name in (alias, original) if name in reader.headers]
-            if len(both) == 2 and (both[0].dtype != both[1].dtype or not torch.equal(*both)):
+            if not {alias, original} <= reader.headers.keys():
+                continue
+            both = reader.read(alias), reader.read(original)
+            if both[0].dtype != both[1].dtype or not torch.equal(*both):
                 raise CheckpointError(
                     f"{alias}: differs from {original}, but the config ties the two; set tie_word_embeddings to false, "
                     f"or remove {alias}"
@@ -121,12 +125,13 @@ class WeightMap:
         *,
         mapped: bool = False,
     ) -> None:
-        """Fill `state`, casting as needed. The host holds a few buffers more; with DTensors one whole tensor more.
+        """Fill `state`, casting as needed. The host holds a few buffers more; one whole tensor more with a DTensor that
+        is a shard of other than rows.
 
         Args:
             state: native name -> tensor with storage, of any float dtype, on any device; buffers of other dtypes too,
                 which must be those of the checkpoint. Of a DTensor each rank reads its own part.
-            progress: called with bytes done and bytes in all.
+            progress: called with bytes done and bytes in all, those that this rank reads.
             mapped: as of `loading.fill`; writing to a mapped tensor leaves the file alone.
 
         Raises CheckpointError as `plan`, before anything is read; or when an alias differs from what it repeats.
@@ -136,38 +141,72 @@ class WeightMap:
         if unplaced := [name for name, tensor in state.items() if tensor.is_meta]:
             raise CheckpointError(f"{unplaced[0]}: is on the meta device; give the model storage (to_empty) first")
         self.check_aliases(reader)
-        stored = {self._stored(source, headers) for source in self.sources()}
-        done, total = 0, sum(math.prod(headers[name].shape) * headers[name].dtype.itemsize for name in stored)
-        for count in self._fill(reader, state, mapped):
+        plain, shards, others = self._planned(headers, state)
+        whole = [piece for mapping, tensor in others for piece in self._pieces(mapping, stand_in(tensor), headers)]
+        read = [*(piece for _, pieces in (*plain, *shards) for piece in pieces), *whole]
+        done, total = 0, sum(piece.bytes for piece in read)
+        for count in itertools.chain(
+            loading.fill(reader, plain, mapped=mapped), loading.fill(reader, shards), self._fill_others(reader, others)
+        ):
             done += count
             if progress is not None:
                 progress(done, total)
 
-    def _fill(self, reader: Reader, state: Mapping[str, Tensor], mapped: bool) -> Iterator[int]:
-        """Fill `state`; gives bytes of the files as they are done."""
-        headers, tensors, sharded = reader.headers, [], []
+    def _planned(
+        self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]
+    ) -> tuple[list[_Filled], list[_Filled], list[tuple[WeightMapping, Tensor]]]:
+        """What is read into plain tensors, and into the rows that this rank has of DTensors; and the DTensors of which
+        it has something else."""
+        plain: list[_Filled] = []
+        shards: list[_Filled] = []
+        others: list[tuple[WeightMapping, Tensor]] = []
         for mapping in self.mappings:
             tensor = state[mapping.target]
-            if is_dtensor(tensor):
-                sharded.append((mapping, tensor))
-            else:
-                tensors.append((tensor, self._pieces(mapping, tensor, headers)))
-        yield from loading.fill(reader, tensors, mapped=mapped)
-        for mapping, tensor in sharded:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            yield from loading.fill(reader, [(whole, self._pieces(mapping, whole, headers))], mapped=True)
+            if not is_dtensor(tensor):
+                plain.append((tensor, self._pieces(mapping, tensor, headers)))
+                continue
             try:
-                fill_shard(tensor, whole)
+                box = local_box(tensor)
             except CheckpointError as error:
                 raise CheckpointError(f"{mapping.target}: {error}") from None
+            local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+            if box is None:
+                continue
+            if box.sizes[1:] == tuple(tensor.shape[1:]) and local.is_contiguous():
+                shards.append((local, self._pieces(mapping, stand_in(tensor), headers, box, local.detach())))
+            else:
+                others.append((mapping, tensor))
+        return plain, shards, others
 
-    def _pieces(self, mapping: WeightMapping, tensor: Tensor, headers: Mapping[str, Spec]) -> list[loading.Piece]:
+    def _fill_others(self, reader: Reader, tensors: Sequence[tuple[WeightMapping, Tensor]]) -> Iterator[int]:
+        for mapping, tensor in tensors:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            yield from loading.fill(reader, [(whole, self._pieces(mapping, whole, reader.headers))], mapped=True)
+            fill_shard(tensor, whole)
+
+    def _pieces(
+        self,
+        mapping: WeightMapping,
+        tensor: Tensor,
+        headers: Mapping[str, Spec],
+        box: Box | None = None,
+        local: Tensor | None = None,
+    ) -> list[loading.Piece]:
+        """The pieces of `tensor`; with a `box` those of its rows in there, which are the tensor `local`."""
         pieces = []
         for each, view in mapping.split(tensor.detach()):
             name = self._stored(each.source, headers)
             size, row = math.prod(headers[name].shape), math.prod(headers[name].shape[1:])
-            whole = view.numel() == size
-            pieces.append(loading.Piece(view, name, each.start * row, headers[name].dtype, whole))
+            dtype, start = headers[name].dtype, each.start * row
+            if box is None or local is None:
+                pieces.append(loading.Piece(view, name, start, dtype, view.numel() == size))
+                continue
+            length = math.prod(tensor.shape[1:])
+            first = box.starts[0] * length if box.starts else 0
+            for part, at in within(view, start, first, first + local.numel()):
+                offset = part.storage_offset() - first + local.storage_offset()
+                part = local.as_strided(part.shape, part.stride(), offset)
+                pieces.append(loading.Piece(part, name, at, dtype, part.numel() == size))
         return pieces
 
     def export(self, state: Mapping[str, Tensor]) -> list[LazyTensor]:
@@ -212,6 +251,10 @@ class WeightMap:
         twice = [name for name in targets if targets[name] > 1]
         faults["in the weight map twice"] = twice + [name for name, start in sources if sources[name, start] > 1]
         return parts, faults
+
+
+_Filled = tuple[Tensor, list[loading.Piece]]
+"""A tensor, and the pieces that cover it."""
 
 
 class _Part(NamedTuple):

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ligermodels.archs.output import CausalLMOutput
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.integrations.in_place import nativize, restore
+    from ligermodels.parallel.apply import parallelize
+    from ligermodels.parallel.plan import ParallelPlan
     from ligermodels.pretrained import from_config, from_pretrained, from_transformers
     from ligermodels.speculative.joint import JointMedusa
     from ligermodels.speculative.medusa import MedusaModel
@@ -32,6 +34,8 @@ __getattr__, __dir__ = lazy_names(
         "archs.output": ("CausalLMOutput",),
         "data.tokenizer": ("Tokenizer",),
         "integrations.in_place": ("nativize", "restore"),
+        "parallel.apply": ("parallelize",),
+        "parallel.plan": ("ParallelPlan",),
         "pretrained": ("from_config", "from_pretrained", "from_transformers"),
         "speculative.joint": ("JointMedusa",),
         "speculative.medusa": ("MedusaModel",),
@@ -50,6 +54,7 @@ __all__ = [
     "MedusaModel",
     "MedusaOutput",
     "MultiHeadOutput",
+    "ParallelPlan",
     "Tokenizer",
     "add_lora",
     "errors",
@@ -59,6 +64,7 @@ __all__ = [
     "load_adapter",
     "merge_lora",
     "nativize",
+    "parallelize",
     "restore",
     "save_adapter",
 ]

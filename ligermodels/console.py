@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -24,6 +25,11 @@ def console(*, stderr: bool = False) -> Console:
     if not found.is_terminal:
         found.width = 1000
     return found
+
+
+def is_first_rank() -> bool:
+    """Whether this is the only process, or the first of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def say(message: str) -> None:

@@ -1,5 +1,7 @@
 """Exceptions of ligermodels: each names the field, tensor or file at fault and says what to do."""
 
+from typing import Any
+
 
 class LigerModelsError(Exception):
     """Base class of every error that ligermodels raises on bad input."""
@@ -31,3 +33,11 @@ class BackendError(LigerModelsError, RuntimeError):
 
 class TrainingError(LigerModelsError, RuntimeError):
     """Training cannot go on: the loss or the gradient is not finite."""
+
+
+def validation_message(error: Any) -> str:
+    """One of a pydantic error's `errors()` in one line. Those of our own validators say all themselves."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    text = error["msg"].replace("Input should be", "must be")
+    return f"{'.'.join(map(str, error['loc']))}: {text}, got {error['input']!r}"

@@ -16,6 +16,7 @@ from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.extra_heads import without_heads
+from ligermodels.archs.lora import without_lora
 from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.convert import hub
@@ -31,6 +32,7 @@ from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.ops.attention.attention import backends
+from ligermodels.parallel.plan import ParallelPlan
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -57,6 +59,8 @@ def from_pretrained(
     attention: str = "auto",
     mapped: bool = True,
     progress: Progress | None = None,
+    plan: ParallelPlan | None = None,
+    prepare: Callable[[CausalLM], object] | None = None,
 ) -> CausalLM:
     """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
 
@@ -77,7 +81,10 @@ def from_pretrained(
         mapped: on the CPU, weights in the stored dtype and order stay mapped from their files and are read when they
             are used. Changing them changes no file. While the model lives, do not write into those files; replacing
             them, as `save_pretrained` does, is safe.
-        progress: called with bytes done and bytes in all.
+        progress: called with bytes done and bytes in all, those that this rank reads.
+        plan: spread the model over the ranks, see `parallelize`: each reads and holds its own part alone, on its GPU or
+            else the CPU. All ranks call this.
+        prepare: called with the model while it is on the meta device, before it is spread: `add_lora`, say.
 
     Raises:
         HubError: the repository cannot be found or reached.
@@ -85,7 +92,7 @@ def from_pretrained(
         CheckpointError: files or tensors are missing, damaged or do not fit (all of them named).
         InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
     """
-    place, kind = resolve_device(device, device_map), resolve_dtype(dtype, torch_dtype)
+    place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
@@ -107,10 +114,12 @@ def from_pretrained(
         )
         model.export_spec = replace(_export_spec(hf_config, config, folder, weight_map), source=source)
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
-        allocate(model, kind, place)
+        if prepare is not None:
+            prepare(model)
+        _allocate(model, kind, place, plan)
         initialize_buffers(model, config.initializer_range)
         if place.type != "meta":
-            weight_map.load(checkpoint, persistent_tensors(model), progress=progress, mapped=mapped)
+            weight_map.load(checkpoint, without_lora(model), progress=progress, mapped=mapped)
         _keep_dtypes(model, weight_map, checkpoint.headers, kind)
     return model.eval()
 
@@ -123,6 +132,7 @@ def from_config(
     torch_dtype: DtypeLike | None = None,
     device_map: DeviceMap | None = None,
     attention: str = "auto",
+    plan: ParallelPlan | None = None,
 ) -> CausalLM:
     """A model with random weights from a Hugging Face config.
 
@@ -130,11 +140,12 @@ def from_config(
         config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`. Its
             `quantization_config`, if any, is left out: it is of stored weights.
         dtype, device, torch_dtype, device_map, attention: as of `from_pretrained`.
+        plan: as of `from_pretrained`. The weights are those of one process with the same seed on each rank.
 
     Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached; InputError as
     `from_pretrained`.
     """
-    place, kind = resolve_device(device, device_map), resolve_dtype(dtype, torch_dtype)
+    place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     folder = None
     if isinstance(config, Mapping):
         hf_config = dict(config)
@@ -149,7 +160,7 @@ def from_config(
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
     model = _skeleton(composed, _export_spec(hf_config, composed, folder, family.weight_maps(composed)[0]))
-    allocate(model, kind or dtype_of(hf_config), place)
+    _allocate(model, kind or dtype_of(hf_config), place, plan)
     model.reset_parameters()
     return model
 
@@ -208,6 +219,27 @@ def choose_layout(
     family = family_of(hf_config)
     layout = nearest_layout(family.weight_maps(config), headers, state)
     return replace(layout, ignored=[*layout.ignored, *heads, *family.mtp.ignored(hf_config)])
+
+
+def _place(device: DeviceLike | None, device_map: DeviceMap | None, plan: ParallelPlan | None) -> torch.device:
+    if plan is None:
+        return resolve_device(device, device_map)
+    from ligermodels.parallel.ranks import join, rank_device  # a large import
+
+    join(None if device is None and device_map is None else resolve_device(device, device_map))
+    return resolve_device(device, device_map, rank_device())
+
+
+def _allocate(model: CausalLM, dtype: torch.dtype, device: torch.device, plan: ParallelPlan | None) -> None:
+    """Give a model on the meta device memory; with a plan that of this rank's part."""
+    if plan is None:
+        return allocate(model, dtype, device)
+    from ligermodels.parallel.apply import parallelize
+
+    allocate(model, dtype, "meta")
+    parallelize(model, plan)
+    if device.type != "meta":
+        model.to_empty(device=device)
 
 
 def _keep_dtypes(model: CausalLM, weight_map: WeightMap, headers: Mapping[str, Spec], dtype: torch.dtype) -> None:

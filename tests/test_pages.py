@@ -50,7 +50,7 @@ SIZES = {
     "generate": ["--max-new-tokens", "6", "--device", "cpu"],
     "chat": ["--max-new-tokens", "6", "--device", "cpu"],
 }
-NO_COMMANDS = re.compile(r"make |pip install|cli, demo |\{")
+NO_COMMANDS = re.compile(r"make |pip install|torchrun |cli, demo |\{")
 """How the blocks begin that are neither commands of ours nor code."""
 
 

@@ -21,8 +21,9 @@ def in_two_ranks(work: Callable[..., None], folder: Path, *arguments: Any) -> No
 
 
 def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
-    """`in_two_ranks`, of so many processes."""
+    """The same in `world` processes."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rendezvous").unlink(missing_ok=True)  # of an earlier call
     spawn = mp.get_context("spawn")
     workers = [spawn.Process(target=_enter, args=(work, rank, world, folder, arguments)) for rank in range(world)]
     for worker in workers:

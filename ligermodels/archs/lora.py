@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.registry import family_of
@@ -20,6 +20,7 @@ from ligermodels.convert.placement import DtypeLike, resolve_dtype
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import InputError
 from ligermodels.layers import MoE
+from ligermodels.layers.config import persistent_tensors
 from ligermodels.layers.lora import LoRALinear, LoRAPart
 from ligermodels.layers.sharding import is_sharded
 
@@ -170,6 +171,12 @@ def insert(model: Model, layers: Mapping[str, LoRALinear], *, trainable: bool = 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     """The LoRA layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def without_lora(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model that are no LoRA's: those of its checkpoint, by native name."""
+    updates = {f"{name}.{part}" for name, layer in lora_layers(model).items() for part in layer.lora_parameters()}
+    return {name: tensor for name, tensor in persistent_tensors(model).items() if name not in updates}
 
 
 def require_lora(model: CausalLM, what: str) -> dict[str, LoRALinear]:

@@ -41,7 +41,8 @@ class Commands(TyperGroup):
         except Exception as error:
             if ctx.params["debug"] or not _is_expected(error):
                 raise
-            say(f"error: {_one_line(error)}")
+            rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+            say(f"{rank}error: {_one_line(error)}")
             raise typer.Exit(1) from None
 
 

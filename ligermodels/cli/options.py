@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
@@ -108,7 +109,8 @@ SHORT = {"learning_rate": ["--lr"]}
 
 
 def with_recipe_flags(recipe: type[TrainingRecipe]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of commands: a flag for each setting of a `recipe` that is not a parameter of its own.
+    """A decorator of commands: a flag for each setting of a `recipe`, and of its sections, that is not a parameter of
+    its own.
 
     Those that are given are passed as `settings`, by name.
     """
@@ -118,11 +120,22 @@ def with_recipe_flags(recipe: type[TrainingRecipe]) -> Callable[[Callable[..., N
 def _with_flags(command: Callable[..., None], recipe: type[TrainingRecipe]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.name != "settings"]
-    names = {p.name for p in own}
-    flags = [_flag(name, field) for name, field in recipe.model_fields.items() if name not in names]
+    names = {p.name for p in own} | recipe.model_fields.keys()
+    flags, sections = [], dict[str, str]()
+    for name, field in recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            for inner, each in field.annotation.model_fields.items():
+                if inner not in names:
+                    flags.append(_flag(inner, each))
+                    sections[inner] = name
+        elif name not in {p.name for p in own}:
+            flags.append(_flag(name, field))
 
     def wrapped(**given: Any) -> None:
-        settings = {flag.name: value for flag in flags if (value := given.pop(flag.name)) not in (None, [])}
+        settings: dict[str, Any] = {}
+        for name in (each.name for each in flags):
+            if (value := given.pop(name)) not in (None, []):
+                (settings.setdefault(sections[name], {}) if name in sections else settings)[name] = value
         command(**given, settings=settings)
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ligermodels.cli import options
-from ligermodels.console import progress, say
+from ligermodels.console import is_first_rank, progress, say
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.recipe_file import recipe_text, shipped_recipes
 
@@ -53,7 +53,10 @@ def require_given(recipe: TrainingRecipe, out: Path | None, base_name: str) -> P
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises CheckpointError when `out` could not be written at the end, or holds nothing to resume."""
+    """Raises CheckpointError when `out` could not be written at the end, or holds nothing to resume. Of torchrun's
+    processes the first one finds out: its failure ends the others."""
+    if not is_first_rank():
+        return
     from ligermodels.training.folder import has_checkpoints, require_resumable
 
     if not resume:
@@ -96,18 +99,22 @@ def train_heads(
 
 
 def console() -> Console:
-    """A run's messages and progress, on standard error."""
+    """A run's messages and progress, on standard error; of torchrun's processes the first one reports."""
     from ligermodels.training import Console
 
-    return Console(say, progress)
+    return Console(say, progress) if is_first_rank() else Console()
 
 
 def show_end(outcome: Outcome, out: Path) -> None:
-    """Say where the result is. Exits with STOPPED for a run that has not finished."""
+    """Say where the result is. Exits with STOPPED for a run that has not finished, and ends other ranks than the
+    first."""
+    if is_first_rank():
+        stopped = f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume continues"
+        say(f"wrote {out}" if outcome.finished else stopped)
     if not outcome.finished:
-        say(f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume continues")
         raise typer.Exit(STOPPED)
-    say(f"wrote {out}")
+    if not is_first_rank():
+        raise typer.Exit
 
 
 def show_recipe_of(kind: type[TrainingRecipe]) -> Callable[[str | None], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import Indices, permutation
 from ligermodels.data.documents import AT_ONCE, Documents, TokenDocuments, Tokens
 from ligermodels.errors import InputError
+from ligermodels.layers import IGNORE_INDEX
 
 
 class PackedBatches:
@@ -134,10 +136,42 @@ class PackedBatches:
         self._start(state["epoch"], state["place"], state["used"])
 
 
+class RankBatches:
+    """The share of one of `size` ranks in the batches of `source`: of each `size` of them in turn the one at `rank`.
+
+    All ranks read the same source, so together they have its batches, and are in the same state. At its end those for
+    whom none is left get one without targets: all take as many steps.
+    """
+
+    def __init__(self, source: Iterator[Batch], rank: int, size: int) -> None:
+        self._source: Any = source
+        self._rank, self._size = rank, size
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        group = list(islice(self._source, self._size))
+        if not group:
+            raise StopIteration
+        if self._rank < len(group):
+            return group[self._rank]
+        return Batch({**group[0], "labels": torch.full_like(group[0]["labels"], IGNORE_INDEX)}, where=group[0].where)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the source, a `PackedBatches`."""
+        found: dict[str, Any] = self._source.state_dict()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """That of the source."""
+        self._source.load_state_dict(state)
+
+
 class Prefetcher:
     """The batches of `source`, made up to `count` ahead in another thread, each with the state after it."""
 
-    def __init__(self, source: PackedBatches, count: int = 2) -> None:
+    def __init__(self, source: PackedBatches | RankBatches, count: int = 2) -> None:
         self._source, self._count, self._state = source, count, source.state_dict()
         self._thread = ThreadPoolExecutor(1, "batches")
         self._pending: deque[Future[tuple[Batch, dict[str, Any]]]] = deque()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ligermodels.convert.shards import fill_shard, is_dtensor
 from ligermodels.errors import ConfigError
 
 
@@ -56,9 +58,28 @@ def initialize(module: nn.Module, std: float, name: str = "") -> None:
 _TORCHS_OWN = (nn.Linear.reset_parameters, nn.Embedding.reset_parameters)
 
 
+@contextmanager
+def whole_parameters(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Meanwhile the sharded ones among these parameters of `module` itself are whole, with no values yet; afterwards
+    each rank has its part of them. So random values do not depend on the sharding."""
+    shards = {name: p for name in names if (p := module._parameters[name]) is not None and is_dtensor(p)}
+    for name, p in shards.items():
+        whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        module._parameters[name] = nn.Parameter(whole, requires_grad=p.requires_grad)
+    yield
+    for name, p in shards.items():
+        fill_shard(p, module._parameters[name].detach())  # type: ignore[union-attr]
+        module._parameters[name] = p
+
+
 @torch.no_grad()
 def initialize_own(module: nn.Module, std: float, name: str) -> None:
     """`initialize` for the tensors that `module` itself owns."""
+    with whole_parameters(module, module._parameters):
+        _initialize_own(module, std, name)
+
+
+def _initialize_own(module: nn.Module, std: float, name: str) -> None:
     init_weights, reset = getattr(module, "init_weights", None), getattr(module, "reset_parameters", None)
     if callable(init_weights):
         init_weights(std)

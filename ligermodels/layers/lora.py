@@ -79,7 +79,7 @@ class LoRALinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(sum(part.r for part in self.parts), self.in_features, **place))
         for name, part, size in zip(self._names, self.parts, sizes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(size, part.r, **place)))
-        self._init_update()
+        self.init_update()
         self.train(linear.training)
 
     def init_weights(self, std: float) -> None:
@@ -87,9 +87,11 @@ class LoRALinear(nn.Linear):
         nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-        self._init_update()
+        self.init_update()
 
-    def _init_update(self) -> None:
+    @torch.no_grad()
+    def init_update(self) -> None:
+        """A kaiming_uniform(a=sqrt(5)), B zero, as in PEFT."""
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         for name in self._names:
             nn.init.zeros_(self.get_parameter(name))

@@ -47,20 +47,21 @@ def divergence(
         num_targets: how many places have a target, if the caller knows; on a GPU that saves waiting for it.
 
     Returns a scalar, in float32 or wider. The reference gets no gradient. Raises InputError when `head` is
-    tensor-parallel, or sharded by itself, so that its parameters are only there within its own forward.
+    tensor-parallel, or sharded and not gathered by `call_gathered`.
     """
     if is_tensor_parallel(head):
         raise InputError(
             "KL to the reference: not implemented for tensor-parallel heads; train without a reference, or by FSDP2"
         )
     if is_sharded(head):
-        raise InputError("KL to the reference: the head is sharded by itself; shard it with the model, in one group")
+        raise InputError("KL to the reference: the head is sharded; call divergence by call_gathered(head, ...)")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     chunks = _chunks(targets, vocab_size, wide, memory_budget, num_targets)
     # Asked here: inside an autograd.Function's forward gradients are off.
     parameters = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
     total: Tensor = _Divergence.apply(
-        head,
+        # One that is gathered for this call must not be given back after the first chunk, as its hooks would.
+        head.forward if callable(getattr(head, "unshard", None)) else head,
         reference_head,
         chunks,
         wide,
@@ -126,7 +127,7 @@ class _Divergence(torch.autograd.Function):
     @torch.no_grad()
     def forward(
         ctx: Any,
-        head: nn.Module,
+        head: Head,
         reference: Head,
         chunks: Sequence[Tensor],
         wide: torch.dtype,

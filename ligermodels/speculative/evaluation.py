@@ -16,6 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.generate import evaluating
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.packing import document_bounds
+from ligermodels.parallel.ranks import DataRanks
 from ligermodels.speculative.distillation import divergence_and_losses
 from ligermodels.speculative.multi_head import MultiHeadModel
 
@@ -27,17 +28,25 @@ RANKS = 10
 def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
     """Mean loss per target, in nats, over all batches; its exponential is the perplexity.
 
+    Of a model that FSDP2 shards these are the batches of all ranks: each has as many as the others, some may be without
+    a target.
+
     Raises InputError when there is no target at all.
     """
     losses, counts = [], []
     with evaluating(model):
+        ranks = DataRanks.of(model)
         for batch in batches:
             inputs: dict[str, Any] = on_device(batch, model.device)
-            losses.append(model(**inputs, reduction="sum")["loss"].double())
-            counts.append(int(count_targets(model, [batch])))
+            count = int(count_targets(model, [batch]))
+            loss = model(**inputs, reduction="sum")["loss"].double()
+            losses.append(loss if count else torch.zeros_like(loss))  # an auxiliary loss does not depend on targets
+            counts.append(count)
     if not losses:
         raise InputError("there is no text to evaluate on: not a single batch was given")
-    return float(torch.stack(losses).sum()) / max(1, sum(counts))
+    sums = torch.stack([torch.stack(losses).sum(), losses[0].new_tensor(sum(counts))])
+    loss, count = ranks.sum(sums).tolist()
+    return loss / max(1, count)
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ class HeadScores:
 def evaluate_heads(
     model: MultiHeadModel, batches: Iterable[Batch], on_ranks: Callable[[Tensor], object] | None = None
 ) -> HeadScores:
-    """Scores of every head over all batches; `on_ranks` gets the ranks of each batch, long (K, B, T).
+    """Scores of every head over all batches; `on_ranks` gets the ranks of each batch, long (K, B, T). Of a
+    sharded model as `evaluate`.
 
     Raises InputError when there is no batch.
     """
@@ -68,6 +78,7 @@ def evaluate_heads(
     device = model.base.device
     rank = torch.arange(RANKS, device=device)
     with evaluating(model):
+        over = DataRanks.of(model)
         for batch in batches:
             out = model(**on_device(batch, device), reduction="sum")
             losses.append(out.head_losses.double())
@@ -77,11 +88,9 @@ def evaluate_heads(
                 on_ranks(out.ranks)
     if not losses:
         raise InputError("there is no text to evaluate on: not a single batch was given")
-    count = torch.stack(counts).sum(0).double().cpu()
+    loss, hit, count = (over.sum(torch.stack(each).sum(0).double()).cpu() for each in (losses, hits, counts))
     at_least_one = count.clamp(min=1)
-    return HeadScores(
-        torch.stack(losses).sum(0).cpu() / at_least_one, torch.stack(hits).sum(0).cpu() / at_least_one[:, None], count
-    )
+    return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count)
 
 
 @dataclass(frozen=True)
@@ -100,13 +109,14 @@ class KLToReference:
 
 @torch.no_grad()
 def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) -> KLToReference:
-    """KL of `model` to `reference`, a model of the same vocabulary on the same device.
+    """KL of `model` to `reference`, a model of the same vocabulary on the same device. Of sharded models as `evaluate`.
 
     Raises InputError when there is no batch.
     """
     heads = [lambda states, each=each: each(last_hidden_state=states).logits for each in (model, reference)]
     sums, counts = [], []
     with evaluating(model), evaluating(reference):
+        ranks = DataRanks.of(model)
         for batch in batches:
             part: dict[str, Any] = on_device(batch, model.device)
             unpad = model.unpadding(part.pop("attention_mask", None))
@@ -127,4 +137,5 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
             counts.append((targets.values[0] != IGNORE_INDEX).sum())
     if not sums:
         raise InputError("there is no text to evaluate on: not a single batch was given")
-    return KLToReference(*(torch.stack(sums).sum(0) / torch.stack(counts).sum().clamp(min=1)).tolist())
+    count = ranks.sum(torch.stack(counts).sum())
+    return KLToReference(*(ranks.sum(torch.stack(sums).sum(0)) / count.clamp(min=1)).tolist())

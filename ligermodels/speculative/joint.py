@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.errors import InputError
 from ligermodels.layers import Targets
-from ligermodels.layers.sharding import call_gathered
+from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.speculative.distillation import divergence
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.output import MultiHeadOutput
@@ -25,7 +26,15 @@ def frozen_copy(model: CausalLM, place: Literal["device", "cpu_offload"] = "devi
     Args:
         place: "device", beside the model; or "cpu_offload", where its blocks stay in host memory and each is on the
             device only while it computes. Every pass then moves them all, which takes time; the results are the same.
+
+    A model that `parallelize` has spread is copied shard by shard; InputError for "cpu_offload" then.
     """
+    if is_sharded(model):
+        if place != "device":
+            raise InputError("reference: of a sharded model each rank keeps its share on the device; not 'cpu_offload'")
+        from ligermodels.parallel.apply import parallel_copy  # a large import
+
+        return parallel_copy(model)
     if place == "device":
         return copy.deepcopy(model).requires_grad_(False).eval()
     # The blocks' parameters are copied to the host at once: the device never holds a second set.
@@ -141,5 +150,5 @@ def _kl(base: CausalLM, reference: CausalLM, reference_hidden: Tensor) -> Callab
         size = base.config.vocab_size
         return divergence(hidden, base.head, reference_hidden, reference_head, targets, vocab_size=size, **options)
 
-    # Within the call the base's parameters are gathered, the head's among them.
-    return partial(call_gathered, base, kl)
+    # Within the call the base's parameters are gathered, and the head's, which may be a group of its own.
+    return partial(call_gathered, base, partial(call_gathered, base.head, kl))

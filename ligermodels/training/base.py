@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,7 @@ from ligermodels.data import fingerprint
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import ConfigError
+from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.pretrained import Progress, from_config, from_pretrained
 from ligermodels.training.recipe import TrainingRecipe
 
@@ -66,20 +68,28 @@ class Base:
         return fingerprint.of_checkpoint(self.config, self.tokenizer, self.weights)
 
     def load(
-        self, recipe: TrainingRecipe, *, device: str, attention: str, progress: Progress | None = None
+        self,
+        recipe: TrainingRecipe,
+        *,
+        device: str,
+        attention: str,
+        progress: Progress | None = None,
+        prepare: Callable[[CausalLM], object] | None = None,
+        plan: ParallelPlan | None = None,
     ) -> CausalLM:
         """The model, in the recipe's dtype; random weights are decided by its seed. It is exported with the recipe's
-        tokenizer and chat template.
+        tokenizer and chat template. `prepare` and `plan` as of `from_pretrained`.
 
         Raises as `from_pretrained` and `from_config`, and ConfigError for a tokenizer with more tokens than the config.
         """
         dtype = getattr(torch, recipe.dtype) if recipe.dtype else None
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "plan": plan}
         if self.weights is not None:
-            model = from_pretrained(self.weights, dtype=dtype, device=device, attention=attention, progress=progress)
+            model = from_pretrained(self.weights, progress=progress, prepare=prepare, **options)
         else:
             with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):
                 torch.manual_seed(recipe.seed)
-                model = from_config(self.config, dtype=dtype, device=device, attention=attention)
+                model = from_config(self.config, **options)
             self._check_vocabulary(model.config.vocab_size)
         files = {name: self.tokenizer / name for name in COMPANIONS if name not in CONFIGS}
         files = {name: path for name, path in files.items() if path.is_file()}

@@ -9,12 +9,15 @@ import secrets
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
@@ -23,7 +26,10 @@ from torch.optim import Optimizer
 
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import written_whole
+from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.shards import is_dtensor
 from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.layers.sharding import reshard
 
 NAME = re.compile(r"step-(\d+)")
 RUN = "run.json"
@@ -32,19 +38,32 @@ MANIFEST = "manifest.json"
 """The format, and size and CRC-32 of every other file; written last."""
 FORMAT = 2
 MODEL = "model."
-"""Prefix of the names of parameters."""
+OPTIMIZER = "optimizer."
+"""Prefixes of the names of parameters, and of the optimizer's state of parameter i: "optimizer.i."."""
 
 
 class Checkpoints:
     """The checkpoints in `folder`, each a folder of torch.distributed.checkpoint and run.json; the newest `keep` stay.
 
     One with its final name is complete even after a crash: see `written_whole`. Checksums are verified before reading.
+
+    Of a process group all ranks save, load and remove together. Each writes and reads its own shards of tensors, in a
+    folder that all of them see; so a checkpoint can be loaded by any number of ranks.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
         self._folder, self._keep = Path(folder), keep
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
+        self._group: Ranks | None = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        """Of a group of their own: the thread that writes must not meet the calls of training."""
+        if self._group is None:
+            several = dist.is_initialized() and dist.get_world_size() > 1
+            self._group = Ranks.of_group(dist.new_group(backend="gloo")) if several else Ranks()
+        return self._group
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints, ascending."""
@@ -59,11 +78,12 @@ class Checkpoints:
         Waits for the previous checkpoint, and raises CheckpointError when it could not be written. `run` is for JSON.
         """
         self.wait()
+        reshard(model)
+        ranks = self._ranks
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model, optimizer)}
-        tensors["random.cpu"] = torch.get_rng_state()
-        tensors |= {f"random.cuda.{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
+        tensors |= {name: get() for name, (get, _) in _random_states(ranks).items()}
         about = {**run, "step": step, "parameter_groups": optimizer.state_dict()["param_groups"]}
-        self._pending = self._writer.submit(self._write, step, tensors, json.dumps(about, indent=1))
+        self._pending = self._writer.submit(self._write, ranks, step, tensors, json.dumps(about, indent=1))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Raises CheckpointError when it could not be written."""
@@ -74,20 +94,33 @@ class Checkpoints:
             except (OSError, CheckpointException) as error:
                 raise CheckpointError(f"{self._folder}: the checkpoint cannot be written: {_reason(error)}") from error
 
-    def _write(self, step: int, tensors: dict[str, Tensor], about: str) -> None:
-        for path in self._folder.glob(".*.partial"):  # of processes that were killed
-            shutil.rmtree(path, ignore_errors=True)
-        target = self._folder / f"step-{step}"
-        self._remove(target)
-        with written_whole(target, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
-            with warnings.catch_warnings():
+    def _write(self, ranks: Ranks, step: int, tensors: dict[str, Tensor], about: str) -> None:
+        target, temporary = self._folder / f"step-{step}", Path()
+        with ExitStack() as opened:
+            with ranks.step(str(target)):
+                if ranks.writes:
+                    for path in self._folder.glob(".*.partial"):  # of processes that were killed
+                        shutil.rmtree(path, ignore_errors=True)
+                    self._remove(target)
+                    size = sum(tensor.nbytes for tensor in tensors.values())
+                    temporary = opened.enter_context(written_whole(target, size))
+            temporary = ranks.gather(temporary)[0]
+            with ranks.step(str(target)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # its note that there is only one process
-                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=False))
-            (temporary / RUN).write_text(about + "\n", encoding="utf-8")
-            files = {path.name: _checksum(path) for path in temporary.iterdir()}
-            manifest = json.dumps({"format": FORMAT, "files": files}, indent=1)
-            (temporary / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-        self._remove_old()
+                writer = dcp.FileSystemWriter(temporary, sync_files=False)
+                dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.together)
+            with ranks.step(str(target)):
+                files = {path.name: _checksum(path) for path in temporary.glob(f"__{ranks.rank}_*")}
+            files = {name: checksum for each in ranks.gather(files) for name, checksum in each.items()}
+            with ranks.step(str(target)):
+                if ranks.writes:
+                    (temporary / RUN).write_text(about + "\n", encoding="utf-8")
+                    files |= {path.name: _checksum(path) for path in temporary.iterdir() if path.name not in files}
+                    manifest = json.dumps({"format": FORMAT, "files": files}, indent=1)
+                    (temporary / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+                opened.close()  # The folder gets its name.
+                if ranks.writes:
+                    self._remove_old()
 
     def _remove_old(self) -> None:
         for old in self.steps()[: -self._keep]:
@@ -103,7 +136,8 @@ class Checkpoints:
     def remove(self) -> None:
         """Remove all checkpoints and the folder."""
         self.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._ranks.writes:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def about(self, step: int) -> dict[str, Any]:
         """`run` as given to `save`, with "step". Raises CheckpointError when the checkpoint cannot be read."""
@@ -123,43 +157,69 @@ class Checkpoints:
 
         Raises CheckpointError when it cannot be read, is damaged, or is of another model or optimizer.
         """
-        path = self._folder / f"step-{step}"
-        _verify(path)
+        path, ranks = self._folder / f"step-{step}", self._ranks
+        with ranks.step(str(path), ""):
+            if ranks.writes:
+                _verify(path)
         about = _read_json(path / RUN)
-        tensors = _read_tensors(path)
         parameters = dict(_trained(model))
+        like = {f"{MODEL}{name}": parameter for name, parameter in parameters.items()}
+        optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        states = {f"{OPTIMIZER}{index}.": parameter for index, parameter in enumerate(optimized)}
+        tensors = _read_tensors(path, like=lambda name: like.get(name, states.get(name[: name.rfind(".") + 1])))
         found = _parameters(path, tensors, parameters)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(found[name])
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
+            if name.startswith(OPTIMIZER):
                 _, index, key = name.split(".", 2)
                 state.setdefault(int(index), {})[key] = tensor
         try:
             optimizer.load_state_dict({"state": state, "param_groups": about["parameter_groups"]})
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{path}: is of another optimizer: {error}") from None
-        torch.set_rng_state(tensors["random.cpu"])
-        for i in range(torch.cuda.device_count()):
-            if f"random.cuda.{i}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"random.cuda.{i}"], i)
-        self._remove_old()  # the process that wrote this one may have been killed before it did so
+        for name, (_, restore) in _random_states(ranks).items():
+            if name in tensors:
+                restore(tensors[name])
+        with ranks.step(str(path), ""):
+            if ranks.writes:
+                self._remove_old()  # the process that wrote this one may have been killed before it did so
 
 
-def _read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names start with `prefix`."""
+def _random_states(ranks: Ranks) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
+    """Name -> functions that get and set the state of each random generator of this rank: of its own GPU where there
+    are several ranks, else of all."""
+    own = f".rank{ranks.rank}" if ranks.rank else ""
+    found: dict[str, Any] = {f"random.cpu{own}": (torch.get_rng_state, torch.set_rng_state)}
+    devices = dict(enumerate(range(torch.cuda.device_count())))
+    if ranks.together and devices:
+        devices = {0: torch.cuda.current_device()}
+    for i, device in devices.items():
+        get, restore = (partial(each, device=device) for each in (torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+        found[f"random.cuda.{i}{own}"] = get, restore
+    return found
+
+
+def _read_tensors(
+    path: Path, prefix: str = "", like: Callable[[str], Tensor | None] = lambda name: None
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names start with `prefix`: those for whose names `like` gives a sharded tensor
+    of the same shape are sharded as that is, the others are on the CPU."""
     try:
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        tensors = {
-            name: torch.empty(it.size, dtype=it.properties.dtype)
-            for name, it in stored.items()
-            if isinstance(it, TensorStorageMetadata) and name.startswith(prefix)
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, it in stored.items():
+            if isinstance(it, TensorStorageMetadata) and name.startswith(prefix):
+                other, dtype = like(name), it.properties.dtype
+                if other is not None and is_dtensor(other) and other.shape == it.size:
+                    tensors[name] = torch.empty_like(other, dtype=dtype, requires_grad=False)
+                else:
+                    tensors[name] = torch.empty(it.size, dtype=dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(tensors, checkpoint_id=path)
+            dcp.load(tensors, checkpoint_id=path, no_dist=True)  # each rank finds its own part
     except (Exception, CheckpointException) as error:  # The library raises many kinds.
         raise CheckpointError(f"{path}: cannot be read: {_reason(error)}; remove it to resume from another") from error
     return tensors
@@ -183,7 +243,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"{MODEL}{name}", p) for name, p in _trained(model))
     for index, state in optimizer.state_dict()["state"].items():
-        yield from ((f"optimizer.{index}.{key}", torch.as_tensor(value)) for key, value in state.items())
+        yield from ((f"{OPTIMIZER}{index}.{key}", torch.as_tensor(value)) for key, value in state.items())
 
 
 def _reason(error: BaseException) -> str:

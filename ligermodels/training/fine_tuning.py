@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.lora import add_lora, lora_layers
 from ligermodels.data.batches import Batch
 from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.layers.initialization import whole_parameters
 from ligermodels.speculative.evaluation import evaluate
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
@@ -79,8 +81,8 @@ def export_adapter(
         raise CheckpointError(f"{folder}: no checkpoint{wanted}; there are: {', '.join(map(str, steps)) or 'none'}")
     step = steps[-1] if step is None else step
     recipe = recipe if base is None else recipe.changed({"base": base})
-    model = Base.find(recipe).load(recipe, device="meta", attention="auto")
-    FineTuningJob(recipe, model, resuming=True)
+    prepare = partial(FineTuningJob.prepare, recipe)
+    model = Base.find(recipe).load(recipe, device="meta", attention="auto", prepare=prepare)
     tensors = checkpoints.parameters(step, model)
     write_adapter(model, lora_layers(model), tensors, out, overwrite=overwrite)
     return step
@@ -104,10 +106,10 @@ class LossEvaluation:
 class FineTuningJob:
     """A `Job`: see there. The loss is the model's: cross entropy, and a router's auxiliary loss."""
 
-    def __init__(self, recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> None:
-        self.model = model
+    @staticmethod
+    def prepare(recipe: FineTuningRecipe, model: CausalLM) -> None:
+        """Add LoRA, if the recipe trains it."""
         if recipe.lora_rank is not None:
-            torch.manual_seed(recipe.seed)  # of the first A, and of dropout
             add_lora(
                 model,
                 recipe.lora_rank,
@@ -115,6 +117,14 @@ class FineTuningJob:
                 lora_dropout=recipe.lora_dropout,
                 target_modules=recipe.lora_targets or "all-linear",
             )
+
+    def __init__(self, recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> None:
+        self.model = model
+        if layers := lora_layers(model):
+            torch.manual_seed(recipe.seed)  # of the first A, and of dropout
+            for layer in layers.values():
+                with whole_parameters(layer, layer.lora_parameters()):
+                    layer.init_update()
         self.trainable: Trainable = model
         self.learning_rates: list[tuple[Iterator[nn.Parameter], float]] = [(model.parameters(), recipe.learning_rate)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError
 from ligermodels.ops import adamw_step
 
@@ -18,7 +19,8 @@ from ligermodels.ops import adamw_step
 class FusedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` in one kernel launch per parameter; the same states and state dict.
 
-    Sharded parameters (DTensor) are updated shard by shard. No amsgrad, maximize or capturable.
+    Sharded parameters (DTensor) are updated shard by shard; make the optimizer after the model is sharded. No amsgrad,
+    maximize or capturable.
 
     bfloat16 parameters may be rounded stochastically, exact on average. Rounding to nearest, as torch does, loses every
     update below half a unit in the last place (1/512 of the weight), and with a high beta2 the second moments never
@@ -40,7 +42,8 @@ class FusedAdamW(torch.optim.AdamW):
         Args:
             rounding: of parameters and states in bfloat16.
             seed: of "stochastic" rounding. The random bits depend on it, on the step and on the index of the parameter,
-                so a run is reproducible; a state dict does not hold it.
+                so a run is reproducible; a state dict does not hold it. On a CPU they do not depend on how parameters
+                are sharded, on a GPU they do.
 
         The other arguments are those of torch.optim.AdamW. Raises InputError for another rounding, and when no
         parameter requires a gradient.
@@ -82,7 +85,8 @@ class FusedAdamW(torch.optim.AdamW):
         """Update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
 
         On a GPU the updates run on a side stream, which the end of the backward pass waits for. `step` is still to be
-        called, for schedulers that count steps; it finds no gradient left.
+        called, for schedulers that count steps; it finds no gradient left. Under FSDP2 each update follows the sum of
+        the gradient over the ranks.
 
         Not for gradients that are accumulated over several backward passes, clipped or scaled. Returns handles whose
         `remove` ends it. The hooks do not keep the optimizer alive: they are removed when it is deleted.
@@ -153,12 +157,19 @@ class FusedAdamW(torch.optim.AdamW):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             rounding_seeds=(self.defaults["seed"], index) if stochastic else None,
+            shard=_shard(parameter) if stochastic else None,
         )
 
 
 def _local(x: Any) -> Tensor:
     """This process's shard of a sharded tensor, or the tensor itself."""
     return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _shard(parameter: Tensor) -> tuple[Sequence[int], Callable[[Tensor], Tensor]] | None:
+    """Which part of the whole the local tensor of a sharded parameter is; None of a plain one."""
+    box = local_box(parameter) if is_dtensor(parameter) else None
+    return None if box is None else (parameter.shape, box.of)
 
 
 def _check_group(group: dict[str, Any]) -> None:

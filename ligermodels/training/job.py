@@ -45,14 +45,18 @@ class Job(Protocol):
         """What to log of an output of `trainable`."""
 
     def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> Evaluation:
-        """Evaluate on the validation split; each call of `batches` gives all of it."""
+        """Evaluate on the validation split; each call of `batches` gives all of it, or of several ranks this one's
+        share: the functions of `speculative.evaluation` sum over the ranks."""
 
     def export(self, folder: Path) -> None:
         """Write the result of the training."""
 
 
 class JobFactory(Protocol[R]):
-    """Makes the job of a recipe from its base model. With `resuming`, a checkpoint overwrites the trained parameters
-    afterwards, so nothing else need be loaded into them."""
+    """Makes the job of a recipe from its base model, which may be sharded. With `resuming`, a checkpoint overwrites the
+    trained parameters afterwards, so nothing else need be loaded into them.
+
+    One that changes the modules of the base model does so in an attribute `prepare(recipe, model)`, which is called
+    while that is on the meta device, before it is sharded and loaded."""
 
     def __call__(self, recipe: R, model: CausalLM, *, resuming: bool) -> Job: ...

@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ligermodels.data.batches import Batch, CountsTargets, count_targets, on_device
 from ligermodels.errors import InputError, TrainingError
+from ligermodels.layers.sharding import gathered
+from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.renamed import renamed_arguments
 
 PATIENCE = 10
@@ -110,10 +112,11 @@ def train(
     """Take optimizer steps up to number `steps`; returns the number of the last one taken.
 
     The gradient of a step is that of one batch of all its micro-batches: losses are summed and divided by the number of
-    targets in all of them, not averaged per micro-batch.
+    targets in all of them, not averaged per micro-batch. Of a model that FSDP2 shards (`parallelize`) these are the
+    micro-batches of all ranks, which call this together, and so are the numbers of reports.
 
     Args:
-        batches: micro-batches, `accumulation_steps` per step.
+        batches: micro-batches of this rank, `accumulation_steps` per step.
         schedule: stepped after each step.
         max_grad_norm: the gradient is clipped to this norm; None does not clip.
         on_step: gets a report every `report_every` steps, before each hook, and at the end. Only a report waits for
@@ -121,7 +124,8 @@ def train(
         hooks: called after their steps; the model is set to training mode again afterwards.
         start: number of the last step of an earlier run; the first one here is start + 1.
         targets: `StepMetrics.targets` of the earlier run.
-        stop: called after each step and after its hooks; training ends when it returns True.
+        stop: called after each step and after its hooks; training ends when it returns True, which it must on all ranks
+            alike.
         loss_options: further arguments of the model's forward, by step.
         output_metrics: what to log of the model's output.
 
@@ -134,7 +138,7 @@ def train(
         raise InputError(f"must be at least 1: {steps=}, {accumulation_steps=}, {report_every=} and periods of hooks")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise InputError(f"max_grad_norm: must be above 0, or None not to clip, got {max_grad_norm}")
-    device = next(iter(model.parameters())).device
+    device, ranks = next(iter(model.parameters())).device, DataRanks.of(model)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     source = iter(batches)
     model.train()
@@ -144,31 +148,31 @@ def train(
         parts = list(islice(source, accumulation_steps))
         if len(parts) < accumulation_steps:
             raise InputError(f"the batches ended at step {step} of {steps}: give more text, more epochs or fewer steps")
-        counts = count_targets(model, parts)
-        targets += int(counts.sum())
-        items = counts.clamp(min=1).to(device, non_blocking=True)
+        counts = ranks.sum(count_targets(model, parts).to(device, non_blocking=True))
+        items = counts.clamp(min=1)
         learning_rate = optimizer.param_groups[0]["lr"]
         options = loss_options(step) if loss_options is not None else {}
         losses, logged = [], []
         for part in parts:
             out = model(**on_device(part, device), num_items_in_batch=items, **options)
-            out.loss.backward()
+            (out.loss if ranks.size == 1 else out.loss * ranks.size).backward()  # FSDP2 averages
             losses.append(out.loss.detach())
             logged.append(output_metrics(out) if output_metrics is not None else OutputMetrics())
-        norm = nn.utils.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm)
+        norm = gathered(nn.utils.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:
             schedule.step()
         tokens = sum(part["labels"].numel() for part in parts)
         wheres = [getattr(part, "where", None) for part in parts]
-        pending.append(_Pending(step, learning_rate, tokens, wheres, losses, norm, _summed(logged)))
+        pending.append(_Pending(step, learning_rate, tokens, counts.sum(), wheres, losses, norm, _summed(logged)))
         is_last = step == steps or (stop is not None and stop())
         due = [call for every, call in hooks if is_due(step, every, steps)]
         if is_last or due or step % report_every == 0:
+            targets += int(torch.stack([one.targets for one in pending]).sum())
             if not targets and step >= min(steps, PATIENCE):
                 raise _no_target(pending)
-            metrics = _report(pending, steps, targets, device, began)
+            metrics = _report(pending, steps, targets, device, began, ranks)
             if on_step is not None:
                 on_step(metrics)
             for call in due:
@@ -187,25 +191,37 @@ class _Pending(NamedTuple):
     step: int
     learning_rate: float
     tokens: int
+    targets: Tensor
     wheres: list[Callable[[], str] | None]
     losses: list[Tensor]
     norm: Tensor
     logged: OutputMetrics
 
 
-def _report(pending: Sequence[_Pending], steps: int, targets: int, device: torch.device, began: float) -> StepMetrics:
+def _report(
+    pending: Sequence[_Pending], steps: int, targets: int, device: torch.device, began: float, ranks: DataRanks
+) -> StepMetrics:
     """Synchronise with the pending steps and sum them up. Raises TrainingError for a value that is not finite."""
-    each = []
     tensors = (tensor for one in pending for tensor in (*one.losses, one.norm, *one.logged.losses.values()))
     found: Iterator[Any] = iter(_to_host(list(tensors)))
+    values = []  # of each step: the losses of the micro-batches, the norm, and what is logged
     for one in pending:
         losses, norm = [next(found) for _ in one.losses], next(found)
-        values = {name: next(found) for name in one.logged.losses}
-        _check_finite(one, losses, norm)
-        each.append(Step(one.step, math.fsum(losses), norm, one.learning_rate, one.tokens, values))
+        values.append((losses, norm, {name: next(found) for name in one.logged.losses}))
+    sums = [
+        [math.fsum(losses), one.tokens, *_flat(logged)]
+        for one, (losses, _, logged) in zip(pending, values, strict=True)
+    ]
+    sums, each = _over_ranks(sums, ranks, device), []
+    for one, (losses, norm, logged), (loss, tokens, *others) in zip(pending, values, sums, strict=True):
+        _check_finite(one, losses, loss, norm)
+        logged = _like(logged, others)
+        each.append(Step(one.step, loss, norm, one.learning_rate, int(tokens), logged))
     seconds = time.perf_counter() - began
     totals = _summed([one.logged for one in pending]).ratios
-    ratios = {name: (hits / counts.clamp(min=1)).tolist() for name, (hits, counts) in totals.items()}
+    ratios = {
+        name: (ranks.sum(hits) / ranks.sum(counts).clamp(min=1)).tolist() for name, (hits, counts) in totals.items()
+    }
     return StepMetrics(
         each[-1].step,
         steps,
@@ -218,6 +234,24 @@ def _report(pending: Sequence[_Pending], steps: int, targets: int, device: torch
         _peak_memory(device),
         targets,
     )
+
+
+def _over_ranks(rows: list[list[float]], ranks: DataRanks, device: torch.device) -> list[list[float]]:
+    """The sums over the ranks of each number."""
+    if ranks.size == 1:
+        return rows
+    found: list[list[float]] = ranks.sum(torch.tensor(rows, dtype=torch.float64, device=device)).tolist()
+    return found
+
+
+def _flat(values: Mapping[str, Value]) -> list[float]:
+    return [number for value in values.values() for number in (value if isinstance(value, list) else [value])]
+
+
+def _like(values: Mapping[str, Value], numbers: Iterable[float]) -> dict[str, Value]:
+    """`numbers` in the form of `values`, of which they are those of `_flat`."""
+    left = iter(numbers)
+    return {k: [next(left) for _ in value] if isinstance(value, list) else next(left) for k, value in values.items()}
 
 
 def _summed(logged: Sequence[OutputMetrics]) -> OutputMetrics:
@@ -250,15 +284,18 @@ def _peak_memory(device: torch.device) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _check_finite(one: _Pending, losses: Sequence[float], norm: float) -> None:
-    if all(map(math.isfinite, (*losses, norm))):
+def _check_finite(one: _Pending, losses: Sequence[float], total: float, norm: float) -> None:
+    """`losses` are those of this rank, `total` is that of all."""
+    if all(map(math.isfinite, (*losses, total, norm))):
         return
     # The first micro-batch with such a loss; all of the step's, if only the gradient is at fault.
     wrong = [i for i, loss in enumerate(losses) if not math.isfinite(loss)][:1] or range(len(losses))
+    if not math.isfinite(total) and len(wrong) == len(losses) and all(map(math.isfinite, losses)):
+        raise TrainingError(f"step {one.step}: the loss is {total}, by a batch of another rank; training stopped")
     wheres = [where() for i in wrong if (where := one.wheres[i]) is not None]
     batch = f"batch {wrong[0] + 1} of {len(losses)}" if len(wrong) == 1 else "all its batches"
     raise TrainingError(
-        f"step {one.step}: the loss is {sum(losses)} and the gradient norm {norm}; training stopped. "
+        f"step {one.step}: the loss is {total} and the gradient norm {norm}; training stopped. "
         f"At fault: {batch}{', made of ' + '; '.join(wheres) if wheres else ''}. "
         "Try a lower learning rate, a longer warm-up or a lower max_grad_norm, and look at that data"
     )

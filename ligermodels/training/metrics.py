@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ligermodels.training.folder import METRICS, TENSORBOARD, write_atomically
 from ligermodels.training.loop import StepMetrics, Value
@@ -23,8 +23,14 @@ class Metrics:
     `evaluated`: whether it holds an evaluation of step `after`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, after: int = 0) -> None:
-        """Continue after step `after`; lines of later steps, and incomplete ones, are removed."""
+    def __init__(self, folder: str | os.PathLike[str], *, after: int = 0, writes: bool = True) -> None:
+        """Continue after step `after`; lines of later steps, and incomplete ones, are removed. Of several ranks one
+        `writes`, and the others write nothing."""
+        self._board: Any = None
+        self.evaluated = False
+        self._file: TextIO | None = None
+        if not writes:
+            return
         path = Path(folder) / METRICS
         lines = path.read_bytes().splitlines(keepends=True) if after and path.is_file() else []
         entries = [(line, _entry(line)) for line in lines]
@@ -33,7 +39,6 @@ class Metrics:
         )
         write_atomically(path, b"".join(line for line, entry in entries if entry["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
-        self._board: Any = None
         if find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -41,6 +46,8 @@ class Metrics:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Write `values` at `step`: numbers, or lists of numbers."""
+        if self._file is None:
+            return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -63,7 +70,8 @@ class Metrics:
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

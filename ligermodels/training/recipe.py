@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, validation_message
+from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
 
 R = TypeVar("R", bound="TrainingRecipe")
@@ -61,10 +62,13 @@ class TrainingRecipe(BaseModel):
             "validation_tokens",
             "max_bad_lines",
             "activation_checkpointing",
+            "micro_batch_tokens",
+            "parallel",
             "tokenizer",
         }
     )
-    """Settings that may change when a run resumes: they do not affect training. (The content of the tokenizer does.)"""
+    """Settings that may change when a run resumes: they do not affect training, but for the order in which numbers are
+    added. (The content of the tokenizer does.)"""
     kept: ClassVar[frozenset[str]] = frozenset()
     """Settings that a resumed run takes from its checkpoint."""
     base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
@@ -93,7 +97,9 @@ class TrainingRecipe(BaseModel):
     epochs: float = Field(1.0, gt=0, description="Epochs, where steps is not given.")
     seq_len: int = Field(2048, ge=2, description="Tokens per sequence; documents are packed into sequences.")
     batch_tokens: int = Field(16384, ge=1, description="Tokens per optimizer step.")
-    micro_batch_tokens: int | None = Field(None, ge=1, description="Tokens per forward pass.  [default: batch_tokens]")
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="Tokens per forward pass of a rank.  [default: batch_tokens, divided among the ranks]"
+    )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="What the backward pass computes again, in less memory: cheap results, or whole blocks."
     )
@@ -103,6 +109,7 @@ class TrainingRecipe(BaseModel):
     rounding: Literal["stochastic", "nearest"] = Field(
         "stochastic", description="AdamW: rounding of bfloat16 parameters; nearest loses small updates."
     )
+    parallel: ParallelPlan = Field(ParallelPlan(), description="How the model is spread over torchrun's processes.")
     seed: int = Field(0, description="Seed of the split, the order of the data, and rounding.")
 
     evaluate_every: int | None = Field(None, ge=1, description="Steps between evaluations.  [default: at the end]")
@@ -114,7 +121,7 @@ class TrainingRecipe(BaseModel):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise ConfigError("; ".join(map(_message, error.errors()))) from None
+            raise ConfigError("; ".join(map(validation_message, error.errors()))) from None
 
     @classmethod
     def read(cls: type[R], name_or_path: str | os.PathLike[str]) -> R:
@@ -145,6 +152,14 @@ class TrainingRecipe(BaseModel):
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
 
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _plan_of_section(cls, value: Any) -> Any:
+        try:
+            return ParallelPlan(**value) if isinstance(value, Mapping) else value
+        except ConfigError as error:
+            raise ConfigError(f"parallel.{error}") from None
+
     @field_validator("date")
     @classmethod
     def _is_date(cls, value: str | None) -> str | None:
@@ -166,6 +181,8 @@ class TrainingRecipe(BaseModel):
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that one "
                 f"of seq_len ({self.seq_len})"
             )
+        if self.parallel.activation_checkpointing is not None:
+            raise ConfigError("parallel.activation_checkpointing: is a setting of its own in a recipe; give it there")
         for name, reason in self._without_meaning(dict(self)):
             raise ConfigError(f"{name}: {reason}; leave it out")
 
@@ -176,17 +193,35 @@ class TrainingRecipe(BaseModel):
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per forward pass."""
-        return (self.micro_batch_tokens or self.batch_tokens) // self.seq_len
+        """Sequences per forward pass, of one process."""
+        return self.micro_batches()[0]
 
     @property
     def accumulation_steps(self) -> int:
-        """Forward passes per optimizer step."""
-        return self.batch_tokens // (self.micro_batch_tokens or self.batch_tokens)
+        """Forward passes per optimizer step, of one process."""
+        return self.micro_batches()[1]
+
+    def micro_batches(self, ranks: int = 1) -> tuple[int, int]:
+        """Sequences per forward pass, and forward passes per optimizer step, of each of so many ranks that divide the
+        batch among them. Raises ConfigError when they cannot."""
+        sequences = self.batch_tokens // self.seq_len
+        micro = sequences // ranks if self.micro_batch_tokens is None else self.micro_batch_tokens // self.seq_len
+        if micro and sequences % (micro * ranks) == 0:
+            return micro, sequences // (micro * ranks)
+        if sequences % ranks:
+            raise ConfigError(
+                f"batch_tokens ({self.batch_tokens}) is {sequences} sequences, which {ranks} ranks cannot divide among "
+                f"them; make it a multiple of {ranks * self.seq_len}"
+            )
+        raise ConfigError(
+            f"micro_batch_tokens ({self.micro_batch_tokens}) times {ranks} ranks must divide batch_tokens "
+            f"({self.batch_tokens}); leave it out for {self.batch_tokens // ranks}"
+        )
 
     def changed(self: R, settings: Mapping[str, Any], source: str = "recipe") -> R:
-        """A copy with other settings. Those that lose their meaning, and are not among `settings`, are reset to their
-        defaults: with epochs the steps, and without a validation split what is for it.
+        """A copy with other settings; those of a section (`parallel`) take the place of single ones of it. Settings
+        that lose their meaning, and are not among `settings`, are reset to their defaults: with epochs the steps, and
+        without a validation split what is for it.
 
         Raises ConfigError, which names `source`, for an unknown setting, with the nearest known one.
         """
@@ -196,6 +231,9 @@ class TrainingRecipe(BaseModel):
                 nearest = difflib.get_close_matches(str(key), defaults, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"{source}: there is no setting {key!r}; the nearest is {nearest!r}")
         new = {**dict(self), **settings}
+        for key, value in settings.items():
+            if isinstance(section := getattr(self, key), BaseModel) and isinstance(value, Mapping):
+                new[key] = {**dict(section), **value}
         if "epochs" in settings and "steps" not in settings:
             new["steps"] = None
         for name, _ in self._without_meaning(new):
@@ -224,11 +262,3 @@ class TrainingRecipe(BaseModel):
             for name in names:
                 if settings[name] != defaults[name] and not has_meaning(settings):
                     yield name, reason
-
-
-def _message(error: Any) -> str:
-    """A pydantic error in one line. Those of the validators above say all themselves."""
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    text = error["msg"].replace("Input should be", "must be")
-    return f"{'.'.join(map(str, error['loc']))}: {text}, got {error['input']!r}"

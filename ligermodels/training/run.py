@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ligermodels.convert.config_json import dtype_of, read_json
+from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
-from ligermodels.data.packing import PackedBatches, Prefetcher
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
+from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError, TrainingError
+from ligermodels.parallel.apply import parallelize
+from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.parallel.ranks import data_share, join, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.folder import CHECKPOINTS, prepare
 from ligermodels.training.inputs import content_of, documents_of, require_same_content, same_recipe
-from ligermodels.training.interruption import Interrupted, sigterm, until
+from ligermodels.training.interruption import AgreedStop, Interrupted, sigterm, until
 from ligermodels.training.job import Evaluation, JobFactory
 from ligermodels.training.loop import Hook, StepMetrics, is_due, train
 from ligermodels.training.metrics import Metrics
 from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
 from ligermodels.training.recipe import R, TrainingRecipe
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Iterator[Batch])
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,13 @@ def run_job(
 
     The last step's checkpoint is written before the export, and removed after it if the recipe keeps none.
 
+    On the processes of torchrun the model is spread by the recipe's `parallel`, see `parallelize`, and each step's
+    batch is divided among them: its loss and gradient are those of one process, but for the order of sums. The first
+    rank writes; a checkpoint is resumed by any number of ranks. All see the same folders.
+
     Args:
         job: makes what is trained.
-        device, attention: as of `from_pretrained`.
+        device, attention: as of `from_pretrained`; "cuda" is the GPU of the process.
         resume: continue from the newest checkpoint in `out`, if any; otherwise files of an earlier run are removed.
 
     Raises:
@@ -88,11 +101,32 @@ def run_job(
         InputError: the data cannot be read, has more unusable lines than allowed, or is not what the run started with.
         CheckpointError: the base, its tokenizer or template, or a checkpoint of the run is unusable; or the base is not
             the one that the run started with.
-        TrainingError: the loss is not finite, or there is nothing to learn in the data.
+        TrainingError: the loss is not finite, or there is nothing to learn in the data; or another rank has ended.
     """
-    run = _Run(recipe, Path(out), resume, console or Console())
-    run.load(job, device, attention)
-    return run.train()
+    joined = join(device)
+    try:
+        run = _Run(recipe, Path(out), resume, console or Console())
+        run.load(job, device, attention)
+        outcome = run.train()
+        if joined:
+            run.ranks.gather(None)  # so that no rank leaves while another needs it
+        return outcome
+    except (dist.DistError, RuntimeError) as error:
+        if isinstance(error, LigerModelsError) or not (dist.is_initialized() and _is_of_peers(error)):
+            raise
+        raise TrainingError(
+            "another rank has ended, or cannot be reached: see its own message. The run continues from its newest "
+            f"checkpoint with resume ({str(error).splitlines()[0]})"
+        ) from error
+    finally:
+        if joined:
+            dist.destroy_process_group()
+
+
+def _is_of_peers(error: Exception) -> bool:
+    """Whether a collective call failed because of other ranks."""
+    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "timed out")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 class _Run:
@@ -100,16 +134,21 @@ class _Run:
         """Read the inputs and plan the steps; nothing is written."""
         if recipe.base is None or not recipe.data:
             raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
-        self.out, self.console = out, console
+        self.out, self.console, self.ranks = out, console, Ranks.of_group()
+        self.data_rank, self.data_size = data_share(recipe.parallel)
+        if world_size() > 1 and recipe.optimizer == "adafactor":
+            raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
+        self.micro_batch_size, self.accumulation_steps = recipe.micro_batches(self.data_size)
         self.checkpoints = Checkpoints(out / CHECKPOINTS, recipe.keep_checkpoints)
         self.start, self.targets, self.about = 0, 0, dict[str, Any]()
-        if resume and (found := self.checkpoints.steps()):
+        if resume and (found := self._first(self.checkpoints.steps)):
             self.start = found[-1]
-            self.about = self.checkpoints.about(self.start)
+            self.about = self._first(lambda: self.checkpoints.about(self.start))
             self.targets = self.about.get("targets", 0)
             recipe = same_recipe(recipe, self.about["recipe"])
         elif recipe.date is None:
-            recipe = recipe.model_copy(update={"date": datetime.now().date().isoformat()})
+            today = self._first(lambda: datetime.now().date().isoformat())
+            recipe = recipe.model_copy(update={"date": today})
         self.recipe = recipe
         self.base = Base.find(recipe)
         if recipe.dtype is None and dtype_of(read_json(self.base.config)) == torch.float16:
@@ -118,7 +157,7 @@ class _Run:
                 "float32"
             )
         self.documents = documents_of(recipe, self.base, console.say)
-        self.content = content_of(recipe, self.base)
+        self.content = self._first(lambda: content_of(recipe, self.base))
         if self.about:
             require_same_content(self.content, self.about["content"])
         self.indices, self.validation = self.documents.corpus.split(recipe.validation_fraction, recipe.seed)
@@ -127,6 +166,10 @@ class _Run:
         self.warmup_steps = min(wanted, self.steps)
         if wanted > self.steps:
             console.say(f"warmup_steps: {wanted:,} is more than there are steps; all {self.steps:,} are warm-up")
+
+    def _first(self, function: Callable[[], T]) -> T:
+        """What `function` gives on the first rank."""
+        return self.ranks.from_first(str(self.out), function)
 
     def _count_steps(self) -> int:
         """Steps of the recipe. The validation split is read in any case, so that errors in it show now."""
@@ -146,13 +189,21 @@ class _Run:
     def load(self, make_job: JobFactory[Any], device: str, attention: str) -> None:
         """The base model, the job and the optimizer, in the state of the checkpoint, if there is one."""
         recipe = self.recipe
+        prepare = getattr(make_job, "prepare", None)
+        options: dict[str, Any] = {} if prepare is None else {"prepare": partial(prepare, recipe)}
+        if spread := world_size() > 1 or recipe.parallel != ParallelPlan():
+            options["plan"] = recipe.parallel
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
-            model = self.base.load(recipe, device=device, attention=attention, progress=update)
+            model = self.base.load(recipe, device=device, attention=attention, progress=update, **options)
         if self.base.weights is None and not self.about:
             count = sum(parameter.numel() for parameter in model.parameters())
             self.console.say(f"{recipe.base}: a config without weights: training {count:,} random parameters")
         model.activation_checkpointing = recipe.activation_checkpointing
         self.job = make_job(recipe, model, resuming=bool(self.about))
+        if spread:
+            parallelize(self.job.model, recipe.parallel)
+        if self.ranks.rank:
+            torch.manual_seed(recipe.seed + self.ranks.rank)  # for dropout of its own
         stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
         if model.dtype.itemsize < 4 and not (stochastic and model.dtype == torch.bfloat16):
             self.console.say(
@@ -166,30 +217,46 @@ class _Run:
             rounding=recipe.rounding,
             seed=recipe.seed,
         )
+        if spread:
+            self._check_trained()
         self.schedule = warmup_cosine(
             self.optimizer, self.steps, warmup_steps=self.warmup_steps, min_lr_ratio=recipe.min_lr_ratio
         )
-        self.batches = Prefetcher(self._packed(self.indices, seed=recipe.seed))
+        self.batches = Prefetcher(self._share(self._packed(self.indices, seed=recipe.seed)))
         if self.about:
             self.checkpoints.load(self.start, self.job.model, self.optimizer)
             self.schedule.load_state_dict(self.about["schedule"])
             self.batches.load_state_dict(self.about["data"])
             self.console.say(f"resuming after step {self.start:,} of {self.steps:,}")
 
+    def _check_trained(self) -> None:
+        """InputError when the optimizer has other parameters than the sharded model: those that it had before."""
+        there = {id(parameter) for parameter in self.job.model.parameters()}
+        trained = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) not in there for parameter in trained):
+            raise InputError(
+                "learning_rates: holds parameters that the model had before it was sharded; give iterators such as "
+                "model.parameters(), which are read afterwards"
+            )
+
     def _packed(self, indices: Any, **options: Any) -> PackedBatches:
         recipe = self.recipe
-        sizes = {"seq_len": recipe.seq_len, "batch_size": recipe.micro_batch_size}
+        sizes = {"seq_len": recipe.seq_len, "batch_size": self.micro_batch_size}
         return PackedBatches(self.documents, indices, **sizes, **options)
+
+    def _share(self, batches: B) -> B | RankBatches:  # of all ranks' batches those of this one
+        return batches if self.data_size == 1 else RankBatches(batches, self.data_rank, self.data_size)
 
     def train(self) -> Outcome:
         """Train to the end, or to SIGTERM, and export."""
         recipe = self.recipe
-        prepare(self.out, recipe, self.content, start_over=not self.about)
-        metrics = Metrics(self.out, after=self.start)
+        self._first(lambda: prepare(self.out, recipe, self.content, start_over=not self.about))
+        metrics = Metrics(self.out, after=self.start, writes=self.ranks.writes)
         evaluate_every = recipe.evaluate_every or self.steps
         evaluations: dict[int, Evaluation] = {}
         try:
-            with self.console.progress("training") as update, sigterm() as stop:
+            with self.console.progress("training") as update, sigterm() as arrived:
+                stop = AgreedStop(arrived)
 
                 def report(state: StepMetrics) -> None:
                     self.targets = state.targets
@@ -205,7 +272,11 @@ class _Run:
                 hooks: list[Hook] = [(recipe.checkpoint_every or self.steps, self._save)]
                 if len(self.validation):
                     hooks.append((evaluate_every, evaluate))
-                    if self.start and is_due(self.start, evaluate_every, self.steps) and not metrics.evaluated:
+                    if (
+                        self.start
+                        and is_due(self.start, evaluate_every, self.steps)
+                        and not self._first(lambda: metrics.evaluated)
+                    ):
                         evaluate(self.start)
                 step = self.start
                 if not stop():
@@ -216,7 +287,7 @@ class _Run:
                         optimizer=self.optimizer,
                         schedule=self.schedule,
                         max_grad_norm=recipe.max_grad_norm,
-                        accumulation_steps=recipe.accumulation_steps,
+                        accumulation_steps=self.accumulation_steps,
                         on_step=report,
                         report_every=recipe.report_every or max(1, min(10, self.steps // 50)),
                         hooks=hooks,
@@ -248,7 +319,7 @@ class _Run:
         """Wait for the checkpoint being written, and write one of `step` if there is none."""
         try:
             self.checkpoints.wait()
-            if step not in self.checkpoints.steps():
+            if step not in self._first(self.checkpoints.steps):
                 self._save(step)
                 self.checkpoints.wait()
         except CheckpointError as error:
@@ -270,11 +341,16 @@ class _Run:
     def _evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Evaluate on the validation split, or on its first `validation_tokens`. Raises Interrupted on `stop`."""
 
+        recipe, micro = self.recipe, self.micro_batch_size
+
         def batches() -> Iterable[Batch]:
-            recipe = self.recipe
-            tokens, each = recipe.validation_tokens, recipe.seq_len * recipe.micro_batch_size
-            count = None if tokens is None else max(1, tokens // each)
-            return until(stop, islice(self._packed(self.validation, epochs=1), count))
+            found = self._packed(self.validation, epochs=1)
+            limit = None
+            if recipe.validation_tokens is not None:  # whole batches of one process, however many there are
+                each = recipe.micro_batch_size
+                sequences = max(1, recipe.validation_tokens // (recipe.seq_len * each)) * each
+                limit = max(1, sequences // micro)
+            return until(stop, self._share(islice(found, limit)))
 
         return self.job.evaluate(batches)
 

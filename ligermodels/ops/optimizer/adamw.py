@@ -1,7 +1,7 @@
 """One step of AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), in one pass over memory."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor
 
 BLOCK = 2048
+
+Shard = tuple[Sequence[int], Callable[[Tensor], Tensor]]
+"""The shape of a whole tensor, and the function from it to a shard."""
 
 
 @torch.no_grad()
@@ -29,6 +32,7 @@ def adamw_step(
     eps: float,
     weight_decay: float,
     rounding_seeds: Sequence[int] | None = None,
+    shard: Shard | None = None,
 ) -> None:
     """Changes the parameter and the averages of its gradient in place, as `torch.optim.AdamW` does at step `step` >= 1.
 
@@ -39,6 +43,10 @@ def adamw_step(
     rounding_seeds: without them, rounding is to the nearest, and changes of less than half a unit in the last place
     are lost. With them what is in bfloat16 is rounded up or down at random, the likelier the nearer, so that it is
     right on average (https://arxiv.org/abs/2010.06192). Equal seeds, step and element give equal bits on one backend.
+
+    shard: where the parameter is a shard, the whole's shape and the function from the whole to the shard. An element of
+    the reference then gets the bits that it has in the whole. The kernel counts elements within the shard: with another
+    sharding its bits are others.
     """
     reject_dtensors("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
     for name, x in (("gradient", gradient), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
@@ -60,7 +68,7 @@ def adamw_step(
                 lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
             )  # fmt: skip
         else:
-            _step_reference(*tensors, *numbers, key)
+            _step_reference(*tensors, *numbers, key, shard)
     elif n := parameter.numel():
         with torch.cuda.device_of(parameter):
             _adamw_step_kernel[(-(-n // BLOCK),)](
@@ -76,7 +84,7 @@ def _key(*numbers: int) -> int:
 
 def _step_reference(
     parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, keep: float, size: float, root: float,
-    beta1: float, beta2: float, eps: float, key: int | None,
+    beta1: float, beta2: float, eps: float, key: int | None, shard: Shard | None = None,
 ) -> None:  # fmt: skip
     """The specification of the kernel, in plain torch; random numbers are from another generator."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -87,7 +95,7 @@ def _step_reference(
     if key is not None:
         generator = torch.Generator(p.device).manual_seed(key)
         p, m, v = (
-            _rounded_reference(x, generator) if to.dtype == torch.bfloat16 else x
+            _rounded_reference(x, generator, shard) if to.dtype == torch.bfloat16 else x
             for x, to in ((p, parameter), (m, exp_avg), (v, exp_avg_sq))
         )
     parameter.copy_(p)
@@ -95,9 +103,11 @@ def _step_reference(
     exp_avg_sq.copy_(v)
 
 
-def _rounded_reference(x: Tensor, generator: torch.Generator) -> Tensor:
+def _rounded_reference(x: Tensor, generator: torch.Generator, shard: Shard | None) -> Tensor:
     """x as float32 whose last 16 bits are 0: a random number of 16 bits is added, and they are cut off."""
-    draws = torch.randint(2**16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    shape, of_whole = (x.shape, None) if shard is None else shard
+    draws = torch.randint(2**16, tuple(shape), generator=generator, device=x.device, dtype=torch.int32)
+    draws = draws if of_whole is None else of_whole(draws)
     rounded = (x.float().view(torch.int32) + draws >> 16 << 16).view(torch.float32)
     return torch.where(x.isnan(), x.float(), rounded)
 

@@ -1,0 +1,134 @@
+"""A plan carried out on a model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.decoder import Decoder
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import FullPrecision
+from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import allocate, initialize_buffers, skip_init
+from ligermodels.parallel.fsdp import fsdp
+from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.parallel.ranks import join, make_mesh, rank_device, world_size
+
+Model = TypeVar("Model", bound=nn.Module)
+
+NOT_YET = ("tensor", "context", "expert")
+"""Degrees that are not carried out yet: an error above 1."""
+
+
+class Parallelism(NamedTuple):
+    """How a model was spread."""
+
+    plan: ParallelPlan
+    mesh: DeviceMesh
+
+
+def parallelism_of(model: nn.Module) -> Parallelism | None:
+    """The plan and mesh of a model, or of a part of it, that `parallelize` has spread."""
+    found = (vars(module).get("_parallelism") for module in model.modules())
+    return next((each for each in found if each is not None), None)
+
+
+def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
+    """Spread a model over all ranks by FSDP2, in place; returns `model`.
+
+    Each block, an embedding and a head of its own, and the rest are gathered one after another, the next one while one
+    computes. Modules that stay float32 (`FullPrecision`) are groups of their own. Gradients are averaged over the
+    ranks, as FSDP2 does it: `training.train` makes of them those of one process on the batches of all ranks. All ranks
+    then call `forward`, `generate` and `save_pretrained` together.
+
+    Call it before an optimizer is made, and after `add_lora`. What has been spread already (the base of a
+    `MedusaModel`) stays as it is. On one process without a process group, nothing is sharded.
+
+    Args:
+        model: a `CausalLM`, `MedusaModel` or any module with a `Decoder` in it, also on the meta device: then
+            `model.to_empty(device=...)` gives it memory afterwards.
+        plan: by default all ranks shard. On torchrun's processes the process group is started if need be.
+
+    Raises:
+        ConfigError: the degrees do not make up the number of ranks, do not divide the model, or are not supported yet.
+        InputError: there is no process group; or another plan than the one by which a part has been spread.
+    """
+    before = parallelism_of(model)
+    plan = plan or (before.plan if before else ParallelPlan())
+    if before is not None and before.plan != plan:
+        raise InputError("plan: a part of the model has been spread by another one; give the same")
+    decoders = [module for module in model.modules() if isinstance(module, Decoder)]
+    blocks = (block.mixer for decoder in decoders for block in decoder.config.blocks)
+    plan.check_kv_heads(getattr(mixer, "num_kv_heads", 0) for mixer in blocks)
+    # Each has its place: tensor_parallel(model, mesh["tensor"]) before `_compile` and `fsdp`.
+    for name in NOT_YET:
+        if getattr(plan, name) > 1:
+            raise ConfigError(f"{name}: {getattr(plan, name)}, and more than 1 is not supported yet")
+    _join_for(model)
+    plan.degrees(world_size())
+    for decoder in decoders:
+        if plan.activation_checkpointing is not None:
+            decoder.activation_checkpointing = plan.activation_checkpointing
+    if world_size() == 1 and not torch.distributed.is_initialized():
+        if plan.param_dtype or plan.reduce_dtype:
+            raise InputError(
+                "param_dtype, reduce_dtype: mixed precision is FSDP2's, which needs a process group; start by torchrun"
+            )
+        _compile(decoders, plan)
+        return model
+    mesh = before.mesh if before else make_mesh(plan, _device_type(model))
+    _compile(decoders, plan)
+    fsdp(model, mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"], plan)
+    for module in (model, *decoders):
+        vars(module)["_parallelism"] = Parallelism(plan, mesh)
+    return model
+
+
+def parallel_copy(model: CausalLM) -> CausalLM:
+    """A copy of a model that `parallelize` has spread, spread alike and frozen, in evaluation mode.
+
+    Raises InputError for one that was sharded by other means.
+    """
+    spread = parallelism_of(model)
+    if spread is None:
+        raise InputError("the model was sharded without a plan, and cannot be copied; use lm.parallelize(model, plan)")
+    with torch.device("meta"), skip_init():
+        found = CausalLM(model.config, model.export_spec)
+    allocate(found, model.dtype, "meta")
+    vars(found)["_parallelism"] = spread
+    parallelize(found)
+    found.to_empty(device=model.device)
+    initialize_buffers(found, model.config.initializer_range)
+    there = persistent_tensors(found)
+    with torch.no_grad():
+        for name, tensor in persistent_tensors(model).items():
+            there[name].copy_(tensor)
+    return found.requires_grad_(False).eval()
+
+
+def _join_for(model: nn.Module) -> None:
+    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    join("cpu" if kinds == {"cpu"} and not torch.cuda.is_available() else None)
+
+
+def _device_type(model: nn.Module) -> str:
+    """Where the model is; of one on the meta device where it will be. One on the CPU is moved to the ranks' GPUs."""
+    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
+    return kinds.pop() if kinds else rank_device().type
+
+
+def _compile(decoders: list[Decoder], plan: ParallelPlan) -> None:
+    if plan.compile == "none":
+        return
+    for decoder in decoders:
+        for block in decoder.blocks:
+            if any(isinstance(module, FullPrecision) for module in block.modules()):
+                raise ConfigError(
+                    "compile: blocks of this model hold modules that stay float32 and are gathered within the block, "
+                    "which torch.compile cannot do; leave it 'none'"
+                )
+            block.compile()

@@ -1,0 +1,71 @@
+"""FSDP2 of a model by block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.decoder import Decoder
+from ligermodels.layers import FullPrecision, LMHead
+from ligermodels.parallel.plan import ParallelPlan
+
+
+def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+    """Shard a model over `mesh`, whose dimensions are ("shard",) or ("replicate", "shard"), in place.
+
+    Groups, each gathered as one: every block, embeddings and heads that are not tied, and the rest. Modules that stay
+    float32 (`FullPrecision`) are a group before theirs, and compute in float32 whatever the plan. What is sharded
+    already stays as it is.
+    """
+    dtypes = {name: value and getattr(torch, value) for name, value in dict(plan).items() if name.endswith("dtype")}
+    # Activations have the dtype that the embedding gives them; a cast of all inputs would round weights of losses too.
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    wide = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+
+    def group(module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
+        """The modules that stand for the groups, in the order in which they are gathered backwards."""
+        if isinstance(module, FSDPModule):
+            return [module]
+        kept: list[nn.Module] = [
+            m for m in module.modules() if isinstance(m, FullPrecision) and not isinstance(m, FSDPModule)
+        ]
+        if kept:
+            fully_shard(kept, mesh=mesh, mp_policy=wide)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        return [module, *kept[:1]]  # type: ignore[list-item]
+
+    decoders = [module for module in model.modules() if isinstance(module, Decoder)]
+    models = [module for module in model.modules() if isinstance(module, CausalLM)]
+    for decoder in decoders:
+        if isinstance(decoder.blocks[0], FSDPModule):
+            continue
+        blocks = [group(block) for block in decoder.blocks]
+        for (before, *_), after in pairwise(blocks):  # while a block computes, the next one is gathered
+            before.set_modules_to_forward_prefetch(after)
+    heads = [module for module in model.modules() if isinstance(module, LMHead)]
+    inputs = [each for decoder in decoders for each in (decoder.embed, decoder.per_layer_inputs) if each is not None]
+    for part in _untied([*heads, *inputs]):
+        # A model's head is followed by its backward pass, or by other calls of it: it stays gathered meanwhile.
+        stays = any(part is each.head for each in models)
+        (state, *_) = group(part, reshard_after_forward=False if stays else None)
+        if isinstance(part, nn.Embedding):
+            state.set_unshard_in_backward(False)  # its gradient is computed without its weight
+    for each in models:
+        group(each)  # the base of a multi-head model, which is also called by itself
+    group(model)
+
+
+def _untied(parts: list[nn.Module]) -> Iterator[nn.Module]:
+    """Those that share no parameter with another one. Tied ones stay together, in the root's group."""
+    uses = Counter(id(parameter) for part in parts for parameter in part.parameters())
+    for part in parts:
+        own = list(part.parameters())
+        if own and all(uses[id(parameter)] == 1 for parameter in own):
+            yield part

@@ -1,0 +1,87 @@
+"""How a model is spread over ranks, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ligermodels.errors import ConfigError, validation_message
+
+
+class ParallelPlan(BaseModel):
+    """Degrees of parallelism, whose product is the number of ranks, and what goes with them.
+
+    Raises ConfigError, which names the field, for a value of another type or out of range.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    AXES: ClassVar[tuple[str, ...]] = ("replicate", "shard", "context", "tensor")
+    """Dimensions of the mesh, the outermost first: neighbours in the last exchange the most, and share a host. Experts
+    are spread over the ranks of `shard`."""
+
+    replicate: int = Field(1, ge=1, description="Groups of ranks that each hold the whole model (HSDP, with shard).")
+    shard: int = Field(-1, ge=-1, description="Ranks that a copy of the model is sharded over (FSDP2); -1: the rest.")
+    tensor: int = Field(1, ge=1, description="Ranks that each matrix product is divided over.")
+    context: int = Field(1, ge=1, description="Ranks that each sequence is divided over.")
+    expert: int = Field(1, ge=1, description="Ranks that the experts of a mixture are divided over.")
+    param_dtype: Literal["bfloat16", "float32"] | None = Field(
+        None, description="Mixed precision: dtype to gather parameters and to compute in.  [default: the parameters']"
+    )
+    reduce_dtype: Literal["bfloat16", "float32"] | None = Field(
+        None, description="Dtype to sum gradients over ranks in.  [default: that of the computation]"
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] | None = Field(
+        None, description="As of the model.  [default: what the model has]"
+    )
+    compile: Literal["none", "blocks"] = Field("none", description="What torch.compile compiles.")
+
+    if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
+
+        def __init__(self, **settings: Any) -> None: ...
+
+    else:
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigError("; ".join(map(validation_message, error.errors()))) from None
+
+    @field_validator("shard")
+    @classmethod
+    def _is_degree(cls, value: int) -> int:
+        if value == 0:
+            raise ConfigError("shard: must be at least 1, or -1 for the rest of the ranks, got 0")
+        return value
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """The size of each of AXES on so many ranks; ConfigError unless their product is that number."""
+        found = {name: getattr(self, name) for name in self.AXES}
+        others = math.prod(found[name] for name in self.AXES if name != "shard")
+        told = " x ".join(f"{name} {size}" for name, size in found.items() if name != "shard" and size > 1) or "1"
+        if self.shard == -1:
+            if world_size % others:
+                raise ConfigError(f"shard: {told} does not divide the {world_size} ranks, so that nothing is left")
+            found["shard"] = world_size // others
+        elif others * self.shard != world_size:
+            rest, left = divmod(world_size, others)
+            advice = f"give shard {rest}, or -1" if not left else f"{told} does not divide the {world_size} ranks"
+            raise ConfigError(
+                f"shard: {self.shard}, times {told}, is {others * self.shard} ranks, and there are {world_size}; "
+                f"{advice}, or start as many processes"
+            )
+        return found
+
+    def check_kv_heads(self, counts: Iterable[int]) -> None:
+        """ConfigError unless `tensor` divides the key/value heads of every layer, which it divides over ranks."""
+        common = math.gcd(*counts)
+        if common and common % self.tensor:
+            fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
+            raise ConfigError(
+                f"tensor: {self.tensor} does not divide the model's key/value heads ({common} in common to all "
+                f"layers); these do: {', '.join(fitting)}"
+            )

@@ -1,0 +1,116 @@
+"""The process group that torchrun starts, and the ranks that divide the data among them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ligermodels.errors import InputError
+from ligermodels.parallel.plan import ParallelPlan
+
+TIMEOUT = timedelta(minutes=10)
+"""Of a collective call. It is not what ends a run whose rank was killed: torchrun does that at once."""
+DATA = ("replicate", "shard")
+"""Dimensions of a mesh whose ranks have data of their own."""
+
+
+class HasParameters(Protocol):
+    def parameters(self) -> Iterable[nn.Parameter]: ...
+
+
+def launched() -> bool:
+    """Whether torchrun, or another launcher that sets its variables, started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def world_size() -> int:
+    """The number of processes, also before they are a group."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def join(device: torch.device | str | None = None) -> bool:
+    """Join the process group of the launcher, if there is one and it was not joined; returns whether this did it.
+
+    device: "cpu", for gloo alone; otherwise, and where there are GPUs, NCCL beside it, and the GPU of the process is
+    the current one.
+    """
+    if dist.is_initialized() or not launched():
+        return False
+    if torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda"):
+        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=local)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    return True
+
+
+def rank_device() -> torch.device:
+    """The device of this rank: the current GPU, without one, or in a group of gloo alone, the CPU."""
+    on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def make_mesh(plan: ParallelPlan, device_type: str) -> DeviceMesh:
+    """The mesh of a plan over all ranks, with the plan's AXES as names. ConfigError as of `ParallelPlan.degrees`."""
+    if not dist.is_initialized():
+        raise InputError(
+            "plan: there is no process group; start the program by torchrun --nproc-per-node N, or call "
+            "torch.distributed.init_process_group first"
+        )
+    degrees = plan.degrees(dist.get_world_size())
+    return dist.init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+
+def data_share(plan: ParallelPlan) -> tuple[int, int]:
+    """Which share of the data this rank takes, and how many there are, before there is a mesh."""
+    degrees = plan.degrees(world_size())
+    rank, share = dist.get_rank() if dist.is_initialized() else 0, 0
+    places = dict(zip(degrees, np.unravel_index(rank, tuple(degrees.values())), strict=True))
+    for name in DATA:
+        share = share * degrees[name] + int(places[name])
+    return share, math.prod(degrees[name] for name in DATA)
+
+
+class DataRanks:
+    """The ranks that divide a batch among them: `rank` of `size`; one process alone is 0 of 1.
+
+    They are those of the dimensions DATA of a mesh, or of all of a mesh that has none of these names.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.rank, self.size, self._mesh = 0, 1, mesh
+        self._dims: list[int] = []
+        if mesh is None:
+            return
+        names = mesh.mesh_dim_names or ()
+        self._dims = [i for i, name in enumerate(names) if name in DATA] or list(range(mesh.ndim))
+        for dim in self._dims:
+            self.rank = self.rank * mesh.size(dim) + mesh.get_local_rank(dim)
+            self.size *= mesh.size(dim)
+
+    @classmethod
+    def of(cls, model: HasParameters) -> DataRanks:
+        """Those over which FSDP2 averages the gradients of `model`: of the mesh of its first sharded parameter."""
+        return cls(next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks, on the device of x; a GPU does not wait for it."""
+        if self._mesh is None or self.size == 1:
+            return x
+        found = x.detach().to(self._mesh.device_type, copy=True)
+        for dim in self._dims:
+            if self._mesh.size(dim) > 1:
+                dist.all_reduce(found, group=self._mesh.get_group(dim))
+        return found.to(x.device)

@@ -1,0 +1,175 @@
+"""Runs on several processes: the same as on one, resumed by other numbers of ranks, killed, and by torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import STAGE_2, losses, recipe_for
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from two_ranks import in_ranks
+
+from ligermodels.errors import ConfigError
+from ligermodels.training import Console, FineTuningRecipe, TrainingRecipe, fine_tune, train_heads
+from ligermodels.training.checkpoints import Checkpoints
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXACT = {"dtype": "float64", "evaluate_every": None, "steps": 5, "checkpoint_every": None}
+
+
+def tuning(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
+    common = {k: v for k, v in recipe_for(base, data).settings().items() if k in FineTuningRecipe.model_fields}
+    return FineTuningRecipe().changed({**common, **changes})
+
+
+def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
+    """Of each kind of training. Micro-batches are given, or a rank's share of the batch."""
+    share = {"micro_batch_tokens": None}
+    return {
+        "fine-tuning": tuning(base, data, **EXACT, **share, validation_tokens=150),
+        "lora": tuning(base, data, **EXACT, lora_rank=3, micro_batch_tokens=16),
+        "config": tuning(base / "config.json", data, **EXACT, tokenizer=str(base)),
+        "stage 1": recipe_for(base, data, **EXACT),
+        "stage 2": recipe_for(base, data, **{**STAGE_2, **EXACT}),
+    }
+
+
+def run(recipe: TrainingRecipe, out: Path, **options: Any) -> Any:
+    return (fine_tune if isinstance(recipe, FineTuningRecipe) else train_heads)(recipe, out, **options)
+
+
+def validation(out: Path) -> list[Any]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [value for line in lines for key, value in line.items() if key.startswith("validation_")]
+
+
+def flat(values: Any) -> list[float]:
+    return [number for each in values for number in flat(each)] if isinstance(values, list | tuple) else [values]
+
+
+def check_same(found: Path, wanted: Path, rel: float = 1e-9) -> None:
+    assert flat(losses(found)) == pytest.approx(flat(losses(wanted)), rel=rel)
+    assert flat(validation(found)) == pytest.approx(flat(validation(wanted)), rel=rel)
+    names = {path.name for path in wanted.iterdir() if not path.name.startswith(".")}
+    assert {path.name for path in found.iterdir()} == names
+    for name in names:
+        if name.endswith(".safetensors"):
+            a, b = load_file(found / name), load_file(wanted / name)
+            assert a.keys() == b.keys()
+            for key, tensor in b.items():
+                torch.testing.assert_close(a[key], tensor, rtol=1e-7, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+        elif name.endswith("config.json"):
+            assert (found / name).read_bytes() == (wanted / name).read_bytes()
+
+
+# -- what the ranks do -------------------------------------------------------------------------------------------------
+
+
+def all_kinds(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> None:
+    for name, recipe in recipes(base, data).items():
+        said: list[str] = []
+        outcome = run(recipe, folder / name, console=Console(said.append))
+        assert outcome.finished and outcome.evaluation is not None
+    with pytest.raises(ConfigError, match=r"micro_batch_tokens \(64\) times 2 ranks must divide batch_tokens \(64\)"):
+        run(tuning(base, data, micro_batch_tokens=64), folder / "none")
+    with pytest.raises(ConfigError, match=r"batch_tokens .* is 3 sequences, which 2 ranks cannot divide"):
+        run(tuning(base, data, batch_tokens=48, micro_batch_tokens=None), folder / "none")
+    with pytest.raises(ConfigError, match="optimizer: adafactor does not work on sharded"):
+        run(tuning(base, data, optimizer="adafactor"), folder / "none")
+    with pytest.raises(ConfigError, match="shard: 3, times 1, is 3 ranks, and there are 2"):
+        run(tuning(base, data, parallel={"shard": 3}), folder / "none")
+    assert not (folder / "none").exists()
+
+
+def up_to(rank: int, folder: Path, mesh: DeviceMesh, recipe: TrainingRecipe, last: int, first: int) -> None:
+    """Resume and, after step `last`, stop, by a signal to one rank."""
+    if rank == 1:
+        count = 0
+
+        def load(*args: Any, save: Any = Checkpoints.save, **options: Any) -> None:
+            nonlocal count
+            save(*args, **options)
+            count += 1
+            if count == last - first:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        Checkpoints.save = load  # type: ignore[method-assign]
+    outcome = run(recipe, folder, resume=True)
+    assert outcome.stopped and last <= outcome.step <= last + 2
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_train_as_one(base: Path, data: Path, tmp_path: Path) -> None:
+    in_ranks(2, all_kinds, tmp_path / "two", base, data)
+    for name, recipe in recipes(base, data).items():
+        run(recipe, tmp_path / "one" / name)
+        check_same(tmp_path / "two" / name, tmp_path / "one" / name)
+
+
+@pytest.mark.parametrize("kind", ["fine-tuning", "stage 2"])
+def test_a_run_goes_on_with_other_numbers_of_ranks(base: Path, data: Path, tmp_path: Path, kind: str) -> None:
+    recipe = recipes(base, data)[kind].changed({"steps": 12, "checkpoint_every": 1, "micro_batch_tokens": 16})
+    out = tmp_path / "moved"
+    in_ranks(2, up_to, out, recipe, 3, 0)
+    (out / "rendezvous").unlink(missing_ok=True)
+    (middle,) = Checkpoints(out / "checkpoints").steps()[-1:]
+    in_ranks(4, up_to, out, recipe.changed({"parallel": {"replicate": 2}}), middle + 3, middle)
+    (out / "rendezvous").unlink(missing_ok=True)
+    (last,) = Checkpoints(out / "checkpoints").steps()[-1:]
+    assert middle < last < 12
+    assert run(recipe, out, resume=True).finished
+    run(recipe, tmp_path / "whole")
+    check_same(out, tmp_path / "whole")
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "ligermodels", "train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_torchrun_and_a_rank_that_is_killed(base: Path, data: Path, tmp_path: Path) -> None:
+    """The others end with a message, and the run comes out as if nothing had been."""
+    import yaml
+
+    recipe = tuning(base, data, **{**EXACT, "steps": 60, "checkpoint_every": 2, "report_every": 1})
+    file, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(recipe.settings()))
+    arguments = ("--recipe", str(file), "--out", str(out), "--device", "cpu", "--shard", "2", "--resume")
+    process = start(tmp_path, *arguments)
+    deadline = time.monotonic() + 200
+    while not [step for step, *_ in losses(out) if step >= 5]:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.02)
+    workers = children_of(process.pid)
+    os.kill(workers[1], signal.SIGKILL)
+    began = time.monotonic()
+    said, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began < 60 and process.returncode != 0
+    assert "rank 0: error: another rank has ended, or cannot be reached" in said, said
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert 0 < losses(out)[-1][0] < 60 and not (out / "model.safetensors").exists()
+
+    process = start(tmp_path, *arguments)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert said.count(f"wrote {out}") == said.count("validation loss") == 1, said
+    run(recipe, tmp_path / "whole")
+    check_same(out, tmp_path / "whole", rel=1e-6)
