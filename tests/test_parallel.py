@@ -57,10 +57,13 @@ def check_equal(
             torch.testing.assert_close(whole(found[name]), tensor, **options, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check_training(spread: Any, plain: Any, make: Callable[..., torch.optim.Optimizer], **close: Any) -> None:
-    """A gradient, then steps with accumulation and clipping: those of one process on the batches of all ranks."""
+def check_training(
+    spread: Any, plain: Any, make: Callable[..., torch.optim.Optimizer], tensor: int = 1, **close: Any
+) -> None:
+    """A gradient, then steps with accumulation and clipping: those of one process on the batches of all ranks, of which
+    `tensor` neighbours have the same."""
     ranks = DataRanks.of(spread)
-    assert ranks.size == dist.get_world_size() and ranks.rank == dist.get_rank()
+    assert ranks.size == dist.get_world_size() // tensor and ranks.rank == dist.get_rank() // tensor
     every = [batch(i) for i in range(6 * ranks.size)]
     items = torch.stack([plain.num_targets(each["labels"]) for each in every[: ranks.size]]).sum(0)
     loss = spread(**every[ranks.rank], num_items_in_batch=items).loss
@@ -124,9 +127,11 @@ def test_degrees(settings: dict[str, Any], world: int, wanted: Any) -> None:
 
 def test_plans_that_a_model_does_not_fit() -> None:
     model = build("llama-3")
-    with pytest.raises(ConfigError, match=r"tensor: 4 does not divide the model's key/value heads \(2 .*do: 1, 2"):
+    with pytest.raises(
+        ConfigError, match=r"num_kv_heads .*: 2 cannot be split.* over 4 ranks.*work for this model: 1$"
+    ):
         lm.parallelize(model, lm.ParallelPlan(tensor=4))
-    for name in ("tensor", "context", "expert"):
+    for name in ("context", "expert"):
         with pytest.raises(ConfigError, match=f"{name}: 2, and more than 1 is not supported yet"):
             lm.parallelize(model, lm.ParallelPlan(**{name: 2}))
     with pytest.raises(ConfigError, match="there are 1; give shard 1"):
@@ -295,6 +300,50 @@ def loading(rank: int, folder: Path, mesh: DeviceMesh, plan: lm.ParallelPlan) ->
     model = lm.from_config(CONFIGS["qwen3_5_text"], plan=plan)
     torch.manual_seed(3)
     check_equal(model, lm.from_config(CONFIGS["qwen3_5_text"]), lambda p: p.detach(), rtol=0, atol=0)
+
+
+DIVISIBLE: dict[str, dict[str, Any]] = {
+    name: {
+        **CONFIGS[name],
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        **({"moe_intermediate_size": 18} if "moe" in name else {}),
+    }
+    for name in ("llama-3", "gemma2", "qwen3_moe")
+}
+"""Configs of which two ranks can each have a part of every layer."""
+
+
+def by_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """All that a plan of tensor parallelism does, with FSDP2 over the ranks that are left."""
+    for name in DIVISIBLE:
+        model = lm.from_pretrained(folder / name, plan=lm.ParallelPlan(tensor=2))
+        plain = lm.from_pretrained(folder / name)
+        check_equal(model, plain, lambda p: p.detach(), rtol=0, atol=0)
+        model.save_pretrained(folder / "tensor" / name)
+        ids = batch(0)["input_ids"]
+        assert torch.equal(*(each.generate(ids, max_new_tokens=5, eos_token_id=None) for each in (model, plain)))
+        check_training(model, plain, torch.optim.SGD, tensor=2)
+    medusa = []
+    for spread in (False, True):
+        torch.manual_seed(1)
+        heads = lm.MedusaModel.from_base(lm.from_pretrained(folder / "llama-3"), num_heads=2)
+        medusa.append(lm.parallelize(heads, lm.ParallelPlan(tensor=2)) if spread else heads)
+    check_training(medusa[1], medusa[0], torch.optim.SGD, tensor=2)
+    base = lm.from_pretrained(folder / "llama-3", plan=lm.ParallelPlan(tensor=2))
+    with pytest.raises(InputError, match="tensor: the base of this model has been spread by itself"):
+        lm.parallelize(lm.MedusaModel.from_base(base, num_heads=2))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tensor_parallelism_by_plan(world: int, tmp_path: Path) -> None:
+    for name, config in DIVISIBLE.items():
+        make_checkpoint(tmp_path / name, config)
+    in_ranks(world, by_tensor, tmp_path)
+    for name in DIVISIBLE:
+        lm.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "one" / name)
+        one, several = (tmp_path / where / name / "model.safetensors" for where in ("one", "tensor"))
+        assert one.read_bytes() == several.read_bytes()
 
 
 def test_fsdp2_is_one_process(tmp_path: Path) -> None:
