@@ -42,6 +42,28 @@ _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlist = _SHORT.maxdict = 8
 
 
+THINKER, TEXT = "thinker_config", "text_config"
+"""Fields in which a config of several models holds that of the one that reads and writes text: the first, where there
+is one (Qwen's Omni models), holds the second."""
+
+
+def nested_configs(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """`config` (under "") and those within it, up to the language model's, each under the field that holds it."""
+    found = {"": config}
+    for name in (THINKER, TEXT):
+        within = next(reversed(found.values())).get(name)
+        found |= {name: within} if isinstance(within, Mapping) else {}
+    return found
+
+
+def joined(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The config of which these are the `nested_configs`."""
+    found: dict[str, Any] = {}
+    for field in reversed(list(configs)):
+        found = {field: {**configs[field], **found}}
+    return dict(found[""])
+
+
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype a config names (`dtype`, or the older `torch_dtype`); float32 when it names none.
 

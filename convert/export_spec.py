@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ligermodels.convert.config_json import check_generation, for_export
+from ligermodels.convert.config_json import check_generation, for_export, joined, nested_configs
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.ranks import Ranks
@@ -36,8 +36,7 @@ class SourceCheckpoint:
         hf_config: its config.json.
         weight_map: the one by which the model was loaded.
         extra: names of the tensors that are not the language model's, such as a vision tower's.
-        nested: whether it holds more than a language model, whose config is the `text_config` of `hf_config`, if that
-            has one.
+        nested: whether it holds more than a language model, whose config is the last of `nested_configs(hf_config)`.
         files: name -> path of further files that belong to the extra tensors.
         repo_id: its name on the hub, if it came from there.
         quantization: how its quantised tensors are stored, which its `hf_config` does not say any more.
@@ -57,12 +56,11 @@ class SourceCheckpoint:
     ) -> dict[str, Any]:
         """`hf_config` with `export` applied to the language model's config, which is `alone` by itself."""
         theta = {name: alone[name] for name in ("rope_theta",) if self.nested and name in alone}
-        found = self.hf_config.get("text_config")
-        if not self.nested or found is None:
-            return export({**theta, **self.hf_config})
-        text = export({**theta, **found})
-        dtypes = {name: text[name] for name in ("dtype", "torch_dtype")}
-        return {**self.hf_config, **dtypes, "text_config": text}
+        configs = nested_configs(self.hf_config) if self.nested else {"": self.hf_config}
+        model = next(reversed(configs))
+        exported = export({**theta, **configs[model]})
+        dtypes = {name: exported[name] for name in ("dtype", "torch_dtype")}
+        return joined({**{name: {**each, **dtypes} for name, each in configs.items()}, model: exported})
 
     def extra_tensors(self, opened: ExitStack, dtype: torch.dtype) -> list[LazyTensor]:
         """The extra tensors, mapped from their files, which `opened` closes; quantised ones dequantised to `dtype`."""

@@ -34,8 +34,8 @@ COMPANIONS = (
 )
 """Further files of a checkpoint: configs and the tokenizer."""
 
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Further files of a model that takes more than text."""
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "spk_dict.pt")
+"""Further files of a model that takes or gives more than text. The voices of `spk_dict.pt` are copied, never opened."""
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

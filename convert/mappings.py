@@ -140,6 +140,23 @@ def _heads(source: str, places: Sequence[int], head_dim: int, pairs: int) -> tup
     return tuple(found)
 
 
+def rotated_first(target: str, source: str, num_heads: int, head_dim: int, rotated: int, pairs: bool) -> WeightMapping:
+    """`target` (num_heads * head_dim, ...) has the last `rotated` rows of each head of `source` first, then its others.
+
+    With `pairs` the checkpoint rotates neighbours of these together: see `heads`.
+    """
+    rest, found = head_dim - rotated, []
+    for start in range(0, num_heads * head_dim, head_dim):
+        turned = (
+            TensorView(source, partial(_interleaved, start=start, length=rotated), flatten=(0, 1), start=start + rest)
+            if pairs
+            else TensorView(source, partial(torch.narrow, dim=0, start=start, length=rotated), start=start + rest)
+        )
+        others = TensorView(source, partial(torch.narrow, dim=0, start=start + rotated, length=rest), start=start)
+        found += [others, turned]
+    return WeightMapping(target, tuple(found))
+
+
 def interleaved_gate_up(target: str, gate: str, up: str) -> WeightMapping:
     """`target` (2 I, ...) has in row 2 i row i of `gate`, and in row 2 i + 1 row i of `up`.
 

@@ -6,12 +6,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ligermodels.convert.config_json import short
+from ligermodels.convert.config_json import joined, nested_configs, short
 from ligermodels.errors import ConfigError, ConfigWarning
 
 FIELD = "quantization_config"
-TEXT = "text_config"
-"""Where a checkpoint of several models keeps the config of its language model, which may hold FIELD too."""
 
 
 class Quantization(NamedTuple):
@@ -27,23 +25,21 @@ class Quantization(NamedTuple):
 
 
 def without_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], Quantization | None]:
-    """`config` without its `quantization_config`, which may be at the top or in `text_config`, and what that says.
+    """`config` without its `quantization_config`, at the top or in a config of `nested_configs`, and what that says.
 
     None where there is none, or an empty one; then nothing is left out. Raises ConfigError, naming the method or the
     field, for one that is not implemented, and for two that contradict each other; gives a ConfigWarning for an unknown
     field.
     """
-    text = config.get(TEXT)
-    places = {FIELD: config, f"{TEXT}.{FIELD}": text if isinstance(text, Mapping) else {}}
+    configs = nested_configs(config)
+    places = {f"{name}.{FIELD}".lstrip("."): holder for name, holder in configs.items()}
     found = {where: _read(holder[FIELD], where) for where, holder in places.items() if holder.get(FIELD)}
     if not found:
         return dict(config), None
     if len(set(found.values())) > 1:
         raise ConfigError(f"config.json: {' and '.join(found)} contradict each other; remove the wrong one")
-    plain = {name: value for name, value in config.items() if name != FIELD}
-    if isinstance(text, Mapping):
-        plain[TEXT] = {name: value for name, value in text.items() if name != FIELD}
-    return plain, next(iter(found.values()))
+    plain = {name: {key: each[key] for key in each if key != FIELD} for name, each in configs.items()}
+    return joined(plain), next(iter(found.values()))
 
 
 def _read(found: Any, where: str) -> Quantization:

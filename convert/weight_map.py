@@ -72,6 +72,10 @@ class WeightMap:
         """Names of all checkpoint tensors that the mappings refer to."""
         return {view.source for mapping in self.mappings for view in mapping.views}
 
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint tensor of this name is not loaded, by `ignored`."""
+        return any(re.search(each, name) for each in self.ignored)
+
     def plan(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> None:
         """Check that a checkpoint with these `headers` loads into `state`, whose tensors may be on the meta device.
 
@@ -83,7 +87,7 @@ class WeightMap:
         faults["missing from the checkpoint"] = [source for source, name in sources.items() if name not in headers]
         known = {*sources, *self.aliases}
         faults["not expected in the checkpoint"] = [
-            name for name in headers if name not in known and not any(re.search(each, name) for each in self.ignored)
+            name for name in headers if name not in known and not self.ignores(name)
         ]
         for source, parts in _by_source(views).items():
             wanted, native = _shape(parts), parts[0].tensor.dtype

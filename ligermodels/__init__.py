@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ligermodels.pretrained import from_config, from_pretrained, from_transformers
     from ligermodels.speculative.joint import JointMedusa
     from ligermodels.speculative.medusa import MedusaModel
-    from ligermodels.speculative.output import MedusaOutput
+    from ligermodels.speculative.mtp import MTPModel
+    from ligermodels.speculative.output import MedusaOutput, MultiHeadOutput
 
 __version__ = "0.1.0"
 
@@ -38,7 +39,8 @@ __getattr__, __dir__ = lazy_names(
         "pretrained": ("from_config", "from_pretrained", "from_transformers"),
         "speculative.joint": ("JointMedusa",),
         "speculative.medusa": ("MedusaModel",),
-        "speculative.output": ("MedusaOutput",),
+        "speculative.mtp": ("MTPModel",),
+        "speculative.output": ("MedusaOutput", "MultiHeadOutput"),
     },
 )
 
@@ -48,8 +50,10 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "JointMedusa",
+    "MTPModel",
     "MedusaModel",
     "MedusaOutput",
+    "MultiHeadOutput",
     "ParallelPlan",
     "Tokenizer",
     "add_lora",

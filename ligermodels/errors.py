@@ -36,7 +36,7 @@ class TrainingError(LigerModelsError, RuntimeError):
 
 
 def validation_message(error: Any) -> str:
-    """One of the `errors()` of a pydantic ValidationError in one line. Those of our own validators say all themselves."""
+    """One of a pydantic error's `errors()` in one line. Those of our own validators say all themselves."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     text = error["msg"].replace("Input should be", "must be")

@@ -15,6 +15,7 @@ from torch import Tensor
 from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.extra_heads import without_heads
 from ligermodels.archs.lora import without_lora
 from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
@@ -29,11 +30,9 @@ from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError
-from ligermodels.layers.config import persistent_tensors
-from ligermodels.layers.initialization import allocate, initialize_buffers, skip_init
+from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.ops.attention.attention import backends
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.speculative.profiles import without_heads
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -65,7 +64,8 @@ def from_pretrained(
 ) -> CausalLM:
     """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
 
-    Of one that holds Medusa heads too (`full-hf`) this is the model alone; `MedusaModel.from_pretrained` loads those.
+    Of one that holds Medusa heads too (`full-hf`), or a layer of multi-token prediction, this is the model alone;
+    `MedusaModel.from_pretrained` and `MTPModel.from_pretrained` load those.
     Tensors in FP8 are dequantised to `dtype`, and the model is written without `quantization_config`.
 
     Args:
@@ -216,9 +216,9 @@ def choose_layout(
 ) -> WeightMap:
     """Of the layouts in which this family's checkpoints are found, the one that fits best: see `nearest_layout`."""
     _, heads = without_heads(hf_config)
-    layouts = family_of(hf_config).weight_maps(config)
-    layout = nearest_layout(layouts, headers, state)
-    return replace(layout, ignored=[*layout.ignored, *heads])
+    family = family_of(hf_config)
+    layout = nearest_layout(family.weight_maps(config), headers, state)
+    return replace(layout, ignored=[*layout.ignored, *heads, *family.mtp.ignored(hf_config)])
 
 
 def _place(device: DeviceLike | None, device_map: DeviceMap | None, plan: ParallelPlan | None) -> torch.device:

@@ -103,9 +103,10 @@ def verify(
 
     path = folder if reference is None else reference
     try:
-        other = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", local_files_only=True
-        )
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
+        other = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
     except Exception as error:  # Whatever keeps transformers from opening it, it is the checkpoint's fault.
         raise CheckpointError(f"transformers cannot open {path}: {error}") from error
     if hasattr(other.config, "_experts_implementation"):

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from zoo import CONFIGS, MULTIMODAL
+from zoo import CONFIGS, MULTIMODAL, NEEDED
 
 from ligermodels.archs import FAMILIES
 
@@ -86,7 +86,7 @@ class Matrix:
     def _cell(self, family: str, capability: str) -> str:
         tests, text = self.cells[family, capability], FAMILIES[family].text
         if not tests and text is not None:
-            return f"as `{text({})['model_type']}`"
+            return f"as `{text(NEEDED.get(family, {}))['model_type']}`"
         everywhere = all(any(f"[{config}]" in test for test in tests) for config in self.configs[family])
         return "✓" if tests and everywhere and all(self.passed.get(test, True) for test in tests) else "✗"
 

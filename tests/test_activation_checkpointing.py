@@ -16,8 +16,8 @@ from ligermodels.errors import InputError
 
 def make(name: str) -> lm.CausalLM:
     config = CONFIGS[name]
-    mixture = "num_experts_per_tok" in config and config["model_type"] != "glm4_moe"
-    if mixture:  # the load-balancing loss leaves the blocks by another way; GLM has none
+    mixture = "num_experts_per_tok" in config and "n_routed_experts" not in config
+    if mixture:  # the load-balancing loss leaves the blocks by another way; DeepSeek and GLM have none
         config = {**config, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     torch.manual_seed(0)
     return lm.from_config(config, dtype=torch.float32)

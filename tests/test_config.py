@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
-from zoo import CONFIGS, MULTIMODAL, auto_class, plain, randomize
+from zoo import CONFIGS, MULTIMODAL, NEEDED, auto_class, plain, randomize, thinker
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES, family_of
-from ligermodels.convert.config_json import check_generation
+from ligermodels.convert.config_json import check_generation, nested_configs
 from ligermodels.errors import ConfigError
 
 Config = dict[str, Any]
@@ -71,7 +71,8 @@ def fields_of(model_type: str) -> Config:
     """Every field of this type's config class, and its default."""
     config = AutoConfig.for_model(model_type)
     fields = {**UNLISTED, **dict.fromkeys(config.attribute_map), **config.to_dict()}
-    return {name: fields[name] for name in sorted(fields) if name not in ("model_type", "text_config", "vision_config")}
+    other = {"model_type", "text_config", "vision_config", "thinker_config"}
+    return {name: fields[name] for name in sorted(fields) if name not in other}
 
 
 FIELDS = {model_type: fields_of(model_type) for model_type in FAMILIES}
@@ -124,7 +125,7 @@ def values_of(name: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
 
 
 def layers_of(config: Config) -> int:
-    return int(config.get("text_config", config)["num_hidden_layers"])
+    return int(list(nested_configs(config).values())[-1]["num_hidden_layers"])
 
 
 def names_one(refusal: ConfigError, fields: Iterable[str]) -> bool:
@@ -145,11 +146,13 @@ def oracle_in(folder: Path) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | N
     try:
         config = AutoConfig.from_pretrained(folder)
         make = auto_class(config).from_config
-        oracle = plain(make(config, attn_implementation="eager", dtype=torch.float32))
-        randomize(oracle)
-        ids = text_only(torch.randint(0, min(oracle.get_input_embeddings().num_embeddings, 128), (2, 41)), config)
+        whole = plain(make(config, attn_implementation="eager", dtype=torch.float32))
+        randomize(whole)
+        oracle = thinker(whole)
+        vocab_size = oracle.get_input_embeddings().num_embeddings
+        ids = text_only(torch.randint(0, min(vocab_size, 128), (2, 41)), oracle.config)
         found = outcome(oracle, ids)
-        oracle.save_pretrained(folder)
+        whole.save_pretrained(folder)
     except Exception:
         return None
     (folder / "config.json").write_text(written)
@@ -257,8 +260,9 @@ def test_every_field(config: Config) -> None:
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str) -> None:
-    family, default = FAMILIES[model_type], AutoConfig.for_model(model_type)
-    assert family.decoder_config({"model_type": model_type}) == family.decoder_config(default.to_dict())
+    least = {"model_type": model_type, **NEEDED.get(model_type, {})}
+    default, compose = AutoConfig.for_model(**copy.deepcopy(least)), FAMILIES[model_type].decoder_config
+    assert compose(least) == compose(default.to_dict())
 
 
 # -- garbage -----------------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixe
 
 
 @pytest.mark.parametrize("how", ["as it is", "transposed", "transposed, H = 2 I", "transposed, H = I"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", *MIXTURES])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", *MIXTURES, "deepseek_v3", "glm4_moe_lite", "mistral4"])
 def test_experts_in_one_tensor(name: str, how: str, tmp_path: Path) -> None:
     """The layout that transformers 5 may save, and that of some hubs: loaded, and written back as it came."""
     size = "moe_intermediate_size" if "moe_intermediate_size" in CONFIGS[name] else "intermediate_size"

@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from two_ranks import in_two_ranks
 from zoo import BASE, CONFIGS, HYBRIDS, gradients_of, make_checkpoint, relative_error, stored_as
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError
-from ligermodels.layers import FullPrecision, TreeTokens
+from ligermodels.layers import FullPrecision
 
 TOLERANCE = 1e-5
 QWEN = CONFIGS["qwen3_5_text"]
@@ -84,76 +83,6 @@ def test_greedy_tokens_of_long_padded_prompts(pair: Pair) -> None:
     assert torch.equal(model.generate(ids, attention_mask=mask, **options), wanted)
     medusa = lm.MedusaModel.from_base(model, num_heads=3)
     assert torch.equal(medusa.generate(ids, attention_mask=mask, **options), wanted)
-
-
-@torch.no_grad()
-def test_states_after_prefill_steps_and_trees(pair: Pair) -> None:
-    """Whatever passes a text came by, hidden states are those of one pass; a tree's are those of its paths."""
-    model, lengths = pair[2].eval(), torch.tensor([70, 2])
-    parent = torch.tensor([0, 0, 0, 1, 3, 2])
-    mask = torch.eye(6, dtype=torch.bool)
-    for node in range(1, 6):
-        mask[node] |= mask[parent[node]]
-    tree = TreeTokens(mask, parent, mask.sum(1) - 1)
-    prompt, more, nodes, last = tokens(2, 90).split([70, 5, 6, 9], dim=1)
-    state = model.new_state(2, 128)
-    addresses = [tensor.data_ptr() for tensor in tensors_of(state)]
-    run = model.decoder
-    for _ in range(2):  # the second time after a reset
-        state.reset()
-        run(prompt, state=state, seq_lens=lengths)
-        stepped = run(more, state=state)
-        branched = run(nodes, state=state, tree=tree)
-        # Sequence 0 accepts nodes 0, 1, 3, 4, and sequence 1 the root alone.
-        slots = state.cache_seqlens[:, None] + torch.tensor([[0, 1, 3, 4], [0, 0, 0, 0]])
-        state.commit(slots)
-        state.cache_seqlens += torch.tensor([4, 1])
-        after = run(last, state=state)
-        for row, path in enumerate(([0, 1, 3, 4], [0])):
-            known = torch.cat([prompt[row, : lengths[row]], more[row]])
-            whole = torch.cat([known, nodes[row, path], last[row]])
-            wanted = run(whole[None])[0]
-            start = int(lengths[row])
-            assert relative_error(stepped[row], wanted[start : start + 5]) < TOLERANCE
-            assert relative_error(after[row], wanted[-9:]) < TOLERANCE
-            for node in range(6):
-                ancestors = mask[node].nonzero().flatten()
-                alone = run(torch.cat([known, nodes[row, ancestors]])[None])[0, -1]
-                assert relative_error(branched[row, node], alone) < TOLERANCE
-    assert [tensor.data_ptr() for tensor in tensors_of(state)] == addresses
-
-
-class NoSync(TorchDispatchMode):
-    """Refuses what waits for a device: reading values back, and results whose shapes depend on values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("index", "index_put", "index_put_"):
-            assert all(index is None or index.dtype != torch.bool for index in args[1]), name
-        else:
-            waits = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-            assert not waits, name
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def test_decoding_waits_for_nothing(pair: Pair) -> None:
-    """So that a CUDA graph can hold a step, or a pass over a tree and its commit."""
-    model = pair[2].eval()
-    state = model.new_state(2, 64)
-    model.decoder(tokens(2, 9), state=state, seq_lens=torch.tensor([9, 4]))
-    mask = torch.ones(3, 3, dtype=torch.bool).tril()
-    tree = TreeTokens(mask, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2]))
-    slots = state.cache_seqlens[:, None] + torch.tensor([[0, 1], [0, 0]])
-    with NoSync():
-        model.decoder(tokens(2, 1), state=state)
-        model.decoder(tokens(2, 3), state=state, tree=tree)
-        state.commit(slots)
-
-
-def tensors_of(state: Any) -> list[Tensor]:
-    layers = [vars(layer) if hasattr(layer, "matrix") else layer._asdict() for layer in state.layers]
-    return [tensor for layer in layers for tensor in layer.values() if isinstance(tensor, Tensor)]
 
 
 # -- what stays in fp32 ------------------------------------------------------------------------------------------------
@@ -270,10 +199,3 @@ def test_text_checkpoints_with_a_drafting_head(prefix: str, tmp_path: Path) -> N
 def test_bad_configs(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lm.from_config({**QWEN, **change})
-
-
-@pytest.mark.parametrize("layer_types", [QWEN.get("layer_types"), ["full_attention"] * 4])
-def test_not_in_place(layer_types: list[str] | None, tmp_path: Path) -> None:
-    config = {**QWEN, "layer_types": layer_types} if layer_types else QWEN
-    with pytest.raises(ConfigError, match=r"nativize: .* is not supported"):
-        lm.nativize(make_checkpoint(tmp_path / "model", config))

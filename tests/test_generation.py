@@ -24,6 +24,7 @@ from ligermodels.generation.sampling import warp
 from ligermodels.layers import KVCache, LayerConfig, TreeTokens
 from ligermodels.speculative.acceptance import Typical
 from ligermodels.speculative.decoding import TreeStep, medusa_generate
+from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.tree import Tree, chain, default_tree
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 13, 12, 4, 2, 3, 2
@@ -435,7 +436,7 @@ def test_rows_accept_different_counts_in_one_step(model: Toy) -> None:
     propose = prophet(model, PROMPTS, 40, partly)
     tree = TREES["bushy"]
     state = model.new_state(4, 60 + len(tree))
-    step = TreeStep(model.eval(), propose, state, tree, 40, [])
+    step = TreeStep(model.eval(), HeadsDrafter(propose), state, tree, 40, [])
     ids = torch.tensor(batched(PROMPTS, [[]] * 4, 0))
     rows = step.start(ids, torch.arange(7) >= 7 - torch.tensor([[len(prompt)] for prompt in PROMPTS]))
     gained = []
@@ -456,9 +457,8 @@ def test_a_step_waits_for_nothing(typical: Typical | None) -> None:
     model = lm.from_config(CONFIGS["gemma2"], device="meta").eval()
     tree, vocab = TREES["bushy"], model.config.vocab_size
     heads = torch.empty(model.config.hidden_size, 3 * vocab, device="meta")
-    step = TreeStep(
-        model, lambda h: (h @ heads).unflatten(1, (3, vocab)), model.new_state(3, 40), tree, 9, [2, 5], typical
-    )
+    drafter = HeadsDrafter(lambda h: (h @ heads).unflatten(1, (3, vocab)))
+    step = TreeStep(model, drafter, model.new_state(3, 40), tree, 9, [2, 5], typical)
     rows = step.start(torch.zeros(3, 7, dtype=torch.long, device="meta"), torch.ones(3, 7, dtype=bool, device="meta"))
     places = list(map(id, vars(rows).values()))
     step(rows)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,6 +37,7 @@ def test_memory_and_time_beside_transformers(
 ) -> None:
     """Two layers and the embedding of Llama 3 8B, 1.9 GB in shards; as stored, where both map what they can, and cast.
 
+    As stored, ours copies what is one weight here and several in the files: of each layer q, k and v, and gate and up.
     `benchmarks.loading` says what is measured, and how.
     """
     command = [sys.executable, "-m", "benchmarks.loading", large, "--device=cpu", "--dtype", dtype, "--rounds=3"]
@@ -48,9 +50,22 @@ def test_memory_and_time_beside_transformers(
     assert ours["model_bytes"] == theirs["model_bytes"] > 1.9e9
     above = 1.3 * ours["largest_bytes"]
     assert ours["host_peak_bytes"] <= ours["host_after_bytes"] + above <= ours["model_bytes"] * 1.01 + above
+    copies = 0.0
     if dtype == "bfloat16":
-        assert ours["host_after_bytes"] < 0.2 * ours["model_bytes"]  # All but q, k and v is mapped.
-    assert ours["ready_s"] <= 1.1 * theirs["ready_s"]
+        copied = 2 * torch.bfloat16.itemsize * 4096 * (4096 + 2 * 1024 + 2 * 14336)
+        assert 0.99 * copied < ours["host_after_bytes"] < 1.05 * copied
+        copies = 3 * seconds_to_copy(copied)
+    assert ours["ready_s"] <= 1.1 * theirs["ready_s"] + copies
+
+
+def seconds_to_copy(size: int) -> float:
+    """The fastest of three copies of `size` bytes into new memory."""
+    source, found = torch.ones(size, dtype=torch.uint8), []
+    for _ in range(3):
+        start = time.perf_counter()
+        source.clone()
+        found.append(time.perf_counter() - start)
+    return min(found)
 
 
 def mapped(model: lm.CausalLM, path: Path) -> set[str]:

@@ -14,7 +14,7 @@ import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import MoE
 
-BIASED = ["glm4_moe", "minimax_m2"]
+BIASED = ["glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite"]
 IDS = torch.arange(2 * 41).view(2, 41) * 7 % BASE["vocab_size"]
 
 
@@ -91,9 +91,10 @@ def test_a_bias_that_is_missing_is_an_error(tmp_path: Path) -> None:
 # -- layers of multi-token prediction ----------------------------------------------------------------------------------
 
 
-def test_layers_of_multi_token_prediction_are_left_out_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+def test_layers_of_multi_token_prediction_are_left_out_and_kept(name: str, tmp_path: Path) -> None:
     """Those that the config counts; a layer beyond them is an error."""
-    config = {**CONFIGS["glm4_moe"], "num_nextn_predict_layers": 2}
+    config = {**CONFIGS[name], "num_nextn_predict_layers": 2}
     oracle = make_checkpoint(tmp_path / "model", config)
     file = tmp_path / "model" / "model.safetensors"
     text = load_file(file)

@@ -15,6 +15,7 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2SparseMo
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from zoo_oracles import as_configured
 
 from ligermodels.archs import FAMILIES
 from ligermodels.archs.compose import STACKED_EXPERTS
@@ -32,7 +33,7 @@ from ligermodels.layers import (
     RouterOutput,
     load_balancing_loss,
 )
-from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import persistent_tensors
 
 HIDDEN, SIZE, SHARED = 22, 13, 17
 LIMIT = 1.25  # of gpt-oss's activations, which many exceed
@@ -87,7 +88,8 @@ def make_oracle(case: Case, hidden: int = HIDDEN, size: int = SIZE) -> nn.Module
         fields |= {"shared_expert_intermediate_size": SHARED}
     if case.family == "gpt_oss":
         fields |= {"swiglu_limit": LIMIT}
-    oracle = ORACLES[case.family](AutoConfig.for_model(case.family, **fields))
+    config = AutoConfig.for_model(case.family, **fields)
+    oracle: nn.Module = as_configured(ORACLES[case.family](config), config)
     for tensor in oracle.state_dict().values():
         tensor.normal_(std=0.5)
     return oracle

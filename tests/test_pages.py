@@ -16,6 +16,7 @@ from runs import with_decoder
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import ligermodels as lm
 from ligermodels.cli import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": {"out", "heads", "joint", "for-tgi", "scores.png"},
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
+    "docs/mtp.md": {"with-head", "head", "own.jsonl", "mtp-head", "with-mtp"},
     "docs/objectives.md": set[str](),
 }
 """Page -> some of what its commands write."""
@@ -34,6 +36,7 @@ MODELS = (
     "meta-llama/Llama-3.1-8B",
     "meta-llama/Llama-3.1-8B-Instruct",  # the base of the recipe llama-3
     "Qwen/Qwen2.5-0.5B-Instruct",
+    "Qwen/Qwen3.5-9B",
 )
 TRAINING = ["--seq-len", "64", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-bad-lines", "0"]
 SIZES = {
@@ -41,9 +44,13 @@ SIZES = {
     "medusa train": [*TRAINING, "--device", "cpu"],
     "medusa eval": ["--prompts", "4", "--max-new-tokens", "4", "--seq-len", "64", "--device", "cpu"],
     "medusa self-distillation-data": ["--max-new-tokens", "6", "--device", "cpu"],
+    "mtp train": [*TRAINING, "--device", "cpu"],
+    "mtp eval": ["--prompts", "4", "--max-new-tokens", "4", "--seq-len", "64", "--device", "cpu"],
+    "mtp self-distillation-data": ["--max-new-tokens", "6", "--device", "cpu"],
+    "generate": ["--max-new-tokens", "6", "--device", "cpu"],
     "chat": ["--max-new-tokens", "6", "--device", "cpu"],
 }
-NO_COMMANDS = re.compile(r"make |pip install|cli, demo |\{")
+NO_COMMANDS = re.compile(r"make |pip install|torchrun |cli, demo |\{")
 """How the blocks begin that are neither commands of ours nor code."""
 
 
@@ -58,6 +65,8 @@ def desk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = with_decoder(base, tmp_path / "model")
     for name in MODELS:
         shutil.copytree(model, tmp_path / name)
+    with_head = lm.MTPModel.from_base(lm.from_pretrained(model))
+    with_head.save_pretrained(tmp_path / "Qwen/Qwen3.5-9B", overwrite=True)
     files = shutil.ignore_patterns("*.safetensors")
     shutil.copytree(model, tmp_path / "my-model", ignore=files)
     shutil.copy(model / "config.json", tmp_path / "my-config.json")

@@ -1,6 +1,5 @@
 """`lm.parallelize`: plans, and FSDP2 and HSDP on two and four processes with gloo, beside one process."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -45,7 +43,9 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def check_equal(spread: nn.Module, plain: nn.Module, what: Callable[[nn.Parameter], Tensor | None], **close: Any) -> None:
+def check_equal(
+    spread: nn.Module, plain: nn.Module, what: Callable[[nn.Parameter], Tensor | None], **close: Any
+) -> None:
     wanted = {name: what(p) for name, p in plain.named_parameters()}
     found = {name: what(p) for name, p in spread.named_parameters()}
     assert found.keys() == wanted.keys()
@@ -57,10 +57,13 @@ def check_equal(spread: nn.Module, plain: nn.Module, what: Callable[[nn.Paramete
             torch.testing.assert_close(whole(found[name]), tensor, **options, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check_training(spread: Any, plain: Any, make: Callable[..., torch.optim.Optimizer], **close: Any) -> None:
-    """A gradient, then steps with accumulation and clipping: those of one process on the batches of all ranks."""
+def check_training(
+    spread: Any, plain: Any, make: Callable[..., torch.optim.Optimizer], tensor: int = 1, **close: Any
+) -> None:
+    """A gradient, then steps with accumulation and clipping: those of one process on the batches of all ranks, of which
+    `tensor` neighbours have the same."""
     ranks = DataRanks.of(spread)
-    assert ranks.size == dist.get_world_size() and ranks.rank == dist.get_rank()
+    assert ranks.size == dist.get_world_size() // tensor and ranks.rank == dist.get_rank() // tensor
     every = [batch(i) for i in range(6 * ranks.size)]
     items = torch.stack([plain.num_targets(each["labels"]) for each in every[: ranks.size]]).sum(0)
     loss = spread(**every[ranks.rank], num_items_in_batch=items).loss
@@ -124,9 +127,11 @@ def test_degrees(settings: dict[str, Any], world: int, wanted: Any) -> None:
 
 def test_plans_that_a_model_does_not_fit() -> None:
     model = build("llama-3")
-    with pytest.raises(ConfigError, match=r"tensor: 4 does not divide the model's key/value heads \(2 .*do: 1, 2"):
+    with pytest.raises(
+        ConfigError, match=r"num_kv_heads .*: 2 cannot be split.* over 4 ranks.*work for this model: 1$"
+    ):
         lm.parallelize(model, lm.ParallelPlan(tensor=4))
-    for name in ("tensor", "context", "expert"):
+    for name in ("context", "expert"):
         with pytest.raises(ConfigError, match=f"{name}: 2, and more than 1 is not supported yet"):
             lm.parallelize(model, lm.ParallelPlan(**{name: 2}))
     with pytest.raises(ConfigError, match="there are 1; give shard 1"):
@@ -137,13 +142,38 @@ def test_plans_that_a_model_does_not_fit() -> None:
     assert model.activation_checkpointing == "full" and not any(isinstance(m, FSDPModule) for m in model.modules())
 
 
+def test_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=backend, fullgraph=True))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, model = build("llama-3"), lm.parallelize(build("llama-3"), lm.ParallelPlan(compile="blocks"))
+        for each in (plain, model):
+            each(**batch(0)).loss.backward()
+        assert graphs
+        check_equal(model, plain, lambda p: p.grad)
+        with pytest.raises(ConfigError, match="compile: blocks of this model hold modules that stay float32"):
+            lm.parallelize(build("qwen3_5_text"), lm.ParallelPlan(compile="blocks"))
+    finally:
+        dist.destroy_process_group()
+
+
 # -- on several processes ----------------------------------------------------------------------------------------------
 
 
 def families(rank: int, folder: Path, mesh: DeviceMesh, plan: lm.ParallelPlan) -> None:
     for i, name in enumerate(FAMILIES):
         mode = ("none", "selective", "full")[i % 3]
-        plain, model = build(name), lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode}))
+        plain, model = (
+            build(name),
+            lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode})),
+        )
         assert model.activation_checkpointing == mode
         check_training(model, plain, torch.optim.SGD)
 
@@ -160,12 +190,7 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             several.append(lm.parallelize(model) if spread else model)
         plain, model = several
         frozen = {name: whole(p).clone() for name, p in model.base.named_parameters()}
-        summed: list[int] = []
-        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-        scatter = getattr(dist, name)
-        setattr(dist, name, lambda output, *a, **o: summed.append(output.numel()) or scatter(output, *a, **o))
-        model(**batch(rank)).loss.backward()
-        setattr(dist, name, scatter)
+        summed = sums_of_gradients(model, batch(rank))
         # Of the heads' parameters alone, and of rows that fill the last shard up.
         count = sum(p.to_local().numel() for p in model.heads.parameters())
         assert summed and count <= sum(summed) <= count + sum(p[:1].numel() for p in model.heads.parameters())
@@ -223,7 +248,7 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         seen.setdefault(type(module), set()).update(p.dtype for p in module.parameters(recurse=False))
 
     for module in model.modules():
-        module.register_forward_hook(note)
+        module.register_forward_pre_hook(note)
     loss = model(**batch(rank)).loss
     loss.backward()
     assert loss.dtype == torch.float32 and {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -231,6 +256,17 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     wide = {kind for kind, dtypes in own.items() if dtypes == {torch.float32}}
     assert wide == {kind for kind in own if issubclass(kind, FullPrecision)} and wide
     assert all(dtypes == {torch.bfloat16} for kind, dtypes in own.items() if kind not in wide)
+
+
+def sums_of_gradients(model: Any, given: Batch) -> list[int]:
+    """How many elements of each sum of gradients over the ranks this one has."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    summed: list[int] = []
+    scatter = getattr(dist, name)
+    setattr(dist, name, lambda output, *a, **o: summed.append(output.numel()) or scatter(output, *a, **o))
+    model(**given).loss.backward()
+    setattr(dist, name, scatter)
+    return summed
 
 
 def loading(rank: int, folder: Path, mesh: DeviceMesh, plan: lm.ParallelPlan) -> None:
@@ -264,6 +300,50 @@ def loading(rank: int, folder: Path, mesh: DeviceMesh, plan: lm.ParallelPlan) ->
     model = lm.from_config(CONFIGS["qwen3_5_text"], plan=plan)
     torch.manual_seed(3)
     check_equal(model, lm.from_config(CONFIGS["qwen3_5_text"]), lambda p: p.detach(), rtol=0, atol=0)
+
+
+DIVISIBLE: dict[str, dict[str, Any]] = {
+    name: {
+        **CONFIGS[name],
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        **({"moe_intermediate_size": 18} if "moe" in name else {}),
+    }
+    for name in ("llama-3", "gemma2", "qwen3_moe")
+}
+"""Configs of which two ranks can each have a part of every layer."""
+
+
+def by_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """All that a plan of tensor parallelism does, with FSDP2 over the ranks that are left."""
+    for name in DIVISIBLE:
+        model = lm.from_pretrained(folder / name, plan=lm.ParallelPlan(tensor=2))
+        plain = lm.from_pretrained(folder / name)
+        check_equal(model, plain, lambda p: p.detach(), rtol=0, atol=0)
+        model.save_pretrained(folder / "tensor" / name)
+        ids = batch(0)["input_ids"]
+        assert torch.equal(*(each.generate(ids, max_new_tokens=5, eos_token_id=None) for each in (model, plain)))
+        check_training(model, plain, torch.optim.SGD, tensor=2)
+    medusa = []
+    for spread in (False, True):
+        torch.manual_seed(1)
+        heads = lm.MedusaModel.from_base(lm.from_pretrained(folder / "llama-3"), num_heads=2)
+        medusa.append(lm.parallelize(heads, lm.ParallelPlan(tensor=2)) if spread else heads)
+    check_training(medusa[1], medusa[0], torch.optim.SGD, tensor=2)
+    base = lm.from_pretrained(folder / "llama-3", plan=lm.ParallelPlan(tensor=2))
+    with pytest.raises(InputError, match="tensor: the base of this model has been spread by itself"):
+        lm.parallelize(lm.MedusaModel.from_base(base, num_heads=2))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tensor_parallelism_by_plan(world: int, tmp_path: Path) -> None:
+    for name, config in DIVISIBLE.items():
+        make_checkpoint(tmp_path / name, config)
+    in_ranks(world, by_tensor, tmp_path)
+    for name in DIVISIBLE:
+        lm.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "one" / name)
+        one, several = (tmp_path / where / name / "model.safetensors" for where in ("one", "tensor"))
+        assert one.read_bytes() == several.read_bytes()
 
 
 def test_fsdp2_is_one_process(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from runs import STAGE_2, losses, recipe_for
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from two_ranks import in_ranks
+from zoo import make_checkpoint
 
 from ligermodels.errors import ConfigError
 from ligermodels.training import Console, FineTuningRecipe, TrainingRecipe, fine_tune, train_heads
@@ -80,8 +82,10 @@ def all_kinds(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path)
         assert outcome.finished and outcome.evaluation is not None
     with pytest.raises(ConfigError, match=r"micro_batch_tokens \(64\) times 2 ranks must divide batch_tokens \(64\)"):
         run(tuning(base, data, micro_batch_tokens=64), folder / "none")
-    with pytest.raises(ConfigError, match="batch_tokens .* is 3 sequences, which 2 ranks cannot divide"):
+    with pytest.raises(ConfigError, match=r"batch_tokens .* is 3 sequences, which 2 ranks cannot divide"):
         run(tuning(base, data, batch_tokens=48, micro_batch_tokens=None), folder / "none")
+    with pytest.raises(ConfigError, match="optimizer: adafactor does not work on sharded"):
+        run(tuning(base, data, optimizer="adafactor"), folder / "none")
     with pytest.raises(ConfigError, match="shard: 3, times 1, is 3 ranks, and there are 2"):
         run(tuning(base, data, parallel={"shard": 3}), folder / "none")
     assert not (folder / "none").exists()
@@ -102,6 +106,10 @@ def up_to(rank: int, folder: Path, mesh: DeviceMesh, recipe: TrainingRecipe, las
         Checkpoints.save = load  # type: ignore[method-assign]
     outcome = run(recipe, folder, resume=True)
     assert outcome.stopped and last <= outcome.step <= last + 2
+
+
+def by_plan(rank: int, folder: Path, mesh: DeviceMesh, recipe: TrainingRecipe) -> None:
+    assert run(recipe, folder / "lora").finished
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
@@ -128,6 +136,22 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(base: Path, data: Path, tmp_p
     assert run(recipe, out, resume=True).finished
     run(recipe, tmp_path / "whole")
     check_same(out, tmp_path / "whole")
+
+
+def test_runs_by_tensor_parallelism(base: Path, data: Path, tmp_path: Path) -> None:
+    """On four ranks, and resumed by one; and LoRA."""
+    config = json.loads((base / "config.json").read_text())
+    shutil.copytree(base, tmp_path / "base")
+    make_checkpoint(tmp_path / "base", {**config, "intermediate_size": 96})
+    exact, plan = recipes(tmp_path / "base", data), {"parallel": {"tensor": 2}}
+    recipe = exact["fine-tuning"].changed({"steps": 8, "checkpoint_every": 1, "micro_batch_tokens": 16})
+    in_ranks(4, up_to, tmp_path / "moved", recipe.changed(plan), 3, 0)
+    (tmp_path / "moved/rendezvous").unlink()
+    assert run(recipe, tmp_path / "moved", resume=True).finished
+    in_ranks(2, by_plan, tmp_path / "several", exact["lora"].changed(plan))
+    for name, each in (("moved", recipe), ("several/lora", exact["lora"])):
+        run(each, tmp_path / "whole" / name)
+        check_same(tmp_path / name, tmp_path / "whole" / name)
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:

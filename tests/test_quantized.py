@@ -30,7 +30,7 @@ LARGEST = 448.0
 """Of float8_e4m3fn."""
 BLOCK = (16, 24)
 """That divides no size of the tests' models."""
-PROJECTIONS = ("_proj.weight", "_proj", ".w1.weight", ".w2.weight", ".w3.weight")
+PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight", "_proj", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 def expand(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
@@ -116,18 +116,20 @@ def logits(model: Any, vocabulary: int = 131) -> Tensor:
 
 
 def plain_twin(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> Path:
-    """A checkpoint that is not quantised, of these tensors rounded once."""
+    """A checkpoint that is not quantised, of these tensors rounded once, but for those that are never rounded."""
     folder.mkdir()
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / SINGLE, metadata={"format": "pt"})
+    rounded = {name: t if name.endswith("correction_bias") else t.to(dtype) for name, t in tensors.items()}
+    save_file(rounded, folder / SINGLE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-FAMILIES = ("llama-3.2", "phi3", "qwen3_moe", "mixtral", "gemma2")
+FAMILIES = ("llama-3.2", "phi3", "qwen3_moe", "mixtral", "gemma2", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    ("form", "family"), [*((form, "llama-3") for form in FORMS), *(("block", name) for name in FAMILIES)]
+    ("form", "family"),
+    [*((form, "llama-3") for form in FORMS), *(("block", name) for name in FAMILIES), ("block-128", "deepseek_v3")],
 )
 def test_logits_are_those_of_the_dequantised_weights(
     form: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError
+from ligermodels.parallel import ParallelPlan
 from ligermodels.training import MedusaRecipe, Outcome, medusa, read_recipe
 from ligermodels.training.recipe_file import recipe_text, shipped_recipes
 from ligermodels.training.renamed import EVAL_FLAGS, SETTINGS, TRAIN_FLAGS
@@ -164,7 +165,7 @@ def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(medusa, "train_heads", train_heads)
     (tmp_path / "mine.yaml").write_text(
         "base: somewhere\ndata: x\nnum_heads: 3\nnum_layers: 2\nlm_head: shared\n"
-        "max_grad_norm: null\nstage: 2\ndistill: true\n"
+        "max_grad_norm: null\nstage: 2\ndistill: true\nparallel: {replicate: 2, reduce_dtype: float32}\n"
     )
     given = ["--recipe", tmp_path / "mine.yaml", "--out", tmp_path / "out", "--num-heads", 4, "--lr", 0.25]
     assert cli("train", *given, "--data", "a", "--data", "b", "--heads-loss-weight-schedule", "sine").exit_code == 0
@@ -178,13 +179,16 @@ def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert (recipe.learning_rate, recipe.data, recipe.heads_loss_weight_schedule) == (0.25, ("a", "b"), "sine")
     assert out == tmp_path / "out"
-    more = ["--no-distill", "--set", "num_heads=6"]
+    assert recipe.parallel == ParallelPlan(replicate=2, reduce_dtype="float32")
+    more = ["--no-distill", "--set", "num_heads=6", "--shard", 4, "--set", "parallel={reduce_dtype: null}"]
     assert cli("train", "elsewhere", *given, *more).exit_code == 0 and seen[1][0].base == "elsewhere"
     assert seen[1][0].num_heads == 6 and seen[1][0].data == ("x",) and recipe.distill and not seen[1][0].distill
+    assert seen[1][0].parallel == ParallelPlan(replicate=2, shard=4)
 
     # Every setting has a flag; a wrong one is refused before anything is done.
     shown = cli("train", "--help").stdout
-    assert all(f"--{name.replace('_', '-')}" in shown for name in MedusaRecipe.model_fields if name != "base")
+    names = MedusaRecipe.model_fields.keys() | ParallelPlan.model_fields.keys()
+    assert all(f"--{name.replace('_', '-')}" in shown for name in names - {"base", "parallel"})
     for arguments, words, code in (
         (["--recipe", "llama-3", "--out", "y"], "--data", 2),
         (["--data", "x", "--out", "y"], "BASE", 2),
@@ -192,6 +196,8 @@ def test_flags_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["z", "--data", "x", "--out", "y", "--validation-fraction", 2], "validation-fraction", 2),
         (["z", "--data", "x", "--out", "y", "--optimizer", "sgd"], "adafactor", 2),
         (["z", "--data", "x", "--out", "y", "--seq-len", 1000], "a multiple of", 1),
+        (["z", "--data", "x", "--out", "y", "--shard", 0], "shard: must be at least 1, or -1", 1),
+        (["z", "--data", "x", "--out", "y", "--set", "parallel={shrad: 2}"], "parallel.shrad: ", 1),
         (["z", "--data", "x", "--out", "y", "--recipe", "llama-4"], "llama-3", 1),
     ):
         result = cli("train", *arguments)

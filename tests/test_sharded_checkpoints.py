@@ -74,7 +74,9 @@ def save_and_load(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         each = torch.tensor(seen[-1])
         assert each[0] == each[1] and seen == sorted(seen)
         distributed.all_reduce(each)
-        total = sum(tensor.nbytes * (2 if name in ("columns", "norm", "counts") else 1) for name, tensor in whole.items())
+        total = sum(
+            tensor.nbytes * (2 if name in ("columns", "norm", "counts") else 1) for name, tensor in whole.items()
+        )
         assert each[0] == total
 
 

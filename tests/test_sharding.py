@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 from two_ranks import WORLD, in_two_ranks
-from zoo import BASE, GEMMA, GEMMA4, GPT_OSS, MIXTURES, SANDWICH
+from zoo import BASE, GEMMA, GEMMA4, GPT_OSS, LATENT, MIXTURES, SANDWICH
 
 import ligermodels as lm
 from ligermodels.layers import Block, ForwardContext
@@ -30,9 +30,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": MIXTURES["glm4_moe"],
     "gpt_oss": GPT_OSS,
     "gemma4_text": GEMMA4["gemma4_text-per-layer-inputs"],
+    "deepseek_v3": LATENT["deepseek_v3"],
 }
 """Untied; tied, with post-norms; mixtures of experts, also with a gated shared one, with selection biases and with
-sinks; keys and values of one block in others, and inputs of each layer. Sizes that two ranks do not divide."""
+sinks; keys and values of one block in others, and inputs of each layer; latent attention. Sizes that two ranks do not
+divide."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -153,6 +155,34 @@ def medusa(rank: int, folder: Path, mesh: DeviceMesh, name: str, lm_head: str, h
     dist.barrier()
     again = lm.MedusaModel.from_pretrained(lm.from_pretrained(folder / "heads"), folder / "heads")
     assert torch.equal(again.generate(ids, **options), plain.generate(ids, **options))
+
+
+def mtp(rank: int, folder: Path, mesh: DeviceMesh, name: str, how: str) -> None:
+    def make(sharded: bool) -> lm.MTPModel:
+        base = build(name)
+        if sharded:
+            shard(base, base)
+        torch.manual_seed(1)
+        return lm.MTPModel.from_base(base, num_steps=2)
+
+    plain, model = make(False), make(how == "base")
+    if how == "all":
+        shard(model.base, model.base)
+        fully_shard(model.head)
+        fully_shard(model)
+    check_gradients(model, plain, of_model) if how == "all" else of_model(model, rank).backward()
+    ids = draw(rank)[0]
+    options = {"max_new_tokens": 8, "eos_token_id": [7], "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    model.save_pretrained(folder / "out")
+    dist.barrier()
+    again = lm.MTPModel.from_pretrained(folder / "out", num_steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), plain.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name, how", [("llama", "all"), ("gemma2", "base"), ("glm4_moe", "all")])
+def test_fsdp2_mtp(name: str, how: str, tmp_path: Path) -> None:
+    in_two_ranks(mtp, tmp_path, name, how)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

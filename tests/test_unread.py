@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
-from zoo import CONFIGS
+from zoo import CONFIGS, NEEDED
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES, fields
@@ -81,7 +81,7 @@ def compose(config: dict[str, Any]) -> Any:
 
 def default_config(model_type: str) -> PreTrainedConfig:
     """Without dropout, which is no default but of one family: its warning is tested below."""
-    config = AutoConfig.for_model(model_type)
+    config = AutoConfig.for_model(model_type, **copy.deepcopy(NEEDED.get(model_type, {})))
     return AutoConfig.for_model(model_type, **NO_DROPOUT) if hasattr(config, "residual_dropout") else config
 
 

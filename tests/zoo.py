@@ -1,14 +1,16 @@
-"""Tiny random checkpoints of every family, with awkward sizes, made and saved by transformers, the oracle."""
+"""Tiny checkpoints of every family, with awkward sizes: their configs, and what makes and compares them."""
 
-import copy
-import json
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from zoo_multimodal import multimodal
+from zoo_oracles import auto_class as auto_class
+from zoo_oracles import gradients_of as gradients_of
+from zoo_oracles import make_checkpoint as make_checkpoint
+from zoo_oracles import plain as plain
+from zoo_oracles import randomize as randomize
+from zoo_oracles import relative_error as relative_error
+from zoo_oracles import stored_as as stored_as
+from zoo_oracles import thinker as thinker
 
 # Head widths that are not hidden / heads, fewer key/value heads than heads, no round sizes, windows shorter than the
 # sequences of the tests (41 tokens), and layers enough for every kind of layer to occur.
@@ -217,8 +219,100 @@ GEMMA4: dict[str, dict[str, Any]] = {
     },
 }
 
+LATENT_BASE = {
+    **{name: value for name, value in BASE.items() if name != "head_dim"},
+    **EXPERTS,
+    "num_key_value_heads": BASE["num_attention_heads"],
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 11,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 8,
+}
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {  # With the fields of published checkpoints.
+        **LATENT_BASE,
+        "model_type": "deepseek_v3",
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "ep_size": 1,
+        "seq_aux": True,
+        "aux_loss_alpha": 0.001,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "deepseek_v3-without-experts": {  # Without a latent of queries, and with values wider than keys.
+        **LATENT_BASE,
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "q_lora_rank": None,
+        "v_head_dim": 18,
+        "first_k_dense_replace": 2,
+        "attention_bias": True,
+        "rope_interleave": False,
+    },
+    "glm4_moe_lite": {
+        **LATENT_BASE,
+        "model_type": "glm4_moe_lite",
+        "v_head_dim": 16,
+        "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+    },
+    "glm4_moe_lite-layer-types": {
+        **{name: value for name, value in LATENT_BASE.items() if name != "first_k_dense_replace"},
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "n_group": 2,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
+    "mistral4": {
+        **LATENT_BASE,
+        "model_type": "mistral4",
+        "n_routed_experts": 7,
+        "q_lora_rank": 12,  # With 11, GEMMs of mapped experts, which are not aligned then, give other bits.
+        "rope_parameters": {**YARN, **MINISTRAL3},
+    },
+    "mistral4-groups": {
+        **LATENT_BASE,
+        "model_type": "mistral4",
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "rope_parameters": {**YARN, **MINISTRAL3, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.5},
+    },
+}
+"""With latent attention."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     **LLAMAS,
+    **LATENT,
     **GEMMA4,
     "mistral-window": {**BASE, "model_type": "mistral", "sliding_window": 9, "rope_theta": 1e4},
     "mistral-nemo": {**BASE, "model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
@@ -435,179 +529,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
-"""Configs with mixers that transformers' modules cannot compute natively in place (`nativize`)."""
+"""Configs with layers of Gated DeltaNet."""
+ONLY_NATIVE = {"gemma4_text-per-layer-inputs", "gemma4_text-few-layers", "gemma4_text-experts", *LATENT}
+"""Configs with layers that transformers' modules cannot compute natively in place (`nativize`)."""
 
-
-def within(text: str, vision: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """A multimodal config around the text config of this name."""
-    text_config = {name: value for name, value in CONFIGS[text].items() if name != "rope_scaling"}
-    return {"text_config": text_config, "vision_config": vision, **fields}
-
-
-def qwen_vl(model_type: str, text: str, **rope: Any) -> dict[str, Any]:
-    """A tiny Qwen-VL around the text config of this name."""
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 2}
-    vision |= {"out_hidden_size": BASE["hidden_size"]}
-    if model_type == "qwen2_vl":  # There the width of the tower is embed_dim, and hidden_size that of its output.
-        vision |= {"hidden_size": BASE["hidden_size"], "embed_dim": 16, "mlp_ratio": 2}
-    if model_type.startswith("qwen3"):
-        vision |= {"num_position_embeddings": 16}
-    if model_type == "qwen3_vl":
-        vision |= {"deepstack_visual_indexes": [0]}
-    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    config = within(text, vision, model_type=model_type, **{name: 127 + i for i, name in enumerate(tokens)})
-    config["text_config"] |= {"model_type": f"{model_type}_text", "rope_parameters": rope}
-    if not model_type.startswith("qwen3"):
-        del config["text_config"]["head_dim"]
-    return config | {"tie_word_embeddings": config["text_config"]["tie_word_embeddings"]}
-
-
-SIGLIP = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
-PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 4}
-GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 8}
-UNIFIED_VISION = {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
-
-
-def gemma4(text: str, vision: dict[str, Any], model_type: str = "gemma4") -> dict[str, Any]:
-    """A tiny Gemma 4 around the text config of this name."""
-    tokens = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id")
-    fields = {"model_type": model_type, "tie_word_embeddings": True, "audio_config": None}
-    vision = {"model_type": f"{model_type}_vision", **vision}
-    return within(text, vision, **fields, **{name: 126 + i for i, name in enumerate(tokens)})
-
-
-MULTIMODAL: dict[str, dict[str, Any]] = {
-    "gemma3": within(
-        "gemma3_text", SIGLIP, model_type="gemma3", mm_tokens_per_image=4, image_token_index=130, eos_token_id=[1, 7]
-    ),
-    "mistral3": within(
-        "mistral-nemo", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
-    ),
-    "mistral3-ministral3": within(
-        "ministral3", PIXTRAL, model_type="mistral3", image_token_index=130, tie_word_embeddings=False
-    ),
-    "qwen2_vl": qwen_vl("qwen2_vl", "qwen2-windows", rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 1]),
-    "qwen2_5_vl": qwen_vl(
-        "qwen2_5_vl",
-        "qwen2",
-        rope_type="yarn",
-        factor=4.0,
-        original_max_position_embeddings=32,
-        mrope_section=[2, 2, 1],
-    ),
-    "qwen3_5": qwen_vl(
-        "qwen3_5",
-        "qwen3_5_text",
-        rope_type="default",
-        rope_theta=1e7,
-        partial_rotary_factor=0.25,
-        mrope_interleaved=True,
-        mrope_section=[1, 1, 0],
-    ),
-    "qwen3_5_moe": qwen_vl(
-        "qwen3_5_moe", "qwen3_5_moe_text", rope_type="default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0]
-    ),
-    "qwen3_vl": qwen_vl("qwen3_vl", "qwen3", rope_type="default", mrope_interleaved=True, mrope_section=[3, 2, 2]),
-    "qwen3_vl_moe": qwen_vl(
-        "qwen3_vl_moe", "qwen3_moe-normalised", rope_type="default", mrope_interleaved=True, mrope_section=[2, 2, 1]
-    ),
-    "gemma4": gemma4("gemma4_text-few-layers", GEMMA4_VISION),
-    "gemma4-experts": gemma4("gemma4_text-experts", GEMMA4_VISION),
-    "gemma4_unified": gemma4("gemma4_unified_text", UNIFIED_VISION, "gemma4_unified"),
-}
+MULTIMODAL = multimodal(CONFIGS)
 """Checkpoints of more than a language model, around those of CONFIGS."""
 
-
-def auto_class(config: PreTrainedConfig) -> type:
-    """The class of transformers that makes the model of `config`."""
-    multimodal = hasattr(config, "text_config")
-    return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
-
-
-BUFFERS = ("correction_bias", "layer_scalar")
-"""Ends of the names of buffers that checkpoints hold."""
-
-
-def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
-    # transformers writes into what it is given.
-    fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k == "sliding_window"}
-    oracle_config = AutoConfig.for_model(**fields)
-    torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
-    make = auto_class(oracle_config).from_config
-    oracle = plain(make(oracle_config, attn_implementation="eager", dtype=torch.float32))
-    randomize(oracle)
-    oracle.to(dtype).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    return oracle
-
-
-@torch.no_grad()
-def randomize(oracle: PreTrainedModel) -> None:
-    """Fill all that a checkpoint holds, biases and norms too: at initial values a mistake in them would not show."""
-    from_zero = "gemma" in oracle.config.model_type and "gemma4" not in oracle.config.model_type
-    for name, parameter in oracle.named_parameters():
-        mean = 1.0 if "norm" in name and not from_zero else 0.0
-        mean = -2.0 if "A_log" in name else mean  # states that remember
-        parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
-    for name, buffer in oracle.named_buffers():
-        if name.endswith(BUFFERS):
-            buffer.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.3)
-
-
-def plain(oracle: PreTrainedModel) -> PreTrainedModel:
-    """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if {"num_experts_per_tok", "top_k_experts"} & {*oracle.config.get_text_config().to_dict()}:
-        oracle.set_experts_implementation("eager")
-    return oracle.eval()
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """max |found - wanted| / max |wanted|."""
-    assert found.shape == wanted.shape
-    found, wanted = found.detach().double(), wanted.detach().double()
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    """The gradients of a native model's parameters, in the layout of its checkpoint."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    weight_map = model.export_spec.weight_map
-    mappings = [each for each in weight_map.mappings if each.target in found]  # those of buffers are left out
-    return {each.name: each.read() for each in replace(weight_map, mappings=mappings).export(found)}
-
-
-def kept_tensors(oracle: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Its parameters, and the buffers that checkpoints hold."""
-    buffers = {name: b for name, b in oracle.named_buffers() if name.endswith(BUFFERS)}
-    return {**dict(oracle.named_parameters()), **buffers}
-
-
-def stored_as(
-    oracle: PreTrainedModel | Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Tensors in the layout of files, in that of the oracle, or of its tensors: it keeps all experts of a layer as one
-    tensor."""
-    own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
-    per_expert = (".experts.", "block_sparse_moe")
-    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
-    for name, parameter in own.items():
-        if name in found:
-            continue
-        layer, _, part = name.partition(".mlp.")
-        if not part.startswith("experts."):
-            elsewhere = f"{layer}.block_sparse_moe.{part}"
-            found |= {name: tensors[elsewhere]} if elsewhere in tensors else {}
-            continue
-        mixtral = f"{layer}.block_sparse_moe.gate.weight" in tensors
-        at = f"{layer}.block_sparse_moe.experts" if mixtral else f"{layer}.mlp.experts"
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        each = range(parameter.shape[0])
-        if part == "experts.gate_up_proj":
-            pairs = [torch.cat([tensors[f"{at}.{e}.{x}.weight"] for x in (gate, up)]) for e in each]
-            found[name] = torch.stack(pairs)
-        else:
-            found[name] = torch.stack([tensors[f"{at}.{e}.{down}.weight"] for e in each])
-    return found
+HEADS = {"text_config": {"num_attention_heads": 32}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "qwen2_5_omni": {"thinker_config": {}},
+    "qwen3_omni_moe": {"thinker_config": HEADS},
+    "qwen3_omni_moe_thinker": HEADS,
+}
+"""What configs of some types must say: transformers' default of Qwen3-Omni is 28 heads of 2048 / 28 channels."""

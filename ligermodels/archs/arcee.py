@@ -27,11 +27,9 @@ def arcee(config: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(config, DEFAULTS)
     fields.choices("hidden_act", "relu2", default="relu2")
     bias = fields.flag("attention_bias", False)
+    mlp = UngatedMLPConfig(fields.size("intermediate_size"), fields.flag("mlp_bias", False))
     return decoder(
-        fields.replaced(hidden_act="silu"),  # of a gate, which is not built
-        attention=lambda layer, common: {"bias": bias, "o_bias": bias},
-        mlp_bias=fields.flag("mlp_bias", False),
-        mlp=lambda layer, gated: UngatedMLPConfig(gated.size, gated.bias),
+        fields, attention=lambda layer, common: {"bias": bias, "o_bias": bias}, feed_forward=lambda layer: mlp
     )
 
 

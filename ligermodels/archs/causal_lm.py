@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ligermodels.layers.initialization import fill_meta_buffers, initialize, ski
 from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options, named_results
 from ligermodels.layers.lora import check_merged
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, check_token_ids, document_bounds
+from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import count_targets
 
 
@@ -33,6 +34,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
     `config` is the composed config. `export_spec` says which Hugging Face checkpoint the model goes back out as
     (`save_pretrained`); a model composed by hand has none until one is set.
     """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def __init__(self, config: DecoderConfig, export_spec: ExportSpec | None = None) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ligermodels.archs.decoder import DecoderConfig
@@ -24,6 +25,11 @@ ACTIVATIONS = {
 """Hugging Face's names of activations, and ours."""
 
 
+def gate_activation(fields: Fields, name: str = "hidden_act") -> str:
+    """The activation of gates that field `name` says, by our name; ConfigError naming it if it is not implemented."""
+    return ACTIVATIONS[fields.choices(name, *ACTIVATIONS, default=None)]
+
+
 def decoder(
     fields: Fields,
     *,
@@ -34,6 +40,7 @@ def decoder(
     norm: NormConfig | None = None,
     attention: Callable[[int, AttentionConfig], Mapping[str, Any]] = lambda layer, common: {},
     mlp: Callable[[int, MLPConfig], LayerConfig] = lambda layer, common: common,
+    feed_forward: Callable[[int], LayerConfig] | None = None,
     mixer: Callable[[int, AttentionConfig], LayerConfig] = lambda layer, common: common,
     block: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
@@ -50,6 +57,8 @@ def decoder(
         norm: by default RMSNorm as in Llama, with `rms_norm_eps`.
         attention: (layer, what all layers have) -> the fields of AttentionConfig that this layer has otherwise.
         mlp: (layer, what all layers have) -> the feed-forward layer of this layer.
+        feed_forward: the same of the layer alone, in families without gated layers of `intermediate_size` channels;
+            then `activation`, `mlp_bias` and `mlp` are not used.
         mixer: (layer, its attention) -> the token mixer of this layer.
         block, head, more: further fields of BlockConfig, HeadConfig and DecoderConfig.
 
@@ -75,9 +84,9 @@ def decoder(
     context = fields.size("max_position_embeddings")
     norm = norm or NormConfig(fields.number("rms_norm_eps", negative=False))
     common = AttentionConfig(heads, kv_heads, head_dim, rope=None)
-    gated = MLPConfig(
-        fields.size("intermediate_size"), ACTIVATIONS[fields.choices(activation, *ACTIVATIONS, default=None)], mlp_bias
-    )
+    if feed_forward is None:
+        gated = MLPConfig(fields.size("intermediate_size"), gate_activation(fields, activation), mlp_bias)
+        feed_forward = partial(lambda common, layer: mlp(layer, common), gated)
     differing = [dict(attention(layer, common)) for layer in range(layers)]
     if any("rope" not in fields_ for fields_ in differing):
         common = replace(common, rope=fields.rope(head_dim, context, default_theta, partial=partial_rotary))
@@ -85,7 +94,7 @@ def decoder(
         vocab_size=vocab_size,
         hidden_size=hidden,
         blocks=tuple(
-            BlockConfig(mixer(layer, replace(common, **differing[layer])), mlp(layer, gated), norm, **(block or {}))
+            BlockConfig(mixer(layer, replace(common, **differing[layer])), feed_forward(layer), norm, **(block or {}))
             for layer in range(layers)
         ),
         norm=norm,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.packing import packed_positions
+from ligermodels.layers.sharding import TensorSharding
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,15 @@ class DecoderConfig:
 class Decoder(nn.Module):
     """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`."""
 
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         if not config.blocks:
             raise ConfigError("blocks: a decoder needs at least one block")
         self.config = config
         self._activation_checkpointing: ActivationCheckpointing = "none"
+        self._tensor_ranks = 1
         self.embed = Embedding(config.vocab_size, config.hidden_size, config.embed_scale, config.padding_idx)
         per_layer = config.per_layer_inputs
         self.per_layer_inputs = None if per_layer is None else PerLayerInputs(config.hidden_size, per_layer)
@@ -200,7 +204,8 @@ class Decoder(nn.Module):
 
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
-        mixers = [block.mixer for block in self.config.blocks]
+        ranks = self._tensor_ranks
+        mixers = [block.mixer if ranks == 1 else block.mixer.tensor_shard(ranks) for block in self.config.blocks]
         weight = next(self.parameters())
         sizes: dict[str, Any] = {"hidden_size": self.config.hidden_size, "dtype": weight.dtype, "device": weight.device}
         return DecodingState(mixers, batch_size, max_length, **sizes)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from ligermodels.archs.compose import STACKED_EXPERTS
+from ligermodels.archs.compose import STACKED_EXPERTS, gate_activation
 from ligermodels.archs.fields import Fields
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MLPConfig, MoEConfig, RouterConfig
@@ -32,35 +31,38 @@ def expert_layouts(
     return [{"names": {**(names or {}), **layout}} for layout in each]
 
 
-def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[int, MLPConfig], MLPConfig | MoEConfig]:
-    """The feed-forward layers of Qwen's mixtures, for `compose.decoder`: some layers are mixtures, the others dense.
-
-    Args:
-        fields: `decoder_sparse_step` and `mlp_only_layers` say which.
-        shared_size: intermediate channels of a shared expert with a gate, if mixtures have one.
+def mixture(fields: Fields, shared_size: int | None = None) -> MoEConfig:
+    """A mixture of Qwen's, with intermediate channels of a shared expert with a gate, if it has one.
 
     Raises ConfigError naming the field that is missing or bad.
     """
-    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
     router = RouterConfig(*fields.experts("num_experts"), normalize=fields.flag("norm_topk_prob", False))
+    activation = gate_activation(fields)
+    shared = None if shared_size is None else MLPConfig(shared_size, activation)
     size = fields.size("moe_intermediate_size")
-
-    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
-        if layer in dense or (layer + 1) % step:
-            return gated
-        shared = None if shared_size is None else replace(gated, size=shared_size)
-        return MoEConfig(router, size, gated.activation, shared=shared, shared_gate=shared is not None)
-
-    return mlp
+    return MoEConfig(router, size, activation, shared=shared, shared_gate=shared is not None)
 
 
-def grouped_router(fields: Fields, experts: str = "n_routed_experts") -> RouterConfig:
-    """The router of DeepSeek-V3 and of the families after it, whose field `experts` has the number of experts.
+def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[int, MLPConfig], MLPConfig | MoEConfig]:
+    """The feed-forward layers of Qwen's mixtures, for `compose.decoder`: by the fields `decoder_sparse_step` and
+    `mlp_only_layers` some layers are mixtures, the others dense. `shared_size` and errors as of `mixture`."""
+    step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
+    sparse = mixture(fields, shared_size)
+    return lambda layer, gated: gated if layer in dense or (layer + 1) % step else sparse
+
+
+def grouped_router(
+    fields: Fields, experts: str = "n_routed_experts", scores: Literal["softmax", "sigmoid"] = "sigmoid"
+) -> RouterConfig:
+    """The router of DeepSeek-V3 and of the families after it, whose field `experts` has the number of experts; their
+    defaults have norm_topk_prob, whose null means false. With `scores` "softmax" there is no selection bias, and
+    logits are in the dtype of the model (Mistral 4).
 
     Raises ConfigError naming the field that is missing, bad or not implemented.
     """
-    fields.choices("scoring_func", "sigmoid", default="sigmoid")
-    fields.choices("topk_method", "noaux_tc", default="noaux_tc")
+    fields.choices("scoring_func", scores, default=scores)
+    if scores == "sigmoid":
+        fields.choices("topk_method", "noaux_tc", default="noaux_tc")
     count, chosen = fields.experts(experts)
     groups, best = fields.size("n_group"), fields.size("topk_group")
     if count % groups:
@@ -77,12 +79,12 @@ def grouped_router(fields: Fields, experts: str = "n_routed_experts") -> RouterC
     return RouterConfig(
         count,
         chosen,
-        scores="sigmoid",
-        selection_bias=True,
+        scores=scores,
+        selection_bias=scores == "sigmoid",
         num_groups=groups,
         top_k_groups=best,
-        normalize=fields.flag("norm_topk_prob", True),
+        normalize=fields.flag("norm_topk_prob", False),
         eps=1e-20,
         scale=fields.number("routed_scaling_factor"),
-        float32_logits=True,
+        float32_logits=scores == "sigmoid",
     )

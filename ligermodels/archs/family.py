@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.mtp import QWEN, MTPFormat
 from ligermodels.convert.weight_map import WeightMap
 
 
@@ -20,7 +21,8 @@ class Family:
     rope where a config has none: see `convert.config_json.rope_parameters`. `text`, for checkpoints
     that hold more than a language model, gives the config of that alone, under its own `model_type`: the model is
     written as this. `attribute_map` has fields that newer checkpoints may write under another name: older -> newer,
-    or None for one that no release of transformers reads for this family.
+    or None for one that no release of transformers reads for this family. `mtp` is how checkpoints hold a layer of
+    multi-token prediction.
     """
 
     model_type: str
@@ -29,6 +31,7 @@ class Family:
     default_theta: float | Mapping[str, Any] = 10_000.0
     text: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
+    mtp: MTPFormat = QWEN
 
     def weight_maps(self, config: DecoderConfig) -> list[WeightMap]:
         """The weight map of each layout."""

@@ -15,6 +15,7 @@ _REQUIRED = object()
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 MOST = {"num_hidden_layers": 4096, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}
+MOST |= {"num_attention_heads": 65536, "qk_rope_head_dim": 65536}
 MOST |= dict.fromkeys(("n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers"), 4096)
 """Bounds on sizes by which objects or tables are made before any weight is looked for, far above those in use."""
 

@@ -11,6 +11,7 @@ from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
 
 GLM4_MOE = {
@@ -29,6 +30,7 @@ GLM4_MOE = {
     "n_shared_experts": 1,
     "n_routed_experts": 128,
     "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -39,7 +41,7 @@ ATTRIBUTE_MAP = {"n_routed_experts": "num_local_experts", "num_nextn_predict_lay
 NAMES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
 
 
-def _name(config: Mapping[str, Any], name: str, other: str) -> str:
+def name_of(config: Mapping[str, Any], name: str, other: str) -> str:
     """The name under which `config` has the field; ConfigError where it has it under both, and the two contradict."""
     renamed(config, name, other)
     return other if config.get(name) is None and config.get(other) is not None else name
@@ -47,7 +49,7 @@ def _name(config: Mapping[str, Any], name: str, other: str) -> str:
 
 def glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Glm4MoeConfig` dict; its layers of multi-token prediction are no part of it."""
-    experts, mtp = (_name(config, name, other) for name, other in ATTRIBUTE_MAP.items())
+    experts, mtp = (name_of(config, name, other) for name, other in ATTRIBUTE_MAP.items())
     fields = Fields(config, GLM4_MOE)
     fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # there is no loss of router logits
     if config.get("head_dim") is None:  # rounded down, as in transformers
@@ -72,4 +74,4 @@ def glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP),)
+FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)

@@ -1,5 +1,5 @@
 """Mistral 7B, Nemo, Small and Large; Ministral 8B, whose window is a matter of each layer; Ministral 3 and Devstral 2,
-whose queries grow with their positions; and the text models of Mistral 3."""
+whose queries grow with their positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.archs.multimodal import BESIDE_VISION_TOWER, TextModel, wrapper
 from ligermodels.convert.config_json import rope_parameters
 from ligermodels.layers.query_scaling import QueryScaling
 
@@ -62,50 +61,26 @@ MINISTRAL3_ROPE = {
 }
 
 
-def ministral3(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `Ministral3Config` dict, whose settings of rope say how queries grow too."""
-    fields = Fields(config, MINISTRAL3)
-    settings = rope_parameters(config, MINISTRAL3_ROPE)
+def growing_queries(fields: Fields, rope: Mapping[str, Any]) -> tuple[Fields, QueryScaling | None]:
+    """`fields` without the settings of rope that say how queries grow, and these; `rope` are the settings of a config
+    that has none."""
+    settings = rope_parameters(fields.config, rope)
     own = Fields(settings, where=f"{fields.where}: rope_parameters")
     beta = own.number("llama_4_scaling_beta", 0.0)
     context = own.size("original_max_position_embeddings", fields.size("max_position_embeddings"))
     scaling = QueryScaling(beta, context) if beta else None
     plain = {k: v for k, v in settings.items() if k not in ("llama_4_scaling_beta", "max_position_embeddings")}
-    window = fields.optional_size("sliding_window")
-    return decoder(
-        fields.replaced(rope_parameters=plain, rope_scaling=None),
-        attention=lambda layer, common: {"window": window, "query_scaling": scaling},
-    )
+    return fields.replaced(rope_parameters=plain, rope_scaling=None), scaling
+
+
+def ministral3(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `Ministral3Config` dict, whose settings of rope say how queries grow too."""
+    fields, scaling = growing_queries(Fields(config, MINISTRAL3), MINISTRAL3_ROPE)
+    own = {"window": fields.optional_size("sliding_window"), "query_scaling": scaling}
+    return decoder(fields, attention=lambda layer, common: own)
 
 
 MISTRAL = Family("mistral", mistral)
-MISTRAL3 = {
-    "hidden_size": 5120,
-    "intermediate_size": 32768,
-    "num_hidden_layers": 40,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "vocab_size": 131072,
-    "rope_theta": 1e9,
-}
-"""The `text_config` of a Mistral 3 that has none."""
-
 MINISTRAL3_FAMILY = Family("ministral3", ministral3, default_theta=MINISTRAL3_ROPE)
 
-FAMILIES = (
-    MISTRAL,
-    Family("ministral", mistral),
-    MINISTRAL3_FAMILY,
-    wrapper(
-        "mistral3",
-        {
-            "mistral": TextModel(MISTRAL, "MistralForCausalLM"),
-            "ministral3": TextModel(MINISTRAL3_FAMILY, "Ministral3ForCausalLM"),
-        },
-        BESIDE_VISION_TOWER,
-        tied=True,
-        absent=MISTRAL3,
-    ),
-)
+FAMILIES = (MISTRAL, Family("ministral", mistral), MINISTRAL3_FAMILY)

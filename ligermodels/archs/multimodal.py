@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.convert.config_json import short
+from ligermodels.convert.config_json import TEXT, THINKER, short
 from ligermodels.convert.loading import Reader
 from ligermodels.errors import ConfigError
 
@@ -25,10 +26,18 @@ BESIDE_TEXT = (
     "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index", "video_token_id", "audio_token_id",
     "vision_start_token_id", "vision_end_token_id", "vision_token_id", "projector_hidden_act", "vision_feature_layer",
     "multimodal_projector_bias", "spatial_merge_size", "boi_token_id", "eoi_token_id", "boa_token_id",
-    "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image",
+    "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image", "video_token_index", "audio_token_index",
+    "audio_start_token_id", "audio_end_token_id", "user_token_id", "position_id_per_seconds", "seconds_per_chunk",
+    "ignore_index",
 )  # fmt: skip
 """Its other fields: they say how images, videos and sounds become embeddings."""
-MULTIMODAL_ROPE = ("mrope_section", "mrope_interleaved")
+BESIDE_THINKER = (
+    THINKER, "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "enable_talker",
+    "initializer_range", "tie_word_embeddings", "im_start_token_id", "im_end_token_id", "tts_bos_token_id",
+    "tts_eos_token_id", "tts_pad_token_id", "system_token_id", "user_token_id", "assistant_token_id",
+)  # fmt: skip
+"""Fields beside the multimodal config in that of a model that speaks."""
+MULTIMODAL_ROPE = ("mrope_section", "mrope_interleaved", "interleaved")
 """Settings by which channels of a rope follow the time, height or width of an image. For text the three are equal, so
 every such rope is the plain one."""
 TIED = "tie_word_embeddings"
@@ -84,7 +93,7 @@ def wrapper(
     """
 
     def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-        found = config.get("text_config")
+        found = config.get(TEXT)
         if found is None and flat:
             beside = {*BESIDE_TEXT, "model_type", "architectures"}
             found = {name: value for name, value in config.items() if name not in beside}
@@ -122,11 +131,58 @@ def wrapper(
         whole.ignore(*SHARED, *BESIDE_TEXT)
         whole.check_unread()
         family = next(each.family for each in text_models.values() if each.family.model_type == text["model_type"])
-        return family.decoder_config(text)
+        if flat and config.get(TEXT) is None:
+            return family.decoder_config(text)
+        with _within(TEXT):
+            return family.decoder_config(text)
 
     first = next(iter(text_models.values()))
     theta = first.defaults.get("rope_theta", first.family.default_theta)
     return Family(model_type, decoder_config, layouts, theta, text=text_of, attribute_map=first.family.attribute_map)
+
+
+def around(thinker: Family, model_type: str, layouts: Sequence[Mapping[str, Any]]) -> Family:
+    """The family of checkpoints of models that speak, stored in these `layouts`: their `thinker_config` is a config of
+    `thinker`, a family made by `wrapper`."""
+
+    def thinker_of(config: Mapping[str, Any]) -> dict[str, Any]:
+        found = config.get(THINKER)
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"config.json: field {THINKER!r} must be an object, got {short(found)}")
+        own = thinker.model_type
+        if (kind := found.get("model_type") or own) != own:
+            raise ConfigError(
+                f"config.json: {THINKER}.model_type = {short(kind)} is not implemented for model_type {model_type!r}; "
+                f"implemented: {own!r}"
+            )
+        shared = {name: config[name] for name in SHARED if config.get(name) is not None}
+        return {**shared, **found, "model_type": own}
+
+    def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+        whole = Fields(config)
+        whole.ignore(*SHARED, *BESIDE_THINKER)
+        whole.check_unread()
+        found = thinker_of(config)
+        with _within(THINKER):
+            return thinker.decoder_config(found)
+
+    text = thinker.text or dict
+    return replace(
+        thinker,
+        model_type=model_type,
+        decoder_config=decoder_config,
+        layouts=layouts,
+        text=lambda config: text(thinker_of(config)),
+    )
+
+
+@contextmanager
+def _within(field: str) -> Iterator[None]:
+    """Have an error of the config in `field` say where that is."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("config.json: ", f"config.json: {field}: ", 1)) from None
 
 
 def plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,7 +205,9 @@ def tied_as_stored(config: dict[str, Any], family: Family, reader: Reader) -> di
     classes do not fit all checkpoints. Where both are there and are equal, they count; else the head is tied if it is
     not stored, or is equal to the embedding.
     """
-    text = config.get("text_config")
+    if isinstance(thinker := config.get(THINKER), Mapping):
+        return {**config, THINKER: tied_as_stored(dict(thinker), family, reader)}
+    text = config.get(TEXT)
     flags = [config.get(TIED), (text if isinstance(text, Mapping) else config).get(TIED)]
     unclear = flags[0] is None or flags[0] != flags[1]
     if family.text is None or not unclear or not all(flag in (None, True, False) for flag in flags):

@@ -78,6 +78,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(renamed(config, "num_experts", ATTRIBUTE_MAP["num_experts"]), QWEN3_MOE)
     bias = fields.flag("attention_bias", False)
     own = {"bias": bias, "o_bias": bias, "qk_norm": _qk_norm(fields)}
+    fields.choices("use_qk_norm", True, default=True)
     own["window"] = windowed(fields).optional_size("sliding_window")
     coef = fields.router_aux_loss_coef()
     return decoder(fields, attention=lambda layer, common: own, mlp=sparse_layers(fields), router_aux_loss_coef=coef)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.decoder import DecoderConfig
-from ligermodels.archs.experts import expert_layouts, sparse_layers
+from ligermodels.archs.experts import expert_layouts, mixture, sparse_layers
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, Fields
 from ligermodels.archs.multimodal import TextModel, layouts, plain_rope, wrapper
@@ -37,7 +37,6 @@ QWEN3_5 = {
 QWEN3_5_MOE = {
     **QWEN3_5,
     "hidden_size": 2048,
-    "intermediate_size": 1,  # of no layer: all have experts
     "num_hidden_layers": 40,
     "num_key_value_heads": 2,
     "decoder_sparse_step": 1,
@@ -76,21 +75,18 @@ def qwen3_5_moe_text(config: Mapping[str, Any]) -> DecoderConfig:
     for name in ("decoder_sparse_step", "norm_topk_prob"):
         fields.choices(name, QWEN3_5_MOE[name], default=None)
     fields.choices("mlp_only_layers", [], default=[])
-    return _mixture(fields)
+    sparse = mixture(fields, fields.size("shared_expert_intermediate_size"))
+    return _hybrid(fields, feed_forward=lambda layer: sparse, router_aux_loss_coef=fields.router_aux_loss_coef())
 
 
 def qwen3_next(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Qwen3NextConfig` dict: some layers are mixtures, the others are dense."""
     fields = Fields(plain_rope(config), QWEN3_NEXT)
     if fields.size("num_experts", zero=True):
-        return _mixture(fields)
+        mlp = sparse_layers(fields, fields.size("shared_expert_intermediate_size"))
+        return _hybrid(fields, mlp=mlp, router_aux_loss_coef=fields.router_aux_loss_coef())
     fields.ignore(*OF_EXPERTS)
     return _hybrid(fields)
-
-
-def _mixture(fields: Fields) -> DecoderConfig:
-    mlp = sparse_layers(fields, fields.size("shared_expert_intermediate_size"))
-    return _hybrid(fields, mlp=mlp, router_aux_loss_coef=fields.router_aux_loss_coef())
 
 
 def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:

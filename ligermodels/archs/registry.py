@@ -11,24 +11,29 @@ from torch import nn
 
 from ligermodels.archs import (
     arcee,
+    deepseek,
     ernie,
     exaone,
     gemma,
     gemma4,
     glm,
     glm_moe,
+    glm_moe_lite,
     gpt_oss,
     granite,
     llama,
     mellum,
     minimax,
     mistral,
+    mistral3,
+    mistral4,
     mixtral,
     olmo,
     phi,
     qwen,
     qwen3_5,
     qwen_moe,
+    qwen_omni,
     qwen_vl,
     seed_oss,
     smollm,
@@ -40,8 +45,9 @@ ENTRY_POINTS = "ligermodels.families"
 """Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
 
 MODULES = (
-    llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen3_5, phi, olmo, granite, smollm, glm, glm_moe,
-    minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss,
+    llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
+    glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
+    mistral4, mistral3,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 

@@ -30,7 +30,7 @@ HARMLESS = frozenset(
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
-    unsloth_fixed unsloth_version mlx_version
+    unsloth_fixed unsloth_version mlx_version init_std ep_size seq_aux aux_loss_alpha
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     """)
@@ -60,7 +60,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         experts_per_token swiglu_alpha swiglu_limit initial_context_length
         first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func moe_topk enable_moe_block
         use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type
-        kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+        kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels import __version__
-from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, plan, runs, train
+from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, mtp, plan, runs, train
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
@@ -120,6 +120,7 @@ app.command()(plan.plan)
 app.command(name="recipe")(runs.show_recipe_of(train.FineTuningRecipe))
 app.add_typer(lora.app, name="lora", help="LoRA adapters in PEFT's format.")
 app.add_typer(medusa.app, name="medusa", help="Train, evaluate and export Medusa heads.")
+app.add_typer(mtp.app, name="mtp", help="Train, evaluate and export heads of multi-token prediction.")
 
 
 def main() -> None:

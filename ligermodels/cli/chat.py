@@ -24,7 +24,10 @@ def chat(
     heads: Annotated[
         str | None,
         typer.Option(
-            "--heads", "--medusa", help="Medusa heads, a folder or a hub id: faster answers, each shown at its end."
+            "--heads",
+            "--medusa",
+            help="Medusa or MTP heads, a folder or a hub id (PATH, if it holds them): faster answers, each shown at "
+            "its end.",
         ),
     ] = None,
     adapter: models.Adapter = None,

@@ -89,7 +89,7 @@ def export(
     adapter: models.Adapter = None,
     heads: Annotated[
         str | None,
-        typer.Option(help="Medusa heads to write into the checkpoint (full-hf).  [default: those in PATH, if any]"),
+        typer.Option(help="Medusa or MTP heads to write into the checkpoint.  [default: those in PATH, if any]"),
     ] = None,
     dtype: options.DtypeOption = None,
     max_shard_size: MaxShardSize = "5GB",
@@ -106,8 +106,13 @@ def export(
     if heads is None and models.holds_heads(source.folder):
         heads = str(source.folder)
     if heads is not None and keep_all:
-        raise typer.BadParameter("cannot be written together with Medusa heads", param_hint="--keep-all")
+        raise typer.BadParameter("cannot be written together with heads", param_hint="--keep-all")
+
+    from ligermodels.speculative.mtp_files import holds_head
+
     model = source.load(dtype, "cpu")
+    if heads is None and not keep_all and holds_head(model, source.folder):
+        heads = str(source.folder)
     if source.adapter is not None:
         from ligermodels.archs.lora import merge_lora
 
@@ -116,8 +121,7 @@ def export(
         keep: Keep = "all" if keep_all else "model"
         model.save_pretrained(out, max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
     else:
-        medusa = options.load_heads(model, heads)
-        medusa.export(out, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
+        options.load_heads(model, heads).save_whole(out, max_shard_size=max_shard_size, overwrite=overwrite)
     say(f"wrote {out}")
 
 

@@ -1,4 +1,4 @@
-"""`ligermodels info`: a summary of a checkpoint, an adapter or Medusa heads, from configs and headers of files."""
+"""`ligermodels info`: a summary of a checkpoint, an adapter or heads, from configs and headers of files."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ LABELS = {
 
 def info(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint, an adapter or Medusa heads: a folder or a hub id.")
+        str, typer.Argument(metavar="PATH", help="A checkpoint, an adapter or heads: a folder or a hub id.")
     ],
     weights: Annotated[
         bool, typer.Option("--weights", help="Of a hub id: download the weights and inspect them too.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the architecture, sizes and memory of a checkpoint, or of an adapter or Medusa heads; loads no weights."""
+    """Show the architecture, sizes and memory of a checkpoint, or of an adapter or of heads; loads no weights."""
     found = describe(path, weights)
     if as_json:
         print_json(found)
@@ -60,10 +60,12 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     if models.holds_only_heads(folder):
         if folder != Path(path).expanduser():
             if not weights:
-                raise InputError(f"{path}: Medusa heads, which only their file describes; --weights downloads it")
+                raise InputError(f"{path}: heads, which only their file describes; --weights downloads it")
             from ligermodels.speculative.hub import heads_folder
 
             folder = heads_folder(path)
+        if (found := mtp_facts(folder)) is not None:
+            return {"mtp_head": str(path), **found}
         return {"medusa_heads": str(path), **heads_facts(folder)}
     if weights:
         folder = models.locate(path)
@@ -85,6 +87,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.config import persistent_tensors
     from ligermodels.pretrained import choose_layout, from_config
+    from ligermodels.speculative.mtp_files import head_tensors
 
     hf_config, quantization = without_quantization(read_json(folder / "config.json"))
     model = from_config(hf_config, device="meta")
@@ -120,6 +123,8 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
             headers = dequantized(files, quantization, dtype_of(hf_config)).headers
             choose_layout(hf_config, config, headers, state).plan(headers, state)
             found |= _stored(files.headers.values())
+            if mtp := [headers[name] for name in sorted(head_tensors(model, headers))]:
+                found["mtp_head"] = {**_sizes(mtp), **_stored(mtp)}
     return found
 
 
@@ -174,6 +179,21 @@ def heads_facts(folder: Path) -> dict[str, Any]:
             **_sizes(own.values()),
             **_stored(own.values()),
         }
+
+
+def mtp_facts(folder: Path) -> dict[str, Any] | None:
+    """Of the head of multi-token prediction in `folder`, alone; None where other heads are."""
+    from ligermodels.convert.config_json import read_json
+    from ligermodels.convert.safetensors_reader import Checkpoint as Files
+    from ligermodels.speculative.mtp_files import CONFIG, MODEL_TYPE
+
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if config.get("model_type") != MODEL_TYPE:
+        return None
+    about = {name: config.get(name) for name in ("base_model_type", "hidden_size", "vocab_size")}
+    with Files(folder) as files:
+        own = list(files.headers.values())
+    return {"base_model": config.get("base_model_name_or_path"), **about, **_sizes(own), **_stored(own)}
 
 
 def _sizes(specs: Iterable[Spec]) -> dict[str, Any]:

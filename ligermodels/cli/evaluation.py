@@ -112,7 +112,7 @@ def evaluate(
             ("tokens per step, predicted from these", _number(fit.predicted)),
             (f"tokens per step, measured on {outcome.prompts} others", _number(outcome.tokens_per_step)),
             ("tokens/s, plain", f"{outcome.tokens / outcome.plain_seconds:.1f}"),
-            ("tokens/s, Medusa", f"{outcome.tokens / outcome.medusa_seconds:.1f}"),
+            ("tokens/s, with heads", f"{outcome.tokens / outcome.medusa_seconds:.1f}"),
             ("speed-up", f"{outcome.speed_up:.2f}"),
             ("identical output", f"{outcome.same} of {outcome.prompts} prompts"),
         ]

@@ -24,7 +24,11 @@ def generate(
     seed: decoding.Seed = None,
     medusa: Annotated[
         str | None,
-        typer.Option("--medusa", "--heads", help="Medusa heads, a folder or a hub id: the same tokens in fewer steps."),
+        typer.Option(
+            "--medusa",
+            "--heads",
+            help="Medusa or MTP heads, a folder or a hub id (PATH, if it holds them): the same tokens in fewer steps.",
+        ),
     ] = None,
     adapter: models.Adapter = None,
     dtype: options.DtypeOption = None,
@@ -85,7 +89,7 @@ def generate(
         typer.echo(stream.flush() if stream and not heads else one["completion"])
     say(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s")
     if heads:
-        say(f"Medusa: {report['steps']} steps, {report['tokens_per_step']:.2f} tokens per step")
+        say(f"{heads.kind}: {report['steps']} steps, {report['tokens_per_step']:.2f} tokens per step")
 
 
 def _standard_input() -> str:

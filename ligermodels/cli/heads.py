@@ -1,4 +1,4 @@
-"""`ligermodels medusa export` and `self-distillation-data`."""
+"""`ligermodels medusa export`, and `self-distillation-data`, for MTP too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ligermodels.console import progress, say
 from ligermodels.errors import InputError
 
 Base = Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a Hugging Face hub id.")]
-Heads = Annotated[str, typer.Argument(metavar="HEADS", help="Medusa heads, in any format of `export`.")]
+Heads = Annotated[
+    str,
+    typer.Argument(metavar="HEADS", help="The heads, in any format of `export`; of MTP also a checkpoint with them."),
+]
 
 DATA = typer.Option("--data", help="Text, or .jsonl with a text or a chat in each line. May be repeated.")
 ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
@@ -41,11 +44,13 @@ def export(
 
     HEADS may be in any of these formats too, so this converts between them.
     """
+    from ligermodels.speculative.medusa import MedusaModel
     from ligermodels.speculative.profiles import profile_named
 
     profile_named(profile)
     options.require_free(out, overwrite)
-    medusa = options.load_heads(options.load(base, None, "cpu"), heads)
+    with progress(f"loading {heads}", in_bytes=True) as update:
+        medusa = MedusaModel.from_pretrained(options.load(base, None, "cpu"), heads, progress=update)
     medusa.export(out, profile, base_model=base_model or base, max_shard_size=max_shard_size, overwrite=overwrite)
     say(f"wrote {out}")
 

@@ -8,7 +8,6 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels.cli import evaluation, heads, options, runs
-from ligermodels.console import say
 from ligermodels.training.medusa_recipe import MedusaRecipe
 from ligermodels.training.renamed import COMMANDS, EVAL_FLAGS, TRAIN_FLAGS, TRAIN_VALUES, warn
 
@@ -48,19 +47,8 @@ def train(
     Flags take precedence over the recipe, and the recipe over the defaults. At the end the heads are evaluated on the
     validation split. A run that was killed, or stopped by SIGTERM (exit code 143), continues with --resume.
     """
-    chosen = runs.recipe_of(MedusaRecipe, recipe, base, settings or {}, assignments or [])
-    out = runs.require_given(chosen, out, "BASE")
-    place = options.device_named(device)
-    runs.require_usable(out, resume=resume, overwrite=overwrite)
-
-    from ligermodels.training import train_heads
-
-    outcome = train_heads(chosen, out, device=place, attention=attention, resume=resume, console=runs.console())
-    runs.show_end(outcome, out)
-    if (found := outcome.evaluation) is not None:
-        evaluation.show_scores(found.scores)
-        if (kl := found.kl) is not None:
-            say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
+    given: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "attention": attention}
+    runs.train_heads(MedusaRecipe, "train_heads", base, recipe, settings, assignments, out, **given)
 
 
 app.command(name="recipe")(runs.show_recipe_of(MedusaRecipe))

@@ -87,7 +87,7 @@ def find(path: str, adapter: str | None = None) -> Source:
     folder = locate(path)
     if not is_adapter(folder):
         if holds_only_heads(folder):
-            raise InputError(f"{path}: holds Medusa heads and no model; give their base model as PATH")
+            raise InputError(f"{path}: holds heads and no model; give their base model as PATH")
         if adapter is None and holds_adapter(folder):
             say(f"{path}: the adapter in it is not applied; --adapter {path} does that")
         found = None if adapter is None else adapter_folder(adapter)
@@ -156,23 +156,24 @@ def is_adapter(folder: Path) -> bool:
 
 
 def holds_only_heads(folder: Path) -> bool:
-    """Whether it holds Medusa heads and not their base model, going by config.json and the names of the files."""
+    """Whether it holds heads and not their base model, going by config.json and the names of the files."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.files import SINGLE
     from ligermodels.speculative.hub import FILES
+    from ligermodels.speculative.mtp_files import MODEL_TYPE
     from ligermodels.speculative.profiles import PROFILES
 
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}
     if "model_type" in config:
-        return bool(config["model_type"] == "medusa")
+        return config["model_type"] in ("medusa", MODEL_TYPE)
     says_so = any(set(profile.config) <= set(config) for profile in PROFILES.values())
     return says_so or any((folder / file).is_file() for file in FILES if file != SINGLE)
 
 
 def holds_heads(folder: Path) -> bool:
     """Whether the checkpoint in `folder` holds Medusa heads beside the model (`full-hf`)."""
+    from ligermodels.archs.extra_heads import without_heads
     from ligermodels.convert.config_json import read_json
-    from ligermodels.speculative.profiles import without_heads
 
     return bool(without_heads(read_json(folder / "config.json"))[1])

@@ -19,7 +19,7 @@ from ligermodels.training.renamed import flag, warn
 
 if TYPE_CHECKING:
     from ligermodels.archs.causal_lm import CausalLM
-    from ligermodels.speculative.medusa import MedusaModel
+    from ligermodels.speculative.multi_head import MultiHeadModel
 
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -67,12 +67,12 @@ def load(path: str | Path, dtype: Dtype | None, device: str, attention: str = "a
         return from_pretrained(path, dtype=kind, device=device, attention=attention, progress=update)
 
 
-def load_heads(base: CausalLM, heads: str) -> MedusaModel:
-    """Medusa heads for `base`, from a folder or the hub, with a progress bar."""
-    from ligermodels.speculative.medusa import MedusaModel
+def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
+    """Medusa or MTP heads for `base`, from a folder or the hub, with a progress bar."""
+    from ligermodels.speculative.load import load_multi_head
 
     with progress(f"loading {heads}", in_bytes=True) as update:
-        return MedusaModel.from_pretrained(base, heads, progress=update)
+        return load_multi_head(base, heads, progress=update)
 
 
 def require_free(folder: Path, overwrite: bool, *, is_run: bool = False) -> None:
@@ -133,13 +133,9 @@ def _with_flags(command: Callable[..., None], recipe: type[TrainingRecipe]) -> C
 
     def wrapped(**given: Any) -> None:
         settings: dict[str, Any] = {}
-        for flag in flags:
-            if (value := given.pop(flag.name)) in (None, []):
-                continue
-            if flag.name in sections:
-                settings.setdefault(sections[flag.name], {})[flag.name] = value
-            else:
-                settings[flag.name] = value
+        for name in (each.name for each in flags):
+            if (value := given.pop(name)) not in (None, []):
+                (settings.setdefault(sections[name], {}) if name in sections else settings)[name] = value
         command(**given, settings=settings)
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__

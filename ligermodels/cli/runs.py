@@ -65,6 +65,39 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
         require_resumable(out)
 
 
+def train_heads(
+    kind: type[R],
+    train: str,
+    base: str | None,
+    recipe: str | None,
+    settings: Mapping[str, Any] | None,
+    assignments: Sequence[str] | None,
+    out: Path | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    device: str | None,
+    attention: str,
+) -> None:
+    """What the commands that train heads do: a run by the function `train` of `ligermodels.training`, by its name, and
+    the scores at its end."""
+    chosen = recipe_of(kind, recipe, base, settings or {}, assignments or [])
+    out = require_given(chosen, out, "BASE")
+    place = options.device_named(device)
+    require_usable(out, resume=resume, overwrite=overwrite)
+
+    from ligermodels import training
+    from ligermodels.cli.evaluation import show_scores
+
+    run = getattr(training, train)
+    outcome = run(chosen, out, device=place, attention=attention, resume=resume, console=console())
+    show_end(outcome, out)
+    if (found := outcome.evaluation) is not None:
+        show_scores(found.scores)
+        if (kl := found.kl) is not None:
+            say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
+
+
 def console() -> Console:
     """A run's messages and progress, on standard error; of torchrun's processes the first one reports."""
     from ligermodels.training import Console
@@ -92,6 +125,6 @@ def show_recipe_of(kind: type[TrainingRecipe]) -> Callable[[str | None], None]:
     ) -> None:
         typer.echo(recipe_text(name, kind.kind) if name else "\n".join(shipped_recipes(kind.kind)), nl=name is None)
 
-    command = {"medusa": "medusa train"}.get(kind.kind, kind.kind)
+    command = {"medusa": "medusa train", "mtp": "mtp train"}.get(kind.kind, kind.kind)
     show_recipe.__doc__ = f"Print a shipped recipe for `{command}`, as a starting point; without a name, list them."
     return show_recipe

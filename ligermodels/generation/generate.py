@@ -15,7 +15,7 @@ from ligermodels.generation.host import LogitsProcessor, Processors, Stopping, S
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
-from ligermodels.layers.sharding import ModuleLike, end_of_decoding, is_sharded, reshard
+from ligermodels.layers.sharding import ModuleLike, chosen_together, end_of_decoding, is_sharded, reshard
 
 DEFAULT_NEW_TOKENS = 64
 
@@ -163,7 +163,8 @@ class Decoding:
         with evaluating(model):
             state = model.new_state(len(before), max(1, length + self.max_new_tokens - 1))
             self.prompts = self.prompts.to(state.device)
-            step = Step(model, state, self.max_new_tokens, self.eos_ids, self.choose, self._process())
+            choose = chosen_together(model, self.choose)
+            step = Step(model, state, self.max_new_tokens, self.eos_ids, choose, self._process())
             sequences = self._sequences = step.start(*self.prompts)
             # A graph would draw the same random numbers again and again, and cannot hold what runs on the host: then it
             # ends before the choice.

@@ -21,7 +21,7 @@ class DecodingModel(ModuleLike, Protocol):
     def config(self) -> Any:
         """Has the `vocab_size`."""
 
-    def __call__(self, input_ids: Tensor, **options: Any) -> Any:
+    def __call__(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         """Tokens (B, T) -> `logits` and `last_hidden_state` of all of them, or of `token_indices`."""
 
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
@@ -66,7 +66,7 @@ class Step:
     def start(self, ids: Tensor, real: Tensor) -> ops.Sequences:
         """Run the prompts: ids long (B, T), whose tokens, not the padding on their left, are `real`, bool (B, T)."""
         ids, start = aligned(ids, real)
-        hidden, logits = prefill(self.model, ids, start, self.state)
+        hidden, logits = self._prefill(ids, start)
         text = F.pad(ids, (0, self.max_new_tokens + self.places))
         root = self.choose(logits if self.process is None else self.process(logits, text, start))
         text = text.scatter(1, start[:, None], root[:, None])
@@ -77,18 +77,25 @@ class Step:
         self.state.cache_seqlens, self.state.advances = lengths, False
         return ops.Sequences(text, start, torch.ones_like(root), lengths, root, hidden, done, torch.zeros_like(root))
 
+    def _prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the prompts, as `prefill`: their last tokens' states (B, H) and logits (B, V)."""
+        found = prefill(self.model, ids, lengths, self.state)
+        return found.hidden, found.logits
+
     def run(self, sequences: ops.Sequences) -> tuple[Tensor, Tensor]:
         """Run the roots: their states (B, H) and logits (B, V)."""
         out = self.model(sequences.root[:, None], state=self.state, return_logits=True, return_last_hidden_state=True)
         return out.last_hidden_state[:, 0], out.logits[:, 0]
 
-    def accept(self, sequences: ops.Sequences, hidden: Tensor, logits: Tensor) -> None:
-        """Add the root, which led to `hidden` (B, H) and `logits` (B, V), to each sequence, and choose the next one."""
+    def accept(self, sequences: ops.Sequences, hidden: Tensor, logits: Tensor) -> Tensor:
+        """Add the root, which led to `hidden` (B, H) and `logits` (B, V), to each sequence, and choose the next one.
+
+        Returns long (B, 1), the slots of the roots."""
         if self.process is not None:
             logits = self.process(logits, sequences.text, sequences.start + sequences.count)
         root, place = sequences.root[:, None], sequences.cache_seqlens[:, None]
         given = root, place, self.choose(logits)[:, None], hidden[:, None]
-        ops.accept_path(sequences, self._root_alone, *given, self.eos, self.max_new_tokens)
+        return ops.accept_path(sequences, self._root_alone, *given, self.eos, self.max_new_tokens)
 
     def __call__(self, sequences: ops.Sequences) -> None:
         """Take a step."""
@@ -97,9 +104,9 @@ class Step:
     def prefill_again(self, sequences: ops.Sequences, longest: int) -> None:
         """Run all sequences from their start, none of which has more than `longest` tokens in the state: each gains one
         token."""
-        hidden, logits = prefill(self.model, sequences.text[:, : longest + 1], sequences.cache_seqlens + 1, self.state)
+        found = prefill(self.model, sequences.text[:, : longest + 1], sequences.cache_seqlens + 1, self.state)
         self.state.cache_seqlens = sequences.cache_seqlens
-        self.accept(sequences, hidden, logits)
+        self.accept(sequences, found.hidden, found.logits)
 
 
 def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,22 +118,31 @@ def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     return ids.masked_fill(~real, 0).gather(1, (slots + ids.shape[1] - lengths[:, None]) % ids.shape[1]), lengths
 
 
-def prefill(model: DecodingModel, ids: Tensor, lengths: Tensor, state: DecodingState) -> tuple[Tensor, Tensor]:
-    """Run tokens (B, T), of which each sequence has the first `lengths` (B,), into the state, emptied first.
+class Prefilled(NamedTuple):
+    """The last token's `hidden` state (B, H) and `logits` (B, V) of each sequence, and `states` (B, T, H), those of all
+    tokens, if they were asked for; else (B, 1, H), those of the last ones."""
 
-    Returns the last token's hidden state (B, H) and logits (B, V).
-    """
+    hidden: Tensor
+    logits: Tensor
+    states: Tensor
+
+
+def prefill(
+    model: DecodingModel, ids: Tensor, lengths: Tensor, state: DecodingState, *, every_state: bool = False
+) -> Prefilled:
+    """Run tokens (B, T), of which each sequence has the first `lengths` (B,), into the state, emptied first."""
     state.reset()
     batch, length = ids.shape
+    mask = torch.arange(length, device=ids.device) < lengths[:, None]
+    last = torch.arange(batch, device=ids.device) * length + lengths - 1
+    if every_state:
+        states = model(ids, attention_mask=mask, state=state, return_last_hidden_state=True).last_hidden_state
+        hidden = states.flatten(0, 1)[last]
+        return Prefilled(hidden, model(last_hidden_state=hidden).logits, states)
     out = model(
-        ids,
-        attention_mask=torch.arange(length, device=ids.device) < lengths[:, None],
-        state=state,
-        token_indices=torch.arange(batch, device=ids.device) * length + lengths - 1,
-        return_logits=True,
-        return_last_hidden_state=True,
+        ids, attention_mask=mask, state=state, token_indices=last, return_logits=True, return_last_hidden_state=True
     )
-    return out.last_hidden_state[0], out.logits[0]
+    return Prefilled(out.last_hidden_state[0], out.logits[0], out.last_hidden_state.transpose(0, 1))
 
 
 class RopeThresholds(NamedTuple):

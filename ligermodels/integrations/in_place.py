@@ -13,19 +13,21 @@ from ligermodels.archs import family_of
 from ligermodels.archs.compose import STACKED_EXPERTS
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.integrations.gated_delta_net import FORWARDS
 from ligermodels.integrations.models import backbone_forward, causal_lm_forward, head_forward
 from ligermodels.integrations.modules import (
     Native,
-    attention_forward,
     experts_forward,
     layer_forward,
+    mixer_forward,
     mlp_forward,
     norm_forward,
     set_forward,
     unset_forward,
     within_adapter,
 )
-from ligermodels.layers import AttentionConfig, BlockConfig, MLPConfig, MoEConfig, RotaryEmbedding
+from ligermodels.layers import AttentionConfig, BlockConfig, GatedDeltaNetConfig, MLPConfig, MoEConfig, RotaryEmbedding
+from ligermodels.layers.ungated_mlp import UngatedMLPConfig
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -107,8 +109,10 @@ def base_model(model: Any) -> Any:
     return hf
 
 
-_NOT_SUPPORTED = ("layer_scalar", "after", "values", "shares_kv", "kv_from", "output_gate")
+_NOT_SUPPORTED = ("after", "shares_kv", "kv_from")
 """Fields of configs of blocks and their mixers without a counterpart here."""
+_MLPS = (MLPConfig, UngatedMLPConfig, MoEConfig)
+"""Kinds of feed-forward layers with one."""
 
 
 def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
@@ -121,8 +125,10 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     if config.norm.kind != "rms":
         raise ConfigError(f"nativize: norms of kind {config.norm.kind!r} are not supported")
     for block in config.blocks:
-        if not isinstance(block.mixer, AttentionConfig):
+        if not isinstance(block.mixer, AttentionConfig | GatedDeltaNetConfig):
             raise ConfigError(f"nativize: a mixer of {type(block.mixer).__name__} is not supported")
+        if not isinstance(block.mlp, _MLPS):
+            raise ConfigError(f"nativize: a feed-forward layer of {type(block.mlp).__name__} is not supported")
         parts = (block, block.mixer)
         if found := [name for name in _NOT_SUPPORTED if any(getattr(each, name, None) for each in parts)]:
             raise ConfigError(
@@ -134,9 +140,10 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
 
 
 def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, names: Mapping[str, str]) -> None:
-    attention = cast(AttentionConfig, block.mixer)  # see `_composed`
-    parts = {**AttentionConfig.NAMES, **MLPConfig.NAMES, **names}
-    mixer, mlp = parts["attention.o"].rpartition(".")[0], parts["mlp.down"].rpartition(".")[0]
+    config = cast(AttentionConfig | GatedDeltaNetConfig, block.mixer)  # see `_composed`
+    parts = {**config.NAMES, **MLPConfig.NAMES, **names}
+    output = "attention.o" if isinstance(config, AttentionConfig) else "delta.out"
+    mixer, mlp = parts[output].rpartition(".")[0], parts["mlp.down"].rpartition(".")[0]
     found = {"mixer": mixer, "mlp": mlp}
     for mapping in block.weight_mappings(hidden_size, "block", "layer", names):
         part = mapping.target.removeprefix("block.").removesuffix(".weight")
@@ -148,10 +155,12 @@ def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, name
     within = {name: path.removeprefix(f"{mixer}.") for name, path in parts.items() if path.startswith(f"{mixer}.")}
     if "attention.qkv" not in names:
         within.pop("attention.qkv", None)
-    if attention.qk_norm is not None:
+    if isinstance(config, AttentionConfig) and config.qk_norm is not None:
         for name in ("attention.q_norm", "attention.k_norm"):
-            set_forward(layer.get_submodule(f"{mixer}.{within[name]}"), norm_forward, Native(attention.qk_norm.norm))
-    set_forward(layer.get_submodule(mixer), attention_forward, Native(attention, within))
+            set_forward(layer.get_submodule(f"{mixer}.{within[name]}"), norm_forward, Native(config.qk_norm.norm))
+    for name, forward in FORWARDS.items() if isinstance(config, GatedDeltaNetConfig) else ():
+        set_forward(layer.get_submodule(f"{mixer}.{within[name]}"), forward, Native(config))
+    set_forward(layer.get_submodule(mixer), mixer_forward, Native(config, within))
     if isinstance(block.mlp, MLPConfig):
         within = {name: path.removeprefix(f"{mlp}.") for name, path in parts.items() if path.startswith(f"{mlp}.")}
         set_forward(layer.get_submodule(mlp), mlp_forward, Native(block.mlp, within))

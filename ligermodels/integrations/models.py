@@ -15,7 +15,7 @@ from transformers.modeling_outputs import (
 )
 
 from ligermodels.errors import InputError
-from ligermodels.integrations.modules import DecoderView, attention_forward, has_hooks, is_ours, layer_forward, part
+from ligermodels.integrations.modules import DecoderView, has_hooks, is_ours, layer_forward, mixer_forward, part
 from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
 from ligermodels.layers.lm_head import head_loss
@@ -89,7 +89,7 @@ def backbone_forward(
         token_indices=token_indices,
     )
     hidden = hidden if unpad is None or token_indices is not None else unpad.put_back(hidden)
-    kind = MoeModelOutputWithPast if _has_experts(backbone) else BaseModelOutputWithPast
+    kind = MoeModelOutputWithPast if _gives_router_logits(backbone) else BaseModelOutputWithPast
     return kind(last_hidden_state=hidden, past_key_values=_no_cache(backbone, use_cache))
 
 
@@ -116,7 +116,7 @@ def causal_lm_forward(
         if padding.is_labelled:
             options["native"] = False
         elif _loss_is_fused(model, inputs, padding, logits_to_keep, options):
-            kind = MoeCausalLMOutputWithPast if _has_experts(model) else CausalLMOutputWithPast
+            kind = MoeCausalLMOutputWithPast if _gives_router_logits(model) else CausalLMOutputWithPast
             loss = _loss(model, inputs, padding, labels, options)
             return kind(loss=loss, past_key_values=_no_cache(model, use_cache))
     options |= {"labels": labels, "logits_to_keep": logits_to_keep}
@@ -196,7 +196,7 @@ def _shape(inputs: Inputs) -> torch.Size:
 
 def _layers_are_ours(backbone: Any) -> bool:
     """Whether all layers are called as we call them; adapters and hooks may expect transformers' arguments."""
-    ours = all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), attention_forward) for x in backbone.layers)
+    ours = all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), mixer_forward) for x in backbone.layers)
     return ours and not has_hooks(each for whole in (backbone.layers, backbone.norm) for each in whole.modules())
 
 
@@ -205,8 +205,10 @@ def _no_cache(module: Any, use_cache: bool | None) -> NoCache | None:
     return NO_CACHE if use_cache is None and getattr(module.config, "use_cache", False) else None
 
 
-def _has_experts(module: Any) -> bool:
-    return any(isinstance(block.mlp, MoEConfig) for block in module.native.config.blocks)
+def _gives_router_logits(module: Any) -> bool:
+    """Whether outputs of its class have a place for them, as those of families whose config can ask for them."""
+    has_experts = any(isinstance(block.mlp, MoEConfig) for block in module.native.config.blocks)
+    return has_experts or hasattr(module.config, "output_router_logits")
 
 
 def _loss_is_fused(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import InputError
+from ligermodels.integrations.gated_delta_net import DeltaView
 from ligermodels.layers import AttentionConfig, Block, ForwardContext, MLPConfig
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.kv_cache import LayerKV
@@ -90,9 +91,9 @@ def native_of(module: nn.Module) -> Native:
     return native
 
 
-def part(module: nn.Module, name: str) -> nn.Module:
-    """The submodule of `module` that a part of a native layer is."""
-    found: nn.Module = attrgetter(native_of(module).names[name])(module)
+def part(module: nn.Module, name: str) -> Any:
+    """The submodule, or parameter, of `module` that a part of a native layer is."""
+    found: Any = attrgetter(native_of(module).names[name])(module)
     return found
 
 
@@ -145,10 +146,13 @@ def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
     return mix_experts(x, top_k_weights, top_k_index, gate_up, down, activation, (gate_up_bias, down_bias))
 
 
-def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """(x, ForwardContext, state) -> (B, T, H), as a native mixer; other arguments are for the class's own forward."""
     if len(args) > 1 and isinstance(args[1], ForwardContext):
-        return _attend(module, *args)
+        native = native_of(module)
+        if isinstance(native.config, AttentionConfig):
+            return _attend(module, *args)
+        return DeltaView(native.config, partial(part, module), packed="delta.qkvz" in native.names)(*args)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -160,11 +164,17 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
         sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         q, k, v = part(module, "attention.qkv")(x).split(sizes, dim=-1)
     else:
-        q, k, v = (part(module, f"attention.{each}")(x) for each in "qkv")
+        q, k = (part(module, f"attention.{each}")(x) for each in "qk")
+        v = k if config.values is not None and config.values.from_keys else part(module, "attention.v")(x)
+    gate = None
+    if config.output_gate:
+        q, gate = (each.flatten(2) for each in q.unflatten(2, (-1, 2 * config.head_dim)).chunk(2, dim=-1))
     whole = config.qk_norm is not None and config.qk_norm.over == "projection"
     if whole:
         q, k = part(module, "attention.q_norm")(q), part(module, "attention.k_norm")(k)
     q, k, v = (each.unflatten(2, (-1, config.head_dim)) for each in (q, k, v))  # a tensor-parallel shard has fewer
+    if config.values is not None and config.values.norm_eps is not None:
+        v = ops.rms_norm(v, None, config.values.norm_eps)
     if config.qk_norm is not None and not whole:
         q, k = part(module, "attention.q_norm")(q), part(module, "attention.k_norm")(k)
     if config.stored_as_pairs and config.rope is not None:
@@ -191,7 +201,8 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
         if state is not None:
             state.fill(k, v)
         out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
-    y: Tensor = part(module, "attention.o")(out.flatten(2))
+    out = out.flatten(2)
+    y: Tensor = part(module, "attention.o")(out if gate is None else out * gate.sigmoid())
     return y
 
 
@@ -215,8 +226,10 @@ class _BlockView:
         self._layer, self._names, self.residual_scale = layer, native.names, native.config.residual_scale
 
     forward, _add = Block.forward, Block._add
-    after = layer_scalar = None
-
+    after = None
+    layer_scalar = property(
+        lambda self: self._layer.layer_scalar if native_of(self._layer).config.layer_scalar else None
+    )
     mixer = property(lambda self: part(self._layer, "mixer"))
     mixer_norm = property(lambda self: self._norm("mixer_norm", "before"))
     mlp_norm = property(lambda self: self._norm("mlp_norm", "before"))

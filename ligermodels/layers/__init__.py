@@ -9,6 +9,8 @@ from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.full_precision import FullPrecision
 from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.latent_attention import LatentAttention, LatentAttentionConfig
+from ligermodels.layers.latent_cache import LatentCache
 from ligermodels.layers.lm_head import HeadConfig, LMHead
 from ligermodels.layers.mlp import GatedActivation, GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
@@ -29,6 +31,7 @@ from ligermodels.layers.rope import (
     inverse_frequencies,
     longrope_attention_factor,
     yarn_attention_factor,
+    yarn_mscale,
 )
 from ligermodels.layers.router import Router, RouterConfig
 from ligermodels.layers.shared_kv_attention import SharedKVAttentionConfig
@@ -53,6 +56,9 @@ __all__ = [
     "KVCache",
     "KeysValues",
     "LMHead",
+    "LatentAttention",
+    "LatentAttentionConfig",
+    "LatentCache",
     "LayerConfig",
     "LayerNorm",
     "LayerState",
@@ -87,4 +93,5 @@ __all__ = [
     "longrope_attention_factor",
     "shift_labels",
     "yarn_attention_factor",
+    "yarn_mscale",
 ]

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
-from ligermodels.errors import InputError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.kv_cache import KVCache, LayerKV
 from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
+from ligermodels.layers.sharding import TensorSharding, local, split_evenly
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class AttentionConfig(LayerConfig):
         return self.values is not None and self.values.from_keys
 
     @property
+    def _heads_of_group(self) -> int:
+        """Heads that the projection has for each key/value head: queries, key, value, and output gates."""
+        return self.group_size * (1 + self.output_gate) + (1 if self._values_from_keys else 2)
+
+    @property
     def ropes(self) -> Sequence[RopeConfig]:
         return () if self.rope is None else (self.rope,)
 
@@ -128,6 +134,15 @@ class AttentionConfig(LayerConfig):
                 yield source, start, at, dim
                 at += dim
 
+    def tensor_shard(self, ranks: int) -> AttentionConfig:
+        """By key/value heads, each with its query heads."""
+        if self.shares_kv:
+            raise ConfigError("shares_kv: keys and values that later layers share have no rule for tensor parallelism")
+        if self.qk_norm is not None and self.qk_norm.over == "projection":
+            raise ConfigError("qk_norm: over the whole projection, not each head, has no rule for tensor parallelism")
+        kv_heads = split_evenly("num_kv_heads (num_key_value_heads)", self.num_kv_heads, ranks)
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
+
     def with_attention_backend(self, name: str) -> AttentionConfig:
         return replace(self, backend=name)
 
@@ -153,11 +168,12 @@ class Attention(nn.Module):
     Parameter `sinks` (num_heads,), None where the config has none.
     """
 
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"qkv": "columns", "o": "rows", "sinks": 0}
+
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        rows = config.group_size * (1 + config.output_gate) + (1 if config._values_from_keys else 2)
-        width = config.num_kv_heads * rows * config.head_dim
+        width = config.num_kv_heads * config._heads_of_group * config.head_dim
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
         self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm, config.values)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
@@ -180,11 +196,12 @@ class Attention(nn.Module):
             "softmax_scale": config.softmax_scale,
             "window": config.window,
             "softcap": config.softcap,
-            "sinks": self.sinks,
+            "sinks": local(self, self.sinks),
         }
         qkv, gate, shared = self.qkv(x), None, None
         if config.output_gate:
-            heads = qkv.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
+            # of all key/value heads, or of those of this rank
+            heads = qkv.unflatten(-1, (-1, config._heads_of_group, config.head_dim))
             parts = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
             qkv, gate = (part.flatten(2) for part in parts)
         if state is not None and context.cache_seqlens is not None:

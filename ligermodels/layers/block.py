@@ -13,6 +13,7 @@ from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import take_tokens
 
 
@@ -79,8 +80,8 @@ class Block(nn.Module):
     Buffer `layer_scalar` (1,), if there is one: as in transformers it is no parameter, and optimizers leave it alone.
     """
 
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     layer_scalar: Tensor | None
-    cast_buffers: ClassVar = ("layer_scalar",)
 
     def __init__(self, hidden_size: int, config: BlockConfig) -> None:
         super().__init__()

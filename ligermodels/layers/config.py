@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.errors import ConfigError
-from ligermodels.layers.initialization import skip_init
+from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.rope import RopeConfig
 
 Self = TypeVar("Self", bound="LayerConfig")
@@ -114,6 +114,15 @@ class LayerConfig(ABC):
         `weight_mappings`."""
         return []
 
+    def tensor_shard(self: Self, ranks: int) -> Self:
+        """The config of what each of several ranks has of the layer under tensor parallelism (see `layers.sharding`):
+        its decoding state is that of this config. Raises ConfigError, naming the field, where the layer cannot be
+        split so."""
+        raise ConfigError(
+            f"{type(self).__name__}: has no rule for tensor parallelism; define tensor_shard(ranks), and "
+            "tensor_parallel of the module, or shard such models by FSDP2 alone"
+        )
+
     def with_attention_backend(self: Self, name: str) -> Self:
         """The config with attention on the backend of this name, if the layer attends."""
         return self
@@ -125,10 +134,3 @@ class LayerConfig(ABC):
     def info(self) -> dict[str, Any]:
         """Sizes for people: what `ligermodels info` shows of the layer."""
         return {}
-
-
-def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of `module` by name, a shared one once: what checkpoints hold."""
-    found: dict[str, Tensor] = dict(module.named_parameters())
-    kept = module.state_dict(keep_vars=True).keys()
-    return found | {name: buffer for name, buffer in module.named_buffers() if name in kept}

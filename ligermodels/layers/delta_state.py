@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.layers.context import TreeTokens
 
 
 class DeltaState:
@@ -55,7 +54,7 @@ class LayerDelta:
 
     def __init__(self, inputs: Tensor, matrix: Tensor) -> None:
         self.inputs, self.matrix = inputs, matrix
-        self._tree: tuple[Tensor, ops.TreeUpdates, TreeTokens] | None = None
+        self._tree: tuple[Tensor, ops.TreeUpdates, Tensor, Tensor] | None = None
 
     def advance(self, inputs: Tensor, matrix: Tensor, seq_lens: Tensor | None) -> None:
         """Add tokens: inputs (B, T, channels), and the matrix after them; seq_lens (B,), how many of T are there."""
@@ -66,17 +65,17 @@ class LayerDelta:
             self._keep_inputs(whole, seq_lens[:, None] + torch.arange(self.inputs.shape[1], device=whole.device))
         self.matrix.copy_(matrix)
 
-    def branch(self, inputs: Tensor, updates: ops.TreeUpdates, tree: TreeTokens) -> None:
-        """Add the nodes of a tree, of which `commit` keeps a path: inputs (B, N, channels), and their updates."""
-        self._tree = inputs, updates, tree
+    def branch(self, inputs: Tensor, updates: ops.TreeUpdates, mask: Tensor, sources: Tensor) -> None:
+        """Add the nodes of a tree with this `mask`, of which `commit` keeps a path: inputs (B, N, channels), their
+        updates, and the `sources` of their convolutions, see `ops.conv_sources`."""
+        self._tree = inputs, updates, mask, sources
 
     def commit(self, node: Tensor) -> None:
         """Keep the state after `node`, long (B,), of the tree of the last pass."""
         if self._tree is not None:
-            inputs, updates, tree = self._tree
-            sources = ops.conv_sources(tree.parent, tree.depth, self.inputs.shape[1] + 1)
+            inputs, updates, mask, sources = self._tree
             self._keep_inputs(torch.cat([self.inputs, inputs], dim=1), sources[node, :-1].flip(1))
-            self.matrix.copy_(ops.tree_state(self.matrix, updates, node, tree.mask))
+            self.matrix.copy_(ops.tree_state(self.matrix, updates, node, mask))
             self._tree = None
 
     def _keep_inputs(self, whole: Tensor, places: Tensor) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, sum_over_ranks
 
 
 class Embedding(nn.Embedding):
@@ -11,6 +17,8 @@ class Embedding(nn.Embedding):
 
     The row of `padding_idx` gets no gradient from the inputs, as in torch and transformers.
     """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
 
     def __init__(
         self, vocab_size: int, hidden_size: int, scale: float | None = None, padding_idx: int | None = None
@@ -23,5 +31,17 @@ class Embedding(nn.Embedding):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids (...) long -> (..., H)."""
-        x = super().forward(input_ids)
+        x = self._of_shard(input_ids) if is_tensor_parallel(self) else super().forward(input_ids)
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device="cpu")
+
+    def _of_shard(self, input_ids: Tensor) -> Tensor:
+        """The rows, each of which one rank has: the others add zeros."""
+        from ligermodels.ops.runtime.class_shards import shard_of_classes  # imports DTensors
+
+        weight, shard = shard_of_classes("Embedding", "weight", self.weight, 0)
+        padding = None if self.padding_idx is None else self.padding_idx - shard.first
+        rows = input_ids - shard.first
+        inside = (rows >= 0) & (rows < shard.size)
+        padding = padding if padding is not None and 0 <= padding < shard.size else None
+        x = F.embedding(rows.where(inside, 0), weight, padding)
+        return sum_over_ranks(self, x.masked_fill(~inside[..., None], 0.0), self.weight)

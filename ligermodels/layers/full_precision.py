@@ -27,8 +27,8 @@ def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
 class FullPrecision(nn.Module):
     """Base of modules whose tensors stay float32 where the model is loaded in, or cast to, a narrower dtype.
 
-    FSDP2 wants one dtype for all trainable parameters of a group: in a narrower model make these modules a group of
-    their own, `fully_shard([m for m in block.modules() if isinstance(m, FullPrecision)])` before `fully_shard(block)`.
+    FSDP2 wants one dtype for all trainable parameters of a group: `parallelize` makes these modules a group of their
+    own; by hand, `fully_shard([m for m in block.modules() if isinstance(m, FullPrecision)])` before the block's.
     A checkpoint goes out with their tensors in the dtypes that it came in with (`WeightMap.dtypes`).
     """
 

@@ -162,9 +162,9 @@ class GatedDeltaNet(nn.Module):
         q, k, v = convolved.split([config.key_size, config.key_size, config.value_size], dim=-1)
         q, k = (each.unflatten(-1, (config.num_key_heads, -1)) for each in (q, k))
         v = v.unflatten(-1, (heads, -1))
-        if tree is not None and state is not None:
+        if tree is not None and sources is not None and state is not None:
             o, updates = ops.gated_delta_rule_tree(q, k, v, g, beta, state.matrix, tree.mask)
-            state.branch(inputs, updates, tree)
+            state.branch(inputs, updates, tree.mask, sources)
         else:
             o, last = ops.gated_delta_rule(q, k, v, g, beta, initial_state=matrix, cu_seqlens=context.cu_seqlens)
             if state is not None:

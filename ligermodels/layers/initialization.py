@@ -32,6 +32,13 @@ def owned_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, tensor) for name, tensor in named.items() if tensor is not None)
 
 
+def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of `module` by name, a shared one once: what checkpoints hold."""
+    found: dict[str, Tensor] = dict(module.named_parameters())
+    kept = module.state_dict(keep_vars=True).keys()
+    return found | {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
 def initialize(module: nn.Module, std: float, name: str = "") -> None:
     """Fill the parameters and buffers of `module` and of all modules within it, the innermost first.
 
@@ -92,17 +99,15 @@ def _initialize_own(module: nn.Module, std: float, name: str) -> None:
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a model on the meta device memory: floating parameters in `dtype`, all else in its own, but for the floating
-    buffers that a module names in an attribute `cast_buffers`, which are stored as parameters are.
+    """Give a model on the meta device memory: floating tensors that checkpoints hold in `dtype`, but for those that
+    their module keeps wider (`FullPrecision`), all else in its own.
 
     Buffers of a module that loading does not fill (see `owned_tensors`) are filled by `initialize_buffers`.
     """
-    parameters = {id(p) for p in module.parameters()}
-    for each in module.modules():
-        parameters |= {id(each._buffers[name]) for name in getattr(each, "cast_buffers", ())}
+    stored = {id(tensor) for tensor in persistent_tensors(module).values()}
 
     def empty(tensor: Tensor) -> Tensor:
-        cast = id(tensor) in parameters and tensor.is_floating_point()
+        cast = id(tensor) in stored and tensor.is_floating_point()
         return torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device=device)
 
     module._apply(empty)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.layers.sharding import TensorSharding, gather_last, local, on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class LMHead(nn.Module):
     """Projects hidden states to the vocabulary. The weight is used inside forward only, so that FSDP can gather it."""
 
     weight: Tensor
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0, "bias": 0}
 
     def __init__(self, hidden_size: int, vocab_size: int, config: HeadConfig | None = None) -> None:
         super().__init__()
@@ -117,6 +119,8 @@ class LMHead(nn.Module):
         scale, softcap = self.config.logit_scale, self.config.softcap
         if targets is not None:
             return head_loss(self.config, hidden, self.weight, targets, self.bias, **loss_options)
-        logits = F.linear(hidden, self.weight, self.bias)
+        x = on_all_ranks(self, hidden, self.weight)
+        logits = F.linear(x, local(self, self.weight), local(self, self.bias))
         logits = logits if scale == 1.0 else logits * scale
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return gather_last(self, logits, self.weight)

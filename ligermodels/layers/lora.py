@@ -16,6 +16,7 @@ from ligermodels import ops
 from ligermodels.convert.mappings import TensorView, WeightMapping, concat, rename
 from ligermodels.errors import InputError
 from ligermodels.layers.initialization import skip_init
+from ligermodels.layers.sharding import of_local_tensors, with_summed_gradient
 
 
 @dataclass(frozen=True)
@@ -106,18 +107,21 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out), in the dtype of x."""
         dropped = F.dropout(x, self.dropout) if self.training and self.dropout else None
-        a, b = self.lora_A.to(x.dtype), self._native_b().to(x.dtype)
+        a, b = with_summed_gradient(self.lora_A).to(x.dtype), self._native_b().to(x.dtype)
         scaling = self.parts[0].scaling
         return ops.lora_linear(x, self.weight, a, b, self.bias, scaling=scaling, dropped=dropped)
 
     def _native_b(self) -> Tensor:
         """B of all parts, (native out, sum of r), zero off the blocks; relative to the first part's scaling."""
         if self._whole:
-            return self.get_parameter(self._names[0])
-        found = self.lora_A.new_zeros(self.out_features, self.lora_A.shape[0])
+            return with_summed_gradient(self.get_parameter(self._names[0]))
+        return of_local_tensors(self._put_together, [self.get_parameter(name) for name in self._names])
+
+    def _put_together(self, parameters: Sequence[Tensor]) -> Tensor:
+        found = parameters[0].new_zeros(self.out_features, sum(part.r for part in self.parts))
         start = 0
-        for part, name in zip(self.parts, self._names, strict=True):
-            ratio, b = part.scaling / self.parts[0].scaling, self.get_parameter(name)
+        for part, b in zip(self.parts, parameters, strict=True):
+            ratio = part.scaling / self.parts[0].scaling
             part.scatter(found[:, start : start + part.r], b if ratio == 1 else b * ratio)
             start += part.r
         return found

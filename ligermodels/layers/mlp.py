@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -13,6 +13,7 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.sharding import TensorSharding, split_evenly
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": ops.swiglu,
@@ -72,6 +73,9 @@ class MLPConfig(LayerConfig):
             found.append(rename(f"{native}.down.{kind}", f"{there['mlp.down']}.{kind}"))
         return found
 
+    def tensor_shard(self, ranks: int) -> MLPConfig:
+        return replace(self, size=split_evenly("size (intermediate_size)", self.size, ranks))
+
     def info(self) -> dict[str, Any]:
         return {"mlp_size": self.size}
 
@@ -84,6 +88,7 @@ class GatedMLP(nn.Module):
     """
 
     token_wise: ClassVar[bool] = True
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"gate_up": "columns", "down": "rows"}
 
     def __init__(self, hidden_size: int, config: MLPConfig) -> None:
         super().__init__()

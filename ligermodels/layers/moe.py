@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,6 +24,7 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
 from ligermodels.layers.mlp import GatedActivation, MLPConfig
 from ligermodels.layers.router import Router, RouterConfig, softmax
+from ligermodels.layers.sharding import TensorSharding, local, on_all_ranks, on_first_rank, split_evenly, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ class MoEConfig(LayerConfig):
         }
         return [*found, experts_gate_up(gate_up, each["gate"], each["up"]), stack(down, each["down"])]
 
+    def tensor_shard(self, ranks: int) -> MoEConfig:
+        """By the channels of each expert."""
+        shared = None if self.shared is None else self.shared.tensor_shard(ranks)
+        return replace(self, size=split_evenly("size (moe_intermediate_size)", self.size, ranks), shared=shared)
+
     def info(self) -> dict[str, Any]:
         found = {"mlp_size": self.size, "experts": self.router.num_experts, "experts_per_token": self.router.top_k}
         return found if self.shared is None else {**found, "shared_expert_size": self.shared.size}
@@ -140,6 +146,14 @@ class MoE(nn.Module):
     as in `GatedMLP`, and `down` (E, H, size); `gate_up_bias` (E, 2 * size) and `down_bias` (E, H), None where there are
     none. No expert has a capacity, so no token is dropped.
     """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
+        "gate_up": 1,
+        "down": 2,
+        "gate_up_bias": 1,
+        "down_bias": "replicated",
+        "shared_gate": "replicated",
+    }
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -171,8 +185,11 @@ class MoE(nn.Module):
         goes by `routed_by` (..., H), by default x."""
         tokens = x.flatten(0, -2)
         logits, weights, experts = self.router(tokens if routed_by is None else routed_by.flatten(0, -2))
-        biases = self.gate_up_bias, self.down_bias
-        out = mix_experts(tokens, weights, experts, self.gate_up, self.down, self.activation, biases)
+        mixed = on_all_ranks(self, tokens, self.down), on_all_ranks(self, weights, self.down)
+        gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))
+        biases = gate_up_bias, on_first_rank(self, self.down_bias)
+        out = mix_experts(*mixed, experts, gate_up, down, self.activation, biases)
+        out = sum_over_ranks(self, out, self.down)
         if self.shared is not None:
             shared = cast(Tensor, self.shared(tokens))
             out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)

@@ -6,6 +6,7 @@ operand of the addition, and adds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers.sharding import TensorSharding, local
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class NormConfig:
 class _Norm(nn.Module):
     """The parameters of a norm."""
 
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": "replicated", "bias": "replicated"}
+
     def __init__(self, size: int, config: NormConfig) -> None:
         super().__init__()
         self.config = config
@@ -68,7 +72,9 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
         config = self.config
-        return ops.rms_norm(x, self.weight, config.eps, offset=config.offset, casting_mode=config.casting_mode)
+        return ops.rms_norm(
+            x, local(self, self.weight), config.eps, offset=config.offset, casting_mode=config.casting_mode
+        )
 
 
 class AddRMSNorm(RMSNorm):
@@ -81,7 +87,7 @@ class AddRMSNorm(RMSNorm):
         config = self.config
         branch = branch if branch is None else branch.to(x.dtype)
         return ops.add_rms_norm(
-            x, branch, self.weight, config.eps, offset=config.offset, casting_mode=config.casting_mode
+            x, branch, local(self, self.weight), config.eps, offset=config.offset, casting_mode=config.casting_mode
         )
 
 
@@ -97,7 +103,8 @@ class RMSNormAdd(RMSNorm):
         if branch.dtype != x.dtype:  # under autocast
             return x + RMSNorm.forward(self, branch)
         c = self.config
-        return ops.rms_norm(branch, self.weight, c.eps, offset=c.offset, casting_mode=c.casting_mode, residual=x)
+        weight = local(self, self.weight)
+        return ops.rms_norm(branch, weight, c.eps, offset=c.offset, casting_mode=c.casting_mode, residual=x)
 
 
 class LayerNorm(_Norm):
@@ -105,5 +112,6 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
-        weight = self.weight if self.config.offset == 0.0 else self.weight + self.config.offset
-        return ops.layer_norm(x, weight, self.bias, self.config.eps)
+        weight = local(self, self.weight)
+        weight = weight if self.config.offset == 0.0 else weight + self.config.offset
+        return ops.layer_norm(x, weight, local(self, self.bias), self.config.eps)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.sharding import TensorSharding, local
 
 Tables = tuple[Tensor | None, Tensor | None]
 
@@ -40,6 +42,8 @@ class SplitQKV(nn.Module):
     It owns the weights of both norms, `q_norm` and `k_norm`, if there are any: norm and rotation are one kernel. The
     number of key/value heads is that of the projection it is given, which may be a tensor-parallel shard.
     """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q_norm": "replicated", "k_norm": "replicated"}
 
     def __init__(
         self,
@@ -89,10 +93,11 @@ class SplitQKV(nn.Module):
         shape = qkv.shape[-1] // width, self.group_size, self.head_dim
         if self.values is not None:
             qkv = self._with_values(qkv.unflatten(-1, (shape[0], rows, self.head_dim)), self.values)
-        norms: tuple[nn.Parameter, ...] = ()
+        norms: tuple[Tensor, ...] = ()
         options: dict[str, Any] = {}
         if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
-            norm, norms = self.qk_norm.norm, (self.q_norm, self.k_norm)
+            norm = self.qk_norm.norm
+            norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
             options = {"eps": norm.eps, "offset": norm.offset, "casting_mode": norm.casting_mode}
         if norms and self.qk_norm is not None and self.qk_norm.over == "projection":
             q, k, v = ops.rope_qkv(qkv, None, None, *shape)

@@ -179,13 +179,16 @@ class LongRopeScaling(RopeScaling):
         return torch.where(_lengths(positions) > self.original_context, frequencies[1], frequencies[0])
 
 
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1, for a factor above 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
-    """0.1 ln(factor) + 1, for a factor above 1; the ratio of both mscales' when neither is 0 (DeepSeek)."""
-
-    def growth(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    return growth(mscale) / growth(mscale_all_dim) if mscale and mscale_all_dim else growth(1.0)
+    """`yarn_mscale` of 1, or the ratio of those of both mscales when neither is 0 (DeepSeek)."""
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor)
 
 
 def longrope_attention_factor(factor: float, original_context: int) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError
 from ligermodels.layers.full_precision import at_least_float32
 from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops.runtime.tensors import without_autocast
 
 
@@ -87,6 +88,11 @@ class Router(nn.Module):
     """
 
     selection_bias: Tensor | None
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
+        "weight": "replicated",
+        "bias": "replicated",
+        "expert_scales": "replicated",
+    }
 
     def __init__(self, hidden_size: int, config: RouterConfig) -> None:
         super().__init__()
@@ -124,15 +130,16 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """tokens (N, H) -> where each is sent."""
         config = self.config
+        weight, bias, expert_scales = (local(self, p) for p in (self.weight, self.bias, self.expert_scales))
         tokens = tokens if self.norm is None else self.norm(tokens)
         tokens = tokens if config.input_scale == 1.0 else tokens * config.input_scale
         if config.float32_logits:
             with without_autocast(tokens):
                 wide = torch.promote_types(tokens.dtype, torch.float32)
-                bias = None if self.bias is None else self.bias.to(wide)
-                logits = F.linear(tokens.to(wide), self.weight.to(wide), bias)
+                bias = None if bias is None else bias.to(wide)
+                logits = F.linear(tokens.to(wide), weight.to(wide), bias)
         else:
-            logits = F.linear(tokens, self.weight, self.bias)
+            logits = F.linear(tokens, weight, bias)
         scores = softmax(logits) if config.scores == "softmax" else _wide(logits).sigmoid()
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if config.top_k_groups < config.num_groups:
@@ -142,9 +149,7 @@ class Router(nn.Module):
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + config.eps)
         weights = weights if config.scale == 1.0 else weights * config.scale
-        return Routing(
-            logits, weights if self.expert_scales is None else weights * self.expert_scales[experts], experts
-        )
+        return Routing(logits, weights if expert_scales is None else weights * expert_scales[experts], experts)
 
 
 def softmax(logits: Tensor) -> Tensor:

@@ -1,12 +1,26 @@
-"""Models whose parameters are sharded over ranks, by FSDP2 or tensor parallelism."""
+"""Models whose parameters are sharded over ranks, by FSDP2 or tensor parallelism.
+
+Under tensor parallelism every parameter is a DTensor, and modules compute with plain tensors: hidden states, the same
+on all ranks, and this rank's part of whatever lies between a projection by columns and one by rows. A class of modules
+that can do so has a `tensor_parallel`, a mapping that says how its parameters, and the linear layers within it, are
+distributed (`TensorSharding`); what else is within it has one of its own. Its forward takes its own parameters by
+`local`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from ligermodels.errors import ConfigError
+from ligermodels.ops.runtime.library import PLAIN_OR_NONE
+
+TensorSharding = int | Literal["replicated", "columns", "rows"]
+"""A parameter is sharded in this dimension, or replicated. Of a linear layer "columns" shards the output channels and
+"rows" the input channels, whose products are summed over ranks; "replicated" does neither."""
 
 Result = TypeVar("Result")
 
@@ -19,6 +33,73 @@ class ModuleLike(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def eval(self) -> Any: ...
+
+
+def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
+    """What `module` computes with of its own `parameter`: itself, or under tensor parallelism this rank's part.
+
+    partial: the parameter is replicated, but used for this rank's channels alone, so that the ranks' gradients are to
+    be summed."""
+    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+        return parameter
+    return _local_tensors().local(parameter, partial=partial)
+
+
+def on_all_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
+    """x as an operand of what `local` gives of a sharded `parameter`: its gradient is summed over ranks."""
+    return cast(Tensor, _local_tensors().on_all_ranks(x, parameter)) if is_tensor_parallel(module) else x
+
+
+def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
+    """The sum of x, computed with what `local` gives of a sharded `parameter`, over ranks."""
+    return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter)) if is_tensor_parallel(module) else x
+
+
+def gather_last(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
+    """x (..., n) of all ranks, (..., len(parameter)), where `parameter` is sharded in its first dimension."""
+    return cast(Tensor, _local_tensors().gather_last(x, parameter)) if is_tensor_parallel(module) else x
+
+
+def on_first_rank(module: nn.Module, parameter: Any) -> Any:
+    """`local` of a replicated parameter that is added to what is then summed over ranks: zeros on all but the first."""
+    if parameter is None or not is_tensor_parallel(module):
+        return parameter
+    return local(module, parameter, partial=True) * float(_local_tensors().is_first_rank(parameter))
+
+
+def with_summed_gradient(parameter: Tensor) -> Tensor:
+    """The parameter itself; of a DTensor the same, whose gradient is brought to its placements before it is kept."""
+    return (
+        parameter
+        if type(parameter) in PLAIN_OR_NONE
+        else cast(Tensor, _local_tensors().with_summed_gradient(parameter))
+    )
+
+
+def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """`function(parameters)`; of replicated DTensors one too, which torch's rules for them have no part in."""
+    if all(type(parameter) in PLAIN_OR_NONE for parameter in parameters):
+        return function(parameters)
+    return cast(Tensor, _local_tensors().of_local_tensors(function, parameters))
+
+
+def is_tensor_parallel(module: nn.Module) -> bool:
+    """Whether `parallel.tensor_parallel` has distributed the parameters of this module."""
+    return bool(getattr(module, "_tensor_parallel", False))
+
+
+def split_evenly(field: str, size: int, ranks: int) -> int:
+    """size / ranks; ConfigError, naming the field, where that is no whole number."""
+    if size % ranks:
+        known = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        raise ConfigError(f"{field}: {size} cannot be split evenly over {ranks} ranks; its divisors are {known}")
+    return size // ranks
+
+
+def _local_tensors() -> Any:
+    from ligermodels.ops.runtime import local_tensors  # imports DTensors, which takes long
+
+    return local_tensors
 
 
 def reshard(module: ModuleLike) -> None:
@@ -52,6 +133,22 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
         vars(module)["_call"] = lambda function, *args, **options: function(*args, **options)
         register_fsdp_forward_method(module, "_call")
     return cast(Callable[..., Result], module._call)(function, *args, **options)
+
+
+def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`choose`, of logits (B, V) -> long (B,); under tensor parallelism the choice of the first rank, for all: each
+    draws random numbers of its own."""
+    found = (getattr(module, "_tensor_mesh", None) for module in model.modules())
+    if (mesh := next((each for each in found if each is not None), None)) is None:
+        return choose
+    group = mesh.get_group()
+
+    def of_first_rank(logits: Tensor) -> Tensor:
+        chosen = choose(logits).contiguous()
+        dist.broadcast(chosen, group=group, group_src=0)
+        return chosen
+
+    return of_first_rank
 
 
 def end_of_decoding(model: ModuleLike) -> Callable[[Tensor], Tensor]:

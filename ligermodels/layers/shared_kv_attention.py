@@ -41,6 +41,9 @@ class SharedKVAttentionConfig(AttentionConfig):
     def build(self, hidden_size: int) -> nn.Module:
         return SharedKVAttention(hidden_size, self)
 
+    def tensor_shard(self, ranks: int) -> SharedKVAttentionConfig:
+        raise ConfigError("kv_from: attention to keys and values of another layer has no rule for tensor parallelism")
+
     @property
     def state_from(self) -> int | None:
         return self.kv_from

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.sharding import TensorSharding, split_evenly
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class UngatedMLPConfig(LayerConfig):
             for part in ("up", "down")
         ]
 
+    def tensor_shard(self, ranks: int) -> UngatedMLPConfig:
+        return replace(self, size=split_evenly("size (intermediate_size)", self.size, ranks))
+
     def info(self) -> dict[str, Any]:
         return {"mlp_size": self.size}
 
@@ -44,6 +48,7 @@ class UngatedMLP(nn.Module):
     """down(relu(up(x)) ** 2) (So et al., 2021, https://arxiv.org/abs/2109.08668)."""
 
     token_wise: ClassVar[bool] = True
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"up": "columns", "down": "rows"}
 
     def __init__(self, hidden_size: int, config: UngatedMLPConfig) -> None:
         super().__init__()

@@ -17,10 +17,11 @@ from ligermodels.layers.initialization import allocate, initialize_buffers, skip
 from ligermodels.parallel.fsdp import fsdp
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import join, make_mesh, rank_device, world_size
+from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
 
 Model = TypeVar("Model", bound=nn.Module)
 
-NOT_YET = ("tensor", "context", "expert")
+NOT_YET = ("context", "expert")
 """Degrees that are not carried out yet: an error above 1."""
 
 
@@ -38,7 +39,7 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
 
 
 def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
-    """Spread a model over all ranks by FSDP2, in place; returns `model`.
+    """Spread a model over all ranks by tensor parallelism, if the plan has it, and FSDP2, in place; returns `model`.
 
     Each block, an embedding and a head of its own, and the rest are gathered one after another, the next one while one
     computes. Modules that stay float32 (`FullPrecision`) are groups of their own. Gradients are averaged over the
@@ -62,9 +63,8 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     if before is not None and before.plan != plan:
         raise InputError("plan: a part of the model has been spread by another one; give the same")
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
-    blocks = (block.mixer for decoder in decoders for block in decoder.config.blocks)
-    plan.check_kv_heads(getattr(mixer, "num_kv_heads", 0) for mixer in blocks)
-    # Each has its place: tensor_parallel(model, mesh["tensor"]) before `_compile` and `fsdp`.
+    for decoder in decoders:
+        check_tensor_parallel(decoder.config, plan.tensor)
     for name in NOT_YET:
         if getattr(plan, name) > 1:
             raise ConfigError(f"{name}: {getattr(plan, name)}, and more than 1 is not supported yet")
@@ -81,6 +81,14 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         _compile(decoders, plan)
         return model
     mesh = before.mesh if before else make_mesh(plan, _device_type(model))
+    if plan.tensor > 1:
+        if before is not None and vars(model).get("_parallelism") is None:
+            raise InputError(
+                "tensor: the base of this model has been spread by itself; make the model on a base that has not, and "
+                "spread them together"
+            )
+        if before is None:
+            tensor_parallel(model, mesh["tensor"])
     _compile(decoders, plan)
     fsdp(model, mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"], plan)
     for module in (model, *decoders):

@@ -42,19 +42,23 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         return [module, *kept[:1]]  # type: ignore[list-item]
 
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
+    models = [module for module in model.modules() if isinstance(module, CausalLM)]
     for decoder in decoders:
+        if isinstance(decoder.blocks[0], FSDPModule):
+            continue
         blocks = [group(block) for block in decoder.blocks]
         for (before, *_), after in pairwise(blocks):  # while a block computes, the next one is gathered
             before.set_modules_to_forward_prefetch(after)
     heads = [module for module in model.modules() if isinstance(module, LMHead)]
     inputs = [each for decoder in decoders for each in (decoder.embed, decoder.per_layer_inputs) if each is not None]
     for part in _untied([*heads, *inputs]):
-        # A head's backward pass comes at once, and may be called for several heads in turn.
-        (state, *_) = group(part, reshard_after_forward=False if isinstance(part, LMHead) else None)
+        # A model's head is followed by its backward pass, or by other calls of it: it stays gathered meanwhile.
+        stays = any(part is each.head for each in models)
+        (state, *_) = group(part, reshard_after_forward=False if stays else None)
         if isinstance(part, nn.Embedding):
             state.set_unshard_in_backward(False)  # its gradient is computed without its weight
-    for part in [module for module in model.modules() if isinstance(module, CausalLM)]:
-        group(part)  # the base of a multi-head model, which is also called by itself
+    for each in models:
+        group(each)  # the base of a multi-head model, which is also called by itself
     group(model)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -75,13 +74,3 @@ class ParallelPlan(BaseModel):
                 f"{advice}, or start as many processes"
             )
         return found
-
-    def check_kv_heads(self, counts: Iterable[int]) -> None:
-        """ConfigError unless `tensor` divides the key/value heads of every layer, which it divides over ranks."""
-        common = math.gcd(*counts)
-        if common and common % self.tensor:
-            fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
-            raise ConfigError(
-                f"tensor: {self.tensor} does not divide the model's key/value heads ({common} in common to all "
-                f"layers); these do: {', '.join(fitting)}"
-            )

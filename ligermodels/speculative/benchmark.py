@@ -1,4 +1,4 @@
-"""Decoding with Medusa heads: a tree fitted on some prompts, and a benchmark against plain decoding on others."""
+"""Decoding with heads: a tree fitted on some prompts, and a benchmark against plain decoding on others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.generate import as_eos_ids, until_eos
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.speculative.evaluation import HeadScores, evaluate_heads
-from ligermodels.speculative.medusa import MedusaModel
+from ligermodels.speculative.multi_head import MultiHeadModel
 from ligermodels.speculative.tree import Tree, expected_tokens, grow
 
 GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
@@ -59,7 +59,7 @@ class ContinuationScores:
 
 @torch.no_grad()
 def evaluate_continuations(
-    medusa: MedusaModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
+    model: MultiHeadModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> ContinuationScores:
     """Continue prompts (token ids) greedily with the base model, and score the heads on the new tokens.
 
@@ -67,13 +67,13 @@ def evaluate_continuations(
     """
     if not prompts:
         raise InputError("there is no prompt to continue: give at least one")
-    ends = as_eos_ids(medusa.base.generation_defaults().get("eos_token_id"))
+    ends = as_eos_ids(model.base.generation_defaults().get("eos_token_id"))
     pad = {} if ends else {"pad_token_id": 0}  # never attended to
     ranks: list[Tensor] = []
     lengths, parts = [], []
     for first in range(0, len(prompts), AT_ONCE):
         some = prompts[first : first + AT_ONCE]
-        out = medusa.base.generate(some, max_new_tokens, **pad, **GREEDY)[:, max(map(len, some)) :].tolist()
+        out = model.base.generate(some, max_new_tokens, **pad, **GREEDY)[:, max(map(len, some)) :].tolist()
         for prompt, row in zip(some, out, strict=True):
             new = until_eos(row, ends)
             ids = torch.tensor([[*prompt, *new]])
@@ -81,7 +81,7 @@ def evaluate_continuations(
             labels[:, : len(prompt) + 1] = IGNORE_INDEX  # the base model predicts the first new token
             parts.append(Batch({"input_ids": ids, "labels": labels}))
             lengths.append(len(new))
-    scores = evaluate_heads(medusa, parts, on_ranks=lambda found: ranks.append(found[:, 0]))
+    scores = evaluate_heads(model, parts, on_ranks=lambda found: ranks.append(found[:, 0]))
     ranks = [found[:, len(prompt) - 1 :].cpu() for found, prompt in zip(ranks, prompts, strict=True)]
     return ContinuationScores(scores, ranks, lengths)
 
@@ -106,7 +106,7 @@ class DecodingBenchmark:
 
 
 def benchmark_decoding(
-    medusa: MedusaModel,
+    model: MultiHeadModel,
     prompts: Sequence[Sequence[int]],
     *,
     tree: Tree,
@@ -116,17 +116,15 @@ def benchmark_decoding(
     """Continue each prompt (token ids) greedily with the heads and without, one at a time, after a warm-up of both."""
     if not prompts:
         raise InputError("there is no prompt to continue: give at least one")
-    medusa.base.generate([prompts[0]], max_new_tokens=2, **GREEDY)
-    medusa.generate(
-        [prompts[0]], max_new_tokens=2, tree=tree, **GREEDY
-    )  # kernels are compiled for the size of the tree
+    model.base.generate([prompts[0]], max_new_tokens=2, **GREEDY)
+    model.generate([prompts[0]], max_new_tokens=2, tree=tree, **GREEDY)  # kernels are compiled for the size of the tree
     same = tokens = steps = 0
     plain_seconds = medusa_seconds = 0.0
     for done, prompt in enumerate(prompts, start=1):
         start = time.perf_counter()
-        plain = medusa.base.generate([prompt], max_new_tokens=max_new_tokens, **GREEDY).tolist()
+        plain = model.base.generate([prompt], max_new_tokens=max_new_tokens, **GREEDY).tolist()
         middle = time.perf_counter()
-        out = medusa.generate([prompt], max_new_tokens=max_new_tokens, tree=tree, return_stats=True, **GREEDY)
+        out = model.generate([prompt], max_new_tokens=max_new_tokens, tree=tree, return_stats=True, **GREEDY)
         same += out.sequences.tolist() == plain
         medusa_seconds += time.perf_counter() - middle
         plain_seconds += middle - start
@@ -153,7 +151,7 @@ class TreeFit:
 
 
 def fit_tree(
-    medusa: MedusaModel,
+    model: MultiHeadModel,
     prompts: Sequence[Sequence[int]],
     *,
     nodes: int,
@@ -167,7 +165,7 @@ def fit_tree(
     """
     if len(prompts) < 2:
         raise InputError(f"need two prompts or more, one to fit the tree and one to benchmark it, got {len(prompts)}")
-    own = evaluate_continuations(medusa, prompts[::2], max_new_tokens=max_new_tokens)
+    own = evaluate_continuations(model, prompts[::2], max_new_tokens=max_new_tokens)
     tree = grow(own.scores.hits, nodes)
-    outcome = benchmark_decoding(medusa, prompts[1::2], tree=tree, max_new_tokens=max_new_tokens, progress=progress)
+    outcome = benchmark_decoding(model, prompts[1::2], tree=tree, max_new_tokens=max_new_tokens, progress=progress)
     return TreeFit(own, tree, expected_tokens(tree, own.scores.hits), own.tokens_per_step(tree), outcome)

@@ -1,34 +1,32 @@
-"""Medusa decoding: a tree of the heads' candidates is checked in one forward pass, for all rows of a batch at once."""
+"""Speculative decoding: a tree of candidates is checked in one forward pass, for all rows of a batch at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.errors import InputError
 from ligermodels.generation.generate import as_eos_ids, as_pad_id, evaluating, resolve_max_new_tokens
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_values
 from ligermodels.generation.state import DecodingState
-from ligermodels.generation.step import DecodingModel, Step, new_tokens
+from ligermodels.generation.step import DecodingModel, Step, new_tokens, prefill
 from ligermodels.layers import TreeTokens
 from ligermodels.layers.sharding import end_of_decoding, is_sharded
 from ligermodels.speculative.acceptance import Typical
+from ligermodels.speculative.drafting import Drafter, HeadsDrafter, Propose
 from ligermodels.speculative.tree import Tree
-
-Propose = Callable[[Tensor], Tensor]
-"""Hidden states (B, H) -> logits (B, K, V) of the K heads."""
 
 
 @dataclass(frozen=True)
 class SpeculativeOutput:
-    """What `medusa_generate` returns.
+    """What `speculative_generate` returns.
 
     sequences: long (B, T + n), as `generate` returns them.
     steps: steps that the rows took, added up: a forward pass counts once for each row that was not done.
@@ -49,9 +47,9 @@ class SpeculativeOutput:
 
 
 @torch.no_grad()
-def medusa_generate(
+def speculative_generate(
     model: DecodingModel,
-    propose: Propose,
+    drafter: Drafter,
     input_ids: TokenIds,
     *,
     tree: Tree,
@@ -72,24 +70,24 @@ def medusa_generate(
     paths of different lengths in the same step.
 
     With temperature 0 it is lossless: the path is the one on which every token is the model's own greedy choice, so the
-    tokens are exactly those of greedy `generate`, whatever the heads propose, up to the rounding of forward passes of
+    tokens are exactly those of greedy `generate`, whatever the candidates, up to the rounding of forward passes of
     different shapes, which may decide between two logits that are equal but for it.
 
     With a temperature above 0 acceptance is typical (see `acceptance.Typical`): a candidate needs a probability above
     min(epsilon, delta * exp(-entropy)) in the model's softmax at that temperature; the longest such path is taken, of
     several the likeliest. This draws no random numbers, and is *not* a sample from the model's distribution: the first
-    token of every step is the greedy one, the others are the heads' candidates that are likely enough, so the text is
-    fixed by the prompt, the heads and the tree. A higher temperature flattens the distribution, which lowers the
+    token of every step is the greedy one, the others are candidates that are likely enough, so the text is fixed by the
+    prompt, the drafter and the tree. A higher temperature flattens the distribution, which lowers the
     threshold and lets more tokens other than the greedy one through. For samples use `generate`.
 
     Args:
-        propose: head k speaks of the token k + 2 places after the one whose hidden state it is given.
-        tree: the candidates to try; at most K deep.
+        drafter: proposes the tokens of the tree.
+        tree: the candidates to try.
         temperature, epsilon, delta: how to accept, as above.
         The others are those of `generate`.
 
     Raises:
-        InputError: as `generate`; the tree needs more heads or candidates than propose gives; temperature is below 0;
+        InputError: as `generate`; the tree needs more candidates than the drafter gives; temperature is below 0;
             epsilon or delta is not above it.
     """
     eos_ids = as_eos_ids(eos_token_id)
@@ -102,7 +100,7 @@ def medusa_generate(
     with evaluating(model):
         state = model.new_state(batch, length + max_new_tokens + len(tree))
         ids, real = prompts.ids.to(state.device), prompts.mask.to(state.device)
-        step = TreeStep(model, propose, state, tree, max_new_tokens, eos_ids, typical)
+        step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, typical)
         sequences = step.start(ids, real)
         cuda_graph, finish = cuda_graph and not is_sharded(model), end_of_decoding(model)
         take = Graphed(partial(step, sequences), state.device, cuda_graph)
@@ -120,6 +118,12 @@ def medusa_generate(
     return SpeculativeOutput(tokens, int(sequences.steps.sum()), int(sequences.count.sum()), passes)
 
 
+def medusa_generate(model: DecodingModel, propose: Propose, input_ids: TokenIds, **options: Any) -> SpeculativeOutput:
+    """`speculative_generate` with heads that all read the last hidden state: head k of `propose` speaks of the token
+    k + 2 places after the one whose state it is given. The tree is at most K deep."""
+    return speculative_generate(model, HeadsDrafter(propose), input_ids, **options)
+
+
 class TreeStep(Step):
     """A step of tree decoding.
 
@@ -128,16 +132,17 @@ class TreeStep(Step):
     unless frequencies change with each token: then a step adds one, as plain decoding does.
 
     Args:
-        model, propose: run on the device of the cache, which is empty, and long enough for the prompts, max_new_tokens
-            new tokens and the tree.
+        model: runs on the device of the state, which is empty, and long enough for the prompts, max_new_tokens new
+            tokens and the tree.
+        drafter: proposes the tokens of the tree; it begins here.
         typical: how to accept; None for greedy.
-        The others are those of `medusa_generate`.
+        The others are those of `speculative_generate`.
     """
 
     def __init__(
         self,
         model: DecodingModel,
-        propose: Propose,
+        drafter: Drafter,
         state: DecodingState,
         tree: Tree,
         max_new_tokens: int,
@@ -145,13 +150,30 @@ class TreeStep(Step):
         typical: Typical | None = None,
     ) -> None:
         super().__init__(model, state, max_new_tokens, eos_ids, places=tree.max_depth + 1)
-        self.propose, self.tree, self.typical = propose, tree, typical
+        drafter.begin(state.batch_size, state.max_length, tree)
+        self.drafter, self.tree, self.typical = drafter, tree, typical
         self.paths = ops.Paths(*(tensor.to(state.device) for tensor in (tree.parent, tree.depth, tree.route)))
         self.rank = tree.rank.to(state.device)
         self.tokens = TreeTokens(tree.mask.to(state.device), self.paths.parent, self.paths.depth)
         switches, moving = self.thresholds
         stops = [*switches, *(() if moving is None else (moving,))]
         self.stops = torch.tensor(stops, dtype=torch.long, device=state.device)
+
+    def start(self, ids: Tensor, real: Tensor) -> ops.Sequences:
+        sequences = super().start(ids, real)
+        self.drafter.start(sequences, self._prompt_states)
+        del self._prompt_states
+        return sequences
+
+    def _prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        found = prefill(self.model, ids, lengths, self.state, every_state=self.drafter.reads_states)
+        self._prompt_states = found.states
+        return found.hidden, found.logits
+
+    def accept(self, sequences: ops.Sequences, hidden: Tensor, logits: Tensor) -> Tensor:
+        slots = super().accept(sequences, hidden, logits)
+        self.drafter.follow(sequences, slots, hidden[:, None])
+        return slots
 
     def needs_prefill(self, sequences: ops.Sequences) -> Tensor:
         """Bool (B,): sequences whose keys in the state have to be computed again before their root can be run."""
@@ -163,7 +185,7 @@ class TreeStep(Step):
     def __call__(self, sequences: ops.Sequences) -> None:
         """Take a step."""
         tokens, positions = ops.tree_inputs(
-            self._best(sequences.hidden),
+            self.drafter.draft(sequences),
             sequences.root,
             sequences.cache_seqlens,
             self.paths.depth,
@@ -183,17 +205,6 @@ class TreeStep(Step):
             (None, None) if self.typical is None else self.typical.accept_mask(out.logits, tokens, self.paths.parent)
         )
         given = tokens, positions, self.choose(out.logits), out.last_hidden_state
-        self.state.commit(ops.accept_path(sequences, self.paths, *given, self.eos, self.max_new_tokens, *accepted))
-
-    def _best(self, hidden: Tensor) -> Tensor:
-        """Long (B, the tree's depth, its width): the heads' best tokens."""
-        logits, tree = self.propose(hidden), self.tree
-        if logits.ndim != 3 or len(logits) != len(hidden):
-            raise InputError(
-                f"propose must give logits of shape ({len(hidden)}, heads, vocabulary), got {tuple(logits.shape)}"
-            )
-        _, heads, vocabulary = logits.shape
-        if heads < tree.max_depth or vocabulary < tree.width:
-            needs = f"the tree needs {tree.max_depth} heads and {tree.width} candidates of each"
-            raise InputError(f"{needs}, propose gives {heads} heads over a vocabulary of {vocabulary}")
-        return ops.topk_indices(logits[:, : tree.max_depth], tree.width)
+        slots = ops.accept_path(sequences, self.paths, *given, self.eos, self.max_new_tokens, *accepted)
+        self.state.commit(slots)
+        self.drafter.follow(sequences, slots, out.last_hidden_state)

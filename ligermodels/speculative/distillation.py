@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
-from ligermodels.layers.sharding import is_sharded
+from ligermodels.layers.sharding import is_sharded, is_tensor_parallel
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states (..., H) -> logits (..., V)."""
@@ -46,9 +46,13 @@ def divergence(
         memory_budget: bytes for a chunk's logits and what is computed with them; at least one row is taken.
         num_targets: how many places have a target, if the caller knows; on a GPU that saves waiting for it.
 
-    Returns a scalar, in float32 or wider. The reference gets no gradient. Raises InputError when `head` is sharded, and
-    not gathered by `call_gathered`.
+    Returns a scalar, in float32 or wider. The reference gets no gradient. Raises InputError when `head` is
+    tensor-parallel, or sharded and not gathered by `call_gathered`.
     """
+    if is_tensor_parallel(head):
+        raise InputError(
+            "KL to the reference: not implemented for tensor-parallel heads; train without a reference, or by FSDP2"
+        )
     if is_sharded(head):
         raise InputError("KL to the reference: the head is sharded; call divergence by call_gathered(head, ...)")
     wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Evaluation on given text: loss of a model, scores of Medusa heads, KL of a model to a reference."""
+"""Evaluation on given text: loss of a model, scores of heads, KL of a model to a reference."""
 
 from __future__ import annotations
 
@@ -16,29 +16,26 @@ from ligermodels.errors import InputError
 from ligermodels.generation.generate import evaluating
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.packing import document_bounds
+from ligermodels.parallel.ranks import DataRanks
 from ligermodels.speculative.distillation import divergence_and_losses
-from ligermodels.speculative.medusa import MedusaModel
-
-Total = Callable[[Tensor], Tensor]
-"""Of a tensor the sum over the ranks that have divided the batches, such as `DataRanks.sum`."""
+from ligermodels.speculative.multi_head import MultiHeadModel
 
 RANKS = 10
 """Ranks of a head's candidates that are counted separately; a tree uses no more."""
 
 
-def _own(x: Tensor) -> Tensor:
-    return x
-
-
 @torch.no_grad()
-def evaluate(model: CausalLM, batches: Iterable[Batch], total: Total = _own) -> float:
+def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
     """Mean loss per target, in nats, over all batches; its exponential is the perplexity.
 
-    `total` sums over the ranks, where each has batches of its own: as many as the others, some may have no target.
+    Of a model that FSDP2 shards these are the batches of all ranks: each has as many as the others, some may be without
+    a target.
+
     Raises InputError when there is no target at all.
     """
     losses, counts = [], []
     with evaluating(model):
+        ranks = DataRanks.of(model)
         for batch in batches:
             inputs: dict[str, Any] = on_device(batch, model.device)
             count = int(count_targets(model, [batch]))
@@ -48,7 +45,7 @@ def evaluate(model: CausalLM, batches: Iterable[Batch], total: Total = _own) -> 
     if not losses:
         raise InputError("there is no text to evaluate on: not a single batch was given")
     sums = torch.stack([torch.stack(losses).sum(), losses[0].new_tensor(sum(counts))])
-    loss, count = total(sums).tolist()
+    loss, count = ranks.sum(sums).tolist()
     return loss / max(1, count)
 
 
@@ -70,22 +67,20 @@ class HeadScores:
 
 @torch.no_grad()
 def evaluate_heads(
-    medusa: MedusaModel,
-    batches: Iterable[Batch],
-    on_ranks: Callable[[Tensor], object] | None = None,
-    total: Total = _own,
+    model: MultiHeadModel, batches: Iterable[Batch], on_ranks: Callable[[Tensor], object] | None = None
 ) -> HeadScores:
-    """Scores of every head over all batches; `on_ranks` gets the ranks of each batch, long (K, B, T). `total` as of
-    `evaluate`.
+    """Scores of every head over all batches; `on_ranks` gets the ranks of each batch, long (K, B, T). Of a
+    sharded model as `evaluate`.
 
     Raises InputError when there is no batch.
     """
     losses, hits, counts = [], [], []
-    device = medusa.base.device
+    device = model.base.device
     rank = torch.arange(RANKS, device=device)
-    with evaluating(medusa):
+    with evaluating(model):
+        over = DataRanks.of(model)
         for batch in batches:
-            out = medusa(**on_device(batch, device), reduction="sum")
+            out = model(**on_device(batch, device), reduction="sum")
             losses.append(out.head_losses.double())
             hits.append((out.ranks[..., None] == rank).sum((1, 2)))
             counts.append(out.counts)
@@ -93,7 +88,7 @@ def evaluate_heads(
                 on_ranks(out.ranks)
     if not losses:
         raise InputError("there is no text to evaluate on: not a single batch was given")
-    loss, hit, count = (total(torch.stack(each).sum(0).double()).cpu() for each in (losses, hits, counts))
+    loss, hit, count = (over.sum(torch.stack(each).sum(0).double()).cpu() for each in (losses, hits, counts))
     at_least_one = count.clamp(min=1)
     return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count)
 
@@ -113,14 +108,15 @@ class KLToReference:
 
 
 @torch.no_grad()
-def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch], total: Total = _own) -> KLToReference:
-    """KL of `model` to `reference`, a model of the same vocabulary on the same device. `total` as of `evaluate`.
+def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) -> KLToReference:
+    """KL of `model` to `reference`, a model of the same vocabulary on the same device. Of sharded models as `evaluate`.
 
     Raises InputError when there is no batch.
     """
     heads = [lambda states, each=each: each(last_hidden_state=states).logits for each in (model, reference)]
     sums, counts = [], []
     with evaluating(model), evaluating(reference):
+        ranks = DataRanks.of(model)
         for batch in batches:
             part: dict[str, Any] = on_device(batch, model.device)
             unpad = model.unpadding(part.pop("attention_mask", None))
@@ -141,5 +137,5 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch], 
             counts.append((targets.values[0] != IGNORE_INDEX).sum())
     if not sums:
         raise InputError("there is no text to evaluate on: not a single batch was given")
-    count = total(torch.stack(counts).sum())
-    return KLToReference(*(total(torch.stack(sums).sum(0)) / count.clamp(min=1)).tolist())
+    count = ranks.sum(torch.stack(counts).sum())
+    return KLToReference(*(ranks.sum(torch.stack(sums).sum(0)) / count.clamp(min=1)).tolist())

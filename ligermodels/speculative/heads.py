@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.layers import LMHead
+from ligermodels.layers.sharding import TensorSharding
 
 
 class ResBlock(nn.Module):
     """x + SiLU(linear(x)). Weight and bias start at zero, so that a new block is the identity."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"linear": "replicated"}
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -26,6 +30,8 @@ class ResBlock(nn.Module):
 
 class MedusaHead(nn.Module):
     """ResBlocks, then the head's own `lm_head`; without one it gives hidden states, for the base model's."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def __init__(self, hidden_size: int, num_layers: int, lm_head: LMHead | None) -> None:
         super().__init__()

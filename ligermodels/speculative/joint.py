@@ -16,7 +16,8 @@ from ligermodels.errors import InputError
 from ligermodels.layers import Targets
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.speculative.distillation import divergence
-from ligermodels.speculative.medusa import MedusaModel, MedusaOutput
+from ligermodels.speculative.medusa import MedusaModel
+from ligermodels.speculative.output import MultiHeadOutput
 
 
 def frozen_copy(model: CausalLM, place: Literal["device", "cpu_offload"] = "device") -> CausalLM:
@@ -88,7 +89,7 @@ class JointMedusa(nn.Module):
         labels: Tensor,
         heads_loss_weight: Tensor | float = 1.0,
         **options: Any,
-    ) -> MedusaOutput:
+    ) -> MultiHeadOutput:
         """The other arguments, and errors, are those of `MedusaModel.forward`; `base_loss` is L_lm.
 
         With a reference, options of the cross entropy, such as `token_weights`, are for the heads alone.
@@ -115,12 +116,12 @@ def _joint_loss(
     labels: Tensor,
     heads_loss_weight: Tensor | float,
     **options: Any,
-) -> MedusaOutput:
+) -> MultiHeadOutput:
     base, batch = medusa.base, medusa.prepare(1, input_ids, labels, **options)
     targets, loss_options = cast(Targets, batch.targets), batch.loss_options
     out = base(**batch.inputs)
     hidden = out["last_hidden_state"]
-    output = medusa.heads_loss(hidden, targets, **loss_options)
+    output = medusa._heads_loss(medusa._head_states(hidden, batch), targets, **loss_options)
     items = loss_options.get("num_items_in_batch")
     items = None if items is None else torch.as_tensor(items).flatten()[0].to(hidden.device)
     base_loss = _cross_entropy(base)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
+from ligermodels.archs.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX
 from ligermodels.convert.files import SINGLE
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
@@ -172,7 +173,7 @@ _NUMBERED: dict[str, Any] = {
     "lm_head": "{head}.{layers}.weight",
     "misread": "^architectures$",
 }
-_COUNTS: dict[str, Any] = {"medusa_num_heads": Fill.num_heads, "medusa_num_layers": Fill.num_layers}
+_COUNTS: dict[str, Any] = dict(zip(MEDUSA_COUNTS, (Fill.num_heads, Fill.num_layers), strict=True))
 _NUMBERED_CONFIG: dict[str, Any] = {"base_model_name_or_path": Fill.base_model, **_COUNTS}
 _SAFETENSORS, _PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 
@@ -201,11 +202,11 @@ PROFILES: dict[str, Profile] = {
         Profile(
             "full-hf",
             SINGLE,
-            linear="medusa_head.{head}.{layer}.linear.{part}",
-            lm_head="medusa_head.{head}.{layers}.weight",
+            linear=MEDUSA_PREFIX + "{head}.{layer}.linear.{part}",
+            lm_head=MEDUSA_PREFIX + "{head}.{layers}.weight",
             lm_heads="each",
             config=_COUNTS,
-            prefix="medusa_head.",
+            prefix=MEDUSA_PREFIX,
         ),
     )
 }
@@ -216,14 +217,3 @@ def profile_named(name: str) -> Profile:
     if name not in PROFILES:
         raise InputError(f"Medusa profile {name!r} is unknown; there are: {', '.join(PROFILES)}")
     return PROFILES[name]
-
-
-def without_heads(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The base model's part of a checkpoint's config, and patterns of the tensors that are none of it.
-
-    A checkpoint that holds the model and heads (`full-hf`) says so in its config.
-    """
-    whole = [profile for profile in PROFILES.values() if profile.prefix and set(profile.config) <= set(config)]
-    extra = {key for profile in whole for key in profile.config}
-    base = {key: value for key, value in config.items() if key not in extra}
-    return base, [f"^{re.escape(profile.prefix)}" for profile in whole]

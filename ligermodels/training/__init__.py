@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ligermodels.training.loop import StepMetrics, train
     from ligermodels.training.medusa import train_heads
     from ligermodels.training.medusa_recipe import MedusaRecipe, read_recipe
+    from ligermodels.training.mtp import train_mtp
+    from ligermodels.training.mtp_recipe import MTPRecipe
     from ligermodels.training.optimizer import adamw, warmup_cosine
     from ligermodels.training.recipe import TrainingRecipe
     from ligermodels.training.run import Console, Outcome, run_job
@@ -27,6 +29,8 @@ _get, __dir__ = lazy_names(
         "loop": ("StepMetrics", "train"),
         "medusa": ("train_heads",),
         "medusa_recipe": ("MedusaRecipe", "read_recipe"),
+        "mtp": ("train_mtp",),
+        "mtp_recipe": ("MTPRecipe",),
         "optimizer": ("adamw", "warmup_cosine"),
         "recipe": ("TrainingRecipe",),
         "run": ("Console", "Outcome", "run_job"),
@@ -49,6 +53,7 @@ __all__ = [
     "FineTuningRecipe",
     "FusedAdamW",
     "Job",
+    "MTPRecipe",
     "MedusaRecipe",
     "Outcome",
     "StepMetrics",
@@ -59,5 +64,6 @@ __all__ = [
     "run_job",
     "train",
     "train_heads",
+    "train_mtp",
     "warmup_cosine",
 ]

@@ -19,7 +19,7 @@ from ligermodels.archs.lora import add_lora, lora_layers
 from ligermodels.data.batches import Batch
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers.initialization import whole_parameters
-from ligermodels.speculative.evaluation import Total, evaluate
+from ligermodels.speculative.evaluation import evaluate
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -134,8 +134,8 @@ class FineTuningJob:
     def output_metrics(self, out: Any) -> OutputMetrics:
         return OutputMetrics({} if out.aux_loss is None else {"aux_loss": out.aux_loss})
 
-    def evaluate(self, batches: Callable[[], Iterable[Batch]], total: Total) -> LossEvaluation:
-        return LossEvaluation(evaluate(self.model, batches(), total))
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> LossEvaluation:
+        return LossEvaluation(evaluate(self.model, batches()))
 
     def export(self, folder: Path) -> None:
         if lora_layers(self.model):

@@ -10,7 +10,6 @@ from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch
-from ligermodels.speculative.evaluation import Total
 from ligermodels.training.loop import OutputMetrics, Trainable, Value
 from ligermodels.training.recipe import TrainingRecipe
 
@@ -45,9 +44,9 @@ class Job(Protocol):
     def output_metrics(self, out: Any) -> OutputMetrics:
         """What to log of an output of `trainable`."""
 
-    def evaluate(self, batches: Callable[[], Iterable[Batch]], total: Total) -> Evaluation:
-        """Evaluate on the validation split; each call of `batches` gives all of it, or this rank's share: `total` sums
-        over the ranks."""
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> Evaluation:
+        """Evaluate on the validation split; each call of `batches` gives all of it, or of several ranks this one's
+        share: the functions of `speculative.evaluation` sum over the ranks."""
 
     def export(self, folder: Path) -> None:
         """Write the result of the training."""
@@ -55,9 +54,9 @@ class Job(Protocol):
 
 class JobFactory(Protocol[R]):
     """Makes the job of a recipe from its base model, which may be sharded. With `resuming`, a checkpoint overwrites the
-    trained parameters afterwards, so nothing else need be loaded into them."""
+    trained parameters afterwards, so nothing else need be loaded into them.
 
-    def prepare(self, recipe: R, model: CausalLM) -> None:
-        """Change the modules of the base model, on the meta device, before it is sharded and loaded."""
+    One that changes the modules of the base model does so in an attribute `prepare(recipe, model)`, which is called
+    while that is on the meta device, before it is sharded and loaded."""
 
     def __call__(self, recipe: R, model: CausalLM, *, resuming: bool) -> Job: ...

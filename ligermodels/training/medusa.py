@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,11 @@ from torch import nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
-from ligermodels.speculative.evaluation import HeadScores, KLToReference, Total, evaluate_heads, evaluate_kl
+from ligermodels.speculative.evaluation import evaluate_heads, evaluate_kl
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel
-from ligermodels.training.loop import OutputMetrics, Trainable, Value
+from ligermodels.training.heads import HeadsEvaluation, head_metrics
+from ligermodels.training.loop import Trainable
 from ligermodels.training.medusa_recipe import MedusaRecipe
 from ligermodels.training.run import Console, Outcome, run_job
 
@@ -36,43 +35,15 @@ def train_heads(
 ) -> Outcome:
     """Train Medusa heads by `recipe` and write them to `out`; in stage 2 the model too, as one Hugging Face checkpoint.
 
-    Arguments and errors are those of `run_job`; the outcome's evaluation is a `MedusaEvaluation`.
+    Arguments and errors are those of `run_job`; the outcome's evaluation is a `HeadsEvaluation`.
     """
     return run_job(MedusaJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
-
-
-@dataclass(frozen=True)
-class MedusaEvaluation:
-    """Scores of the heads on the validation split and, if the recipe asks for it, the KL to the initial model."""
-
-    scores: HeadScores
-    kl: KLToReference | None = None
-
-    def metrics(self) -> dict[str, Value]:
-        """Accuracies by head, the KL in nats per token, the perplexity and its relative change."""
-        found: dict[str, Value] = {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
-        if self.kl is not None:
-            found |= {"kl_to_reference": self.kl.kl, "perplexity": math.exp(self.kl.loss)}
-            found["perplexity_change"] = self.kl.perplexity_change
-        return found
-
-
-def head_metrics(out: Any) -> OutputMetrics:
-    """Losses of the base model (where it is trained) and of each head, and how often each head is right."""
-    losses = {"head_losses": out.head_losses}
-    if out.base_loss is not None:
-        losses["base_loss"] = out.base_loss
-    return OutputMetrics(losses, {"head_accuracy": (out.accuracy[1] * out.counts, out.counts)})
 
 
 class MedusaJob:
     """A `Job`: see there. Raises ConfigError when the heads in `start_from` are not of the recipe's shape."""
 
     output_metrics = staticmethod(head_metrics)
-
-    @staticmethod
-    def prepare(recipe: MedusaRecipe, model: CausalLM) -> None:
-        """The base model stays as it is."""
 
     def __init__(self, recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> None:
         self.recipe = recipe
@@ -99,12 +70,10 @@ class MedusaJob:
     def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
         return {} if self.recipe.stage == 1 else {WEIGHT_ARGUMENT: self.recipe.heads_loss_weight_at(step, steps)}
 
-    def evaluate(self, batches: Callable[[], Iterable[Batch]], total: Total) -> MedusaEvaluation:
-        scores = evaluate_heads(self.model, batches(), total=total)
-        kl = None
-        if self.reference is not None:
-            kl = evaluate_kl(self.model.base, self.reference, batches(), total)
-        return MedusaEvaluation(scores, kl)
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> HeadsEvaluation:
+        scores = evaluate_heads(self.model, batches())
+        kl = evaluate_kl(self.model.base, self.reference, batches()) if self.reference is not None else None
+        return HeadsEvaluation(scores, kl)
 
     def export(self, folder: Path) -> None:
         if self.recipe.stage == 2:

@@ -21,10 +21,10 @@ from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
-from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError, TrainingError
+from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError, TrainingError
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.parallel.ranks import DataRanks, data_share, join
+from ligermodels.parallel.ranks import data_share, join, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.folder import CHECKPOINTS, prepare
@@ -136,6 +136,8 @@ class _Run:
             raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
         self.out, self.console, self.ranks = out, console, Ranks.of_group()
         self.data_rank, self.data_size = data_share(recipe.parallel)
+        if world_size() > 1 and recipe.optimizer == "adafactor":
+            raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
         self.micro_batch_size, self.accumulation_steps = recipe.micro_batches(self.data_size)
         self.checkpoints = Checkpoints(out / CHECKPOINTS, recipe.keep_checkpoints)
         self.start, self.targets, self.about = 0, 0, dict[str, Any]()
@@ -187,8 +189,9 @@ class _Run:
     def load(self, make_job: JobFactory[Any], device: str, attention: str) -> None:
         """The base model, the job and the optimizer, in the state of the checkpoint, if there is one."""
         recipe = self.recipe
-        options: dict[str, Any] = {"prepare": partial(make_job.prepare, recipe)}
-        if spread := dist.is_initialized() or recipe.parallel != ParallelPlan():
+        prepare = getattr(make_job, "prepare", None)
+        options: dict[str, Any] = {} if prepare is None else {"prepare": partial(prepare, recipe)}
+        if spread := world_size() > 1 or recipe.parallel != ParallelPlan():
             options["plan"] = recipe.parallel
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
             model = self.base.load(recipe, device=device, attention=attention, progress=update, **options)
@@ -214,6 +217,8 @@ class _Run:
             rounding=recipe.rounding,
             seed=recipe.seed,
         )
+        if spread:
+            self._check_trained()
         self.schedule = warmup_cosine(
             self.optimizer, self.steps, warmup_steps=self.warmup_steps, min_lr_ratio=recipe.min_lr_ratio
         )
@@ -223,6 +228,16 @@ class _Run:
             self.schedule.load_state_dict(self.about["schedule"])
             self.batches.load_state_dict(self.about["data"])
             self.console.say(f"resuming after step {self.start:,} of {self.steps:,}")
+
+    def _check_trained(self) -> None:
+        """InputError when the optimizer has other parameters than the sharded model: those that it had before."""
+        there = {id(parameter) for parameter in self.job.model.parameters()}
+        trained = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) not in there for parameter in trained):
+            raise InputError(
+                "learning_rates: holds parameters that the model had before it was sharded; give iterators such as "
+                "model.parameters(), which are read afterwards"
+            )
 
     def _packed(self, indices: Any, **options: Any) -> PackedBatches:
         recipe = self.recipe
@@ -337,7 +352,7 @@ class _Run:
                 limit = max(1, sequences // micro)
             return until(stop, self._share(islice(found, limit)))
 
-        return self.job.evaluate(batches, DataRanks.of(self.job.model).sum)
+        return self.job.evaluate(batches)
 
 
 def _note(state: StepMetrics) -> str:

@@ -25,8 +25,11 @@ TOLERANCE = 1e-5
 LLAMA = {**BASE, "model_type": "llama"}
 
 
-# PEFT takes a Qwen3-Next to have experts in every layer, and adapts nothing in dense ones.
-@pytest.fixture(scope="module", params=sorted(CONFIGS.keys() - {"qwen3_next-without-experts"}))
+# PEFT takes a model of these types to have experts, and adapts nothing in dense layers.
+WITHOUT_EXPERTS = {"qwen3_next-without-experts", "deepseek_v3-without-experts"}
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS.keys() - WITHOUT_EXPERTS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("model")
     return folder, make_checkpoint(folder, CONFIGS[request.param])

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import loss_cases
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -118,6 +119,58 @@ def check_plain_weights(mesh: Any) -> None:
     torch.testing.assert_close(found, wanted)
 
 
+def check_vocabulary_shards(mesh: Any, kernels: bool) -> None:
+    """Losses, log-probabilities and all gradients of heads and logits whose classes are sharded, also where the ranks
+    do not divide them: in float64 by torch, in float32 by the kernels."""
+    dtype, tolerances = (torch.float32, {"rtol": 1e-4, "atol": 1e-5}) if kernels else (torch.float64, {})
+    V, log_probs = 37, dict.fromkeys(("entropy", "lse", "rank", "predicted"), True)
+    ops_options: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (ops.linear_log_probs, {}),
+        (ops.linear_log_probs, {f"return_{name}": True for name in log_probs} | {"softcap": 3.0, "logit_scale": 0.7}),
+    ]
+    torch.manual_seed(0)
+    y = loss_cases.targets((3, 7), V, torch.device("cpu"))
+    hidden, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((3, 7, 10), (V, 10), (V,)))
+    weight[5] *= 20  # a class of one rank that takes nearly all of some rows
+    names = ("mean", "all", "all terms", "mean of all terms") if kernels else (loss_cases.OPTIONS | loss_cases.TERMS)
+    ops_options += [(ops.linear_cross_entropy, loss_cases.options_for(name, y, V)) for name in names]
+    for op, options in ops_options:
+        ignored = options.get("ignore_index", -100)
+        target = y.masked_fill(y == -100, ignored)
+        for frozen in ((),) if kernels else ((), (1, 2), (0,)):
+            results, gradients = [], []
+            for sharded in (False, True):
+                given = [hidden.clone(), weight.clone(), bias.clone()]
+                if sharded:
+                    given = [given[0], *(distribute_tensor(x, mesh, [Shard(0)]) for x in given[1:])]
+                operands = [x.requires_grad_(i not in frozen) for i, x in enumerate(given)]
+                found = op(operands[0], operands[1], target, operands[2], memory_budget=3000, **options)
+                results.append(found if isinstance(found, tuple) else (found,))
+                sum((x * x.sin()).sum() for x in results[-1] if x is not None and x.requires_grad).backward()
+                gradients.append([x.grad for x in operands])
+            check_equal(*results, f"{op.__name__}, {options}", tolerances)
+            check_equal(*gradients, f"{op.__name__}, {options}, frozen {frozen}", tolerances)
+        if op is not ops.linear_cross_entropy:
+            continue
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        whole, shards = logits.clone().requires_grad_(), distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+        results = [ops.cross_entropy(x, target, **options) for x in (whole, shards)]
+        results = [x if isinstance(x, tuple) else (x,) for x in results]
+        check_equal(*results, f"cross_entropy, {options}", tolerances)
+        for found in results:
+            (found[0] * found[0].sin()).sum().backward()
+        assert shards.grad.placements == (Shard(2),)
+        check_equal([whole.grad], [shards.grad], f"cross_entropy, {options}", tolerances)
+
+
+def check_equal(wanted: Any, found: Any, what: str, tolerances: dict[str, float]) -> None:
+    for one, two in zip(wanted, found, strict=True):
+        assert (one is None) == (two is None), what
+        if one is not None:
+            two = two.full_tensor() if isinstance(two, DTensor) else two
+            torch.testing.assert_close(two, one, msg=lambda m: f"{what}: {m}", **tolerances)
+
+
 def check_refusals(mesh: Any) -> None:
     def whole(*shape: int, dtype: torch.dtype | None = None) -> DTensor:
         return distribute_tensor(torch.ones(shape, dtype=dtype), mesh, [R])
@@ -145,6 +198,28 @@ def check_refusals(mesh: Any) -> None:
             assert str(error).startswith(f"{name.strip()} takes no DTensors") and "to_local()" in str(error), error
         else:
             raise AssertionError(f"{name} took a DTensor")
+    rows = distribute_tensor(torch.ones(9, 8), mesh, [Shard(0)])
+    some = torch.ones(4, 8), torch.zeros(4).long()
+    for words, call in {
+        "bias must be a DTensor on the mesh of weight": lambda: ops.linear_cross_entropy(
+            some[0], rows, some[1], torch.ones(9)
+        ),
+        "weight must be plain or Shard(0), got (Shard(dim=1),)": lambda: ops.linear_log_probs(
+            some[0], distribute_tensor(torch.ones(9, 8), mesh, [Shard(1)]), some[1]
+        ),
+        "logits must be plain or Shard(1), got (Shard(dim=0),)": lambda: ops.cross_entropy(rows, torch.zeros(9).long()),
+        "has 1 classes, too few": lambda: ops.cross_entropy(
+            distribute_tensor(torch.ones(4, 1), mesh, [Shard(1)]), some[1]
+        ),
+        "target[0] is 9": lambda: ops.linear_cross_entropy(some[0], rows, some[1] + 9),
+        "linear_distillation takes no DTensors": lambda: ops.linear_distillation(some[0], rows, some[0], rows),
+    }.items():
+        try:
+            call()
+        except InputError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"no error: {words}")
     try:
         ops.rms_norm(torch.ones(4, 40), whole(40), 1e-6)
     except InputError as error:
@@ -161,6 +236,7 @@ def main(rank: int, port: str, backend: str) -> None:
     with ops.set_backend(backend):  # type: ignore[arg-type]
         check_cases(mesh, backend == "triton")
         check_plain_weights(mesh)
+        check_vocabulary_shards(mesh, backend == "triton")
         check_refusals(mesh)
     dist.barrier()
     os._exit(0)  # gloo's threads may crash a process that tears them down

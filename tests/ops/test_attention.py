@@ -30,6 +30,12 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks-decode-one": {"sinks": True, "queries": 1},
     "sinks-decode-some": {"sinks": True, "queries": 4, "window": 5},
     "sinks-scale-of-0": {"sinks": True, "softmax_scale": 0.0},
+    "narrow-values": {"value_dim": 10},
+    "wide-values-window": {"value_dim": 22, "window": 3},
+    "narrow-values-softcap": {"value_dim": 10, "softcap": 1.5},
+    "narrow-values-packed": {"value_dim": 10, "bounds": [0, 5, 6, 6, 13]},
+    "wide-values-mask-decode-some": {"value_dim": 22, "masked": True, "queries": 4},
+    "narrow-values-sinks": {"value_dim": 10, "sinks": True},
     "all-options": {"window": 6, "softcap": 2.0, "softmax_scale": 0.3, "bounds": [0, 8, 13]},
 }
 DEVICES = [
@@ -78,7 +84,7 @@ def by_definition(
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h, None]])
                 rows.append(scores.softmax(0)[: len(seen)] @ v[b, seen, h // group])
-    return torch.stack(rows).view(batch, length, heads, dim)
+    return torch.stack(rows).view(batch, length, heads, v.shape[3])
 
 
 @pytest.mark.parametrize("name", list(backends()))
@@ -89,6 +95,7 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
     bounds, queries, kv_heads = options.pop("bounds", None), options.pop("queries", 13), options.pop("kv_heads", 2)
     batch = 1 if bounds else 2
     sinks, mask = options.pop("sinks", False), None
+    value_dim = options.pop("value_dim", None)
     if options.pop("masked", False):
         mask = (torch.rand(batch, queries, 13) < 0.4) | torch.eye(13, dtype=torch.bool)[-queries:]
     request = AttentionRequest(
@@ -103,6 +110,7 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
         masked=mask is not None,
         packed=bounds is not None,
         sinks=sinks,
+        value_dim=value_dim,
     )
     if name != "reference":  # It serves everything.
         try:
@@ -110,7 +118,9 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
         except BackendError as refusal:
             assert name in str(refusal)
             return
-    tensors = [torch.randn(batch, n, h, head_dim) for n, h in ((queries, 4), (13, kv_heads), (13, kv_heads))]
+    widths = (head_dim, head_dim, value_dim or head_dim)
+    sizes = zip((queries, 13, 13), (4, kv_heads, kv_heads), widths, strict=True)
+    tensors = [torch.randn(batch, *size) for size in sizes]
     tensors += [2 * torch.randn(4)] if sinks else []
     inputs = [x.to(device, dtype).requires_grad_() for x in tensors]
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
@@ -190,6 +200,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
     with pytest.raises(InputError, match="do not fit"):
         attention(q, k[..., :7], k[..., :7])
+    with pytest.raises(InputError, match="do not fit"):
+        attention(q, k, k[:, :, :1])
     with pytest.raises(InputError, match="do not fit"):
         attention(q[:, :, :3], k, k)
     with pytest.raises(InputError, match="4 queries but only 3 keys"):

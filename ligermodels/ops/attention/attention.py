@@ -22,7 +22,8 @@ from ligermodels.ops.runtime.tensors import check_tensor
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """The properties of a call by which a backend is chosen; none is read from device memory."""
+    """The properties of a call by which a backend is chosen; none is read from device memory. `value_dim` is None
+    where values have as many channels as keys."""
 
     device: str
     dtype: torch.dtype
@@ -36,6 +37,7 @@ class AttentionRequest:
     packed: bool
     compiling: bool = False
     sinks: bool = False
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def attention(
 
     Args:
         q: (B, T, Hq, D).
-        k, v: (B, S, Hkv, D) with S >= T and Hkv dividing Hq; query t is at the position of key S - T + t.
+        k, v: (B, S, Hkv, D) and (B, S, Hkv, Dv) with S >= T and Hkv dividing Hq; query t is at the position of key
+            S - T + t.
         softmax_scale: factor on q·k; D ** -0.5 when None.
         window: number of keys a query sees, its own included (Mistral's sliding window); None for all.
         softcap: logits become softcap * tanh(logits / softcap) before masking (Gemma 2).
@@ -75,14 +78,14 @@ def attention(
         backend: "auto", or the name of one of `backends()`.
 
     Returns:
-        (B, T, Hq, D), in q's dtype.
+        (B, T, Hq, Dv), in q's dtype.
 
     Raises:
         InputError: shapes that do not fit together.
         BackendError: the named backend is unknown, not installed, or cannot serve this call.
     """
     batch, length, heads, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
         raise InputError(
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together"
         )
@@ -107,6 +110,7 @@ def attention(
         packed=cu_seqlens is not None,
         compiling=torch.compiler.is_compiling(),
         sinks=sinks is not None,
+        value_dim=None if v.shape[3] == head_dim else v.shape[3],
     )
     return choose(request, backend).run(q, k, v, request, mask, cu_seqlens, sinks)
 
@@ -151,7 +155,7 @@ def _reference(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The specification: fp32 (or fp64) scores and softmax, every option; memory grows with T * S."""
-    batch, length, heads, head_dim = q.shape
+    batch, length, heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(compute).unflatten(2, (k.shape[2], heads // k.shape[2]))
     scores = torch.einsum("bthgd,bshd->bhgts", grouped, k.to(compute)) * request.softmax_scale
@@ -164,7 +168,7 @@ def _reference(
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[1]]
     out = torch.einsum("bhgts,bshd->bthgd", weights, v.to(compute))
-    return out.reshape(batch, length, heads, head_dim).to(q.dtype)
+    return out.reshape(batch, length, heads, v.shape[3]).to(q.dtype)
 
 
 # -- torch SDPA --------------------------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ def _sdpa(
         mask = mask[:, None]
     elif cu_seqlens is not None or shifted or request.window is not None:
         mask = visible(request, q.device, cu_seqlens)
-    head_dim = q.shape[3]
+    value_dim = v.shape[3]
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks, request.softmax_scale)
         mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
@@ -218,7 +222,7 @@ def _sdpa(
             enable_gqa=q.shape[2] != k.shape[2],
         )
     out = out.transpose(1, 2)
-    return out if sinks is None else out[:, 1:, :, :head_dim]
+    return out if sinks is None else out[:, 1:, :, :value_dim]
 
 
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,6 +269,8 @@ def _flash_refuses(name: str, request: AttentionRequest) -> str | None:
         return f"it takes bfloat16 and float16, not {request.dtype}"
     if request.head_dim > 256 or request.head_dim % 8:
         return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
+    if request.value_dim is not None:
+        return f"values of {request.value_dim} channels beside keys of {request.head_dim} are not implemented on it"
     if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
         return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
     if request.sinks:

@@ -5,7 +5,7 @@ needed, and one GEMM for each of those. Rows without targets are left out of all
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ from ligermodels.ops.loss.token_losses import (
 )
 from ligermodels.ops.loss.token_losses_kernels import scale_
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, check_tensor, empty_gradient, under_autocast
+
+if TYPE_CHECKING:
+    from ligermodels.ops.runtime.class_shards import ClassShard
 
 ROW_MULTIPLE = 128  # chunks of whole GEMM tiles
 COLUMN_MULTIPLE = 16  # on CUDA logits are held in rows of a multiple of this, which keeps them aligned for odd V
@@ -42,6 +45,11 @@ class Head(NamedTuple):
     class_weights: Tensor | None
     num_targets: int
     needs: tuple[bool, bool, bool]  # which gradients are needed: of hidden, weight and bias
+    shard: "ClassShard | None"  # the classes that weight and bias are of, where these are not all
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.weight) if self.shard is None else self.shard.num_classes
 
 
 def checked_head(
@@ -49,7 +57,14 @@ def checked_head(
     reduction: Reduction, options: LossOptions, memory_budget: int, num_targets: int | None,
     class_weights: Tensor | None = None,
 ) -> Head:  # fmt: skip
-    """Raises InputError unless all fit one another. Under autocast hidden, weight and bias are cast to its dtype."""
+    """Raises InputError unless all fit one another. Under autocast hidden, weight and bias are cast to its dtype.
+
+    Of a weight and bias that are DTensors, sharded by classes, it has this rank's part."""
+    shard = None
+    if is_dtensor(weight):
+        from ligermodels.ops.runtime.class_shards import shard_of_head  # imports DTensors
+
+        hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     check_loss(op, hidden, "hidden", target, token_weights, reduction, options)
     reject_dtensors(op, weight, bias)
@@ -59,6 +74,7 @@ def checked_head(
         raise InputError(f"{op}: weight must be of one class or more")
     if bias is not None:
         check_tensor(op, "bias", bias, (V,), hidden.device, dtype)
+    V = V if shard is None else shard.num_classes
     if memory_budget <= 0:
         raise InputError(f"{op}: memory_budget must be a positive number of bytes, got {memory_budget}")
     class_weights = check_class_weights(op, class_weights, V, hidden.device, dtype)
@@ -75,7 +91,7 @@ def checked_head(
         graded and weight.requires_grad,
         graded and bias is not None and bias.requires_grad,
     )
-    return Head(hidden, weight, bias, target, loss_weights, class_weights, num_targets, needs)
+    return Head(hidden, weight, bias, target, loss_weights, class_weights, num_targets, needs, shard)
 
 
 @custom_op()

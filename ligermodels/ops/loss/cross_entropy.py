@@ -21,7 +21,7 @@ from ligermodels.ops.loss.token_losses import (
 )
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import as_rows
 
 
@@ -45,8 +45,9 @@ def cross_entropy(
     """Cross entropy of logits against class indices (the formulas are at the heads of `token_losses` and
     `loss_terms`).
 
-    logits: (..., V), any floating dtype and strides. target: (...), int64, in [0, V) or ignore_index: such rows have no
-        loss and a gradient of exact zeros.
+    logits: (..., V), any floating dtype and strides; or a DTensor that is sharded in its last dimension, over ranks
+        that have all else alike (see `sharded_numbers`): then the results are plain tensors, the same on all ranks.
+    target: (...), int64, in [0, V) or ignore_index: such rows have no loss and a gradient of exact zeros.
     token_weights: (...), floating, not negative, multiplied into each row's loss; they get no gradient.
     class_weights: (V,), floating, as `weight` of torch's cross_entropy, label smoothing included; they get no gradient.
         The z-loss is not weighted by class, as in Liger-Kernel.
@@ -68,17 +69,30 @@ def cross_entropy(
     options = LossOptions(
         ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank, return_predicted
     )  # fmt: skip
+    V, shard = logits.shape[-1:].numel(), None
+    if is_dtensor(logits) and logits.ndim:
+        from ligermodels.ops.runtime.class_shards import shard_of_classes  # imports DTensors
+
+        logits, shard = shard_of_classes("cross_entropy", "logits", logits, -1)
     check_loss("cross_entropy", logits, "logits", target, token_weights, reduction, options)
-    V, dtype = logits.shape[-1], logits.dtype
+    dtype = logits.dtype
     class_weights = check_class_weights("cross_entropy", class_weights, V, logits.device, dtype)
-    terms = LossTerms(options, class_weights, token_scaling, return_z_loss)
+    terms = LossTerms(options, class_weights, token_scaling, return_z_loss, shard is not None)
     target, weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype, class_weights)
-    if use_kernels(logits):
-        arguments = (logits, target, terms.mean_weights(V, logits), terms.of_kernels, terms.needs_lse)
+    mean_weights = terms.mean_weights(V, logits)
+    if shard is not None:
+        from ligermodels.ops.loss.sharded_numbers import sharded_numbers
+
+        found = sharded_numbers(
+            logits, target, shard, terms.of_kernels, return_lse=terms.needs_lse, class_weights=mean_weights
+        )
+    elif use_kernels(logits):
+        arguments = (logits, target, mean_weights, terms.of_kernels, terms.needs_lse)
         found = RowNumbers(*_CrossEntropy.apply(*arguments))
-        losses, z_losses = terms.losses(found, weights)
-        return terms.results(losses if reduction == "none" else losses.sum(), z_losses, reduction, found)
-    return _by_reference(logits, target, terms, weights, reduction)
+    else:
+        return _by_reference(logits, target, terms, weights, reduction)
+    losses, z_losses = terms.losses(found, weights)
+    return terms.results(losses if reduction == "none" else losses.sum(), z_losses, reduction, found)
 
 
 def cross_entropy_reference(

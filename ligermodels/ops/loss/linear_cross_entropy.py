@@ -45,7 +45,9 @@ def linear_cross_entropy(
 
     hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
         all three are cast to its dtype). target, weights of tokens and classes, and the options: as in `cross_entropy`,
-        and the result.
+        and the result. weight and bias may be DTensors that are sharded by classes, over ranks that have all else
+        alike: no rank then has all logits of a row, and the gradient of hidden is that of the whole (see
+        `sharded_numbers`).
     memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
         it needs). The gradients themselves come on top. With several chunks and a 16-bit weight it takes as much as the
         weight's gradient once more, for that is summed in float32 (`GradientSum`) and rounded once: of the budget, if
@@ -77,7 +79,7 @@ def linear_cross_entropy(
         num_targets,
         class_weights,
     )
-    terms = LossTerms(options, head.class_weights, token_scaling, return_z_loss)
+    terms = LossTerms(options, head.class_weights, token_scaling, return_z_loss, head.shard is not None)
     if terms.together:
         loss, *others = _LinearCrossEntropy.apply(
             *head[:4], head.loss_weights.of_target, options, return_z_loss, memory_budget, head.num_targets,
@@ -88,7 +90,7 @@ def linear_cross_entropy(
     else:
         found = linear_numbers(
             head, terms.of_kernels, memory_budget, return_lse=terms.needs_lse,
-            class_weights=terms.mean_weights(len(weight), head.hidden), keep=not terms.needs_lse,
+            class_weights=terms.mean_weights(head.num_classes, head.hidden), keep=not terms.needs_lse,
         )  # fmt: skip
         losses, z_losses = terms.losses(found, head.loss_weights)
         loss = losses if reduction == "none" else losses.sum()

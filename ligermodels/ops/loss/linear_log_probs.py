@@ -46,7 +46,7 @@ def linear_log_probs(
     """log softmax(x)[target] of x = hidden @ weight.T + bias, scaled and softcapped, without the logits in memory.
 
     hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
-        all three are cast to its dtype).
+        all three are cast to its dtype); they may be sharded by classes, as in `linear_cross_entropy`.
     target: (...), int64, in [0, V) or ignore_index: such rows have log-probability, entropy and log-sum-exp 0, and a
         gradient of exact zeros.
     softcap: x becomes softcap * tanh(x / softcap). logit_scale: multiplied into the logits first; 1 / temperature.

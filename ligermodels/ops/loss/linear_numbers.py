@@ -28,6 +28,13 @@ def linear_numbers(
     options: without label smoothing and z-loss. class_weights: (V,), those of the means, if these are asked for.
     keep: whether the forward pass keeps the gradient of -log p_y where it can, which serves if the loss uses no other.
     """
+    if head.shard is not None:
+        from ligermodels.ops.loss.sharded_numbers import sharded_linear_numbers  # imports DTensors
+
+        return sharded_linear_numbers(
+            head, options, memory_budget, return_entropy=return_entropy, return_lse=return_lse,
+            class_weights=class_weights,
+        )  # fmt: skip
     asked = (return_entropy, return_lse, class_weights is not None)
     return RowNumbers(
         *_LinearNumbers.apply(

@@ -24,16 +24,19 @@ from ligermodels.ops.loss.token_losses import LossOptions, LossWeights, RowNumbe
 
 
 class LossTerms(NamedTuple):
-    """What a loss is made of. class_weights: (V,), of the losses' dtype."""
+    """What a loss is made of. class_weights: (V,), of the losses' dtype. sharded: whether classes are, over ranks."""
 
     options: LossOptions
     class_weights: Tensor | None
     token_scaling: bool
     return_z_loss: bool
+    sharded: bool = False
 
     @property
     def together(self) -> bool:
         """Whether the kernels compute the loss of a row, which one weight then multiplies."""
+        if self.sharded:
+            return False
         options = self.options
         differ = self.class_weights is not None and (options.label_smoothing or options.z_loss)
         return not (differ or self.token_scaling)

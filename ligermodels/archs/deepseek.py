@@ -1,0 +1,141 @@
+"""DeepSeek-V3 and R1: latent attention, and a mixture of experts, one of them shared, in all but the first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ligermodels.archs.compose import decoder
+from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.experts import expert_layouts, grouped_router
+from ligermodels.archs.family import Family
+from ligermodels.archs.fields import Fields
+from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
+from ligermodels.archs.mtp import DEEPSEEK
+from ligermodels.convert.config_json import rope_parameters
+from ligermodels.errors import ConfigError
+from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale
+from ligermodels.layers.query_scaling import QueryScaling
+
+DEEPSEEK_V3 = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "num_nextn_predict_layers": 1,
+}
+KEY_DIM = "qk_nope_head_dim + qk_rope_head_dim"
+
+
+def deepseek_v3(config: Mapping[str, Any]) -> DecoderConfig:
+    """The composed config of a `DeepseekV3Config` dict; its layers of multi-token prediction are no part of it."""
+    fields = Fields(config, DEEPSEEK_V3)
+    rotated, context = rotated_dim(fields), fields.size("max_position_embeddings")
+    fixed(fields, "head_dim", rotated, "qk_rope_head_dim")
+    fields.choices("moe_layer_freq", 1, default=1)
+    dense = fields.size("first_k_dense_replace", zero=True)
+    return latent_decoder(
+        fields,
+        rope=fields.rope(rotated, context),
+        router=grouped_router(fields, name_of(config, "n_routed_experts", ATTRIBUTE_MAP["n_routed_experts"])),
+        is_dense=lambda layer: layer < dense,
+    )
+
+
+def latent_decoder(
+    fields: Fields,
+    *,
+    rope: RopeConfig,
+    router: RouterConfig,
+    is_dense: Callable[[int], bool],
+    query_scaling: QueryScaling | None = None,
+) -> DecoderConfig:
+    """The decoder of DeepSeek-V3 and of the families after it.
+
+    Args:
+        fields: the config, its defaults filled in.
+        rope: of the channels of each head that are rotated.
+        router: that of all mixtures.
+        is_dense: whether the layer of this number is no mixture.
+        query_scaling: as of `LatentAttentionConfig`.
+
+    Raises ConfigError naming the field that is missing, bad or not implemented.
+    """
+    fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # there is no loss of router logits
+    heads, rotated = fields.size("num_attention_heads"), rotated_dim(fields)
+    fixed(fields, "num_key_value_heads", heads, "num_attention_heads")
+    mixer = LatentAttentionConfig(
+        heads,
+        plain_dim=fields.size("qk_nope_head_dim"),
+        rotated_dim=rotated,
+        value_dim=fields.size("v_head_dim"),
+        kv_rank=fields.size("kv_lora_rank"),
+        q_rank=fields.optional_size("q_lora_rank"),
+        rope=rope,
+        bias=fields.flag("attention_bias", False),
+        stored_as_pairs=fields.flag("rope_interleave", False),
+        query_scaling=query_scaling,
+    )
+    fixed(fields, "qk_head_dim", mixer.key_dim, KEY_DIM)
+    mixer = replace(mixer, softmax_scale=_softmax_scale(fields, mixer.key_dim))
+    size, shared = fields.size("moe_intermediate_size"), fields.size("n_shared_experts")
+
+    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
+        if is_dense(layer):
+            return gated
+        return MoEConfig(router, size, gated.activation, shared=replace(gated, size=shared * size), aux_loss=False)
+
+    mtp = name_of(fields.config, "num_nextn_predict_layers", ATTRIBUTE_MAP["num_nextn_predict_layers"])
+    return decoder(
+        fields.replaced(head_dim=rotated),
+        attention=lambda layer, common: {"rope": rope},
+        mixer=lambda layer, common: mixer,
+        mlp=mlp,
+        num_mtp_layers=fields.size(mtp, 0, zero=True),
+    )
+
+
+def rotated_dim(fields: Fields) -> int:
+    """qk_rope_head_dim; ConfigError unless it is even."""
+    if (found := fields.size("qk_rope_head_dim")) % 2:
+        raise ConfigError(f"{fields.where}: qk_rope_head_dim {found} must be even for rotary positions")
+    return found
+
+
+def fixed(fields: Fields, name: str, value: int, source: str) -> None:
+    """ConfigError where a field that follows from `source`, another one, is there, and is not `value`."""
+    if (found := fields.size(name, value)) != value:
+        raise ConfigError(f"{fields.where}: {name} = {found} is not implemented; by {source} it must be {value}")
+
+
+def _softmax_scale(fields: Fields, key_dim: int) -> float | None:
+    """key_dim ** -0.5 times the square of YaRN's factor for all channels, where settings of rope have an mscale for
+    these; else None. As in transformers for every type of rope but the default one."""
+    settings = Fields(rope_parameters(fields.config), where=f"{fields.where}: rope_parameters")
+    mscale = settings.number("mscale_all_dim", 0.0)
+    if settings.config["rope_type"] == "default" or not mscale:
+        return None
+    return float(key_dim**-0.5 * yarn_mscale(settings.number("factor", positive=True), mscale) ** 2)
+
+
+FAMILIES = (Family("deepseek_v3", deepseek_v3, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)

@@ -1,0 +1,208 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, https://arxiv.org/abs/2405.04434, section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels import ops
+from ligermodels.convert.mappings import WeightMapping, rename, rotated_first
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.latent_cache import LatentCache, LayerLatents
+from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.query_scaling import QueryScaling
+from ligermodels.layers.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig(LayerConfig):
+    """Attention whose keys and values are projections of one latent of `kv_rank` channels for each token.
+
+    A query or key has `key_dim` = `rotated_dim` + `plain_dim` channels. The first are rotated, and those of keys are
+    the same for all heads. A value has `value_dim`. Queries are projections of a latent of `q_rank` channels, or with
+    None of the hidden states. Both latents are normalised.
+
+    `softmax_scale` None means key_dim ** -0.5; `bias` is that of the projections of hidden states to latents, and of
+    the output; `query_scaling` multiplies queries by a factor of their positions; `backend` names an attention backend,
+    which is no part of what makes two configs equal. Checkpoints have the rotated channels of a head last; with
+    `stored_as_pairs` they rotate neighbours of these together, and the weight map reorders them.
+
+    Raises ConfigError, naming the field, when they do not fit together.
+    """
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "latent.q": "self_attn.q_proj",
+        "latent.q_a": "self_attn.q_a_proj",
+        "latent.q_a_norm": "self_attn.q_a_layernorm",
+        "latent.q_b": "self_attn.q_b_proj",
+        "latent.kv_a": "self_attn.kv_a_proj_with_mqa",
+        "latent.kv_a_norm": "self_attn.kv_a_layernorm",
+        "latent.kv_b": "self_attn.kv_b_proj",
+        "latent.o": "self_attn.o_proj",
+    }
+
+    num_heads: int
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+    kv_rank: int
+    q_rank: int | None
+    rope: RopeConfig
+    norm: NormConfig = field(default_factory=lambda: NormConfig(1e-6))
+    bias: bool = False
+    softmax_scale: float | None = None
+    stored_as_pairs: bool = False
+    query_scaling: QueryScaling | None = None
+    backend: str = field(default="auto", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.rope.channels != self.rotated_dim:
+            raise ConfigError(f"rotated_dim: is {self.rotated_dim}, but rope is of {self.rope.channels} channels")
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return LatentAttention(hidden_size, self)
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of a query or key."""
+        return self.rotated_dim + self.plain_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Channels of what is kept of a token while decoding: the rotated ones of its keys, and its latent."""
+        return self.rotated_dim + self.kv_rank
+
+    @property
+    def ropes(self) -> Sequence[RopeConfig]:
+        return (self.rope,)
+
+    def new_state(
+        self,
+        num_layers: int,
+        batch_size: int,
+        max_length: int,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LatentCache:
+        up = self.num_heads, self.plain_dim + self.value_dim, self.kv_rank
+        return LatentCache(num_layers, batch_size, max_length, self.latent_dim, up, dtype=dtype, device=device)
+
+    def weight_mappings(
+        self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
+    ) -> list[WeightMapping]:
+        """Each projection is a tensor of its own."""
+        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        kinds = ("weight", "bias") if self.bias else ("weight",)
+        reordered = [("kv_a", 1, self.latent_dim, kinds)]
+        renamed = [("kv_b", ("weight",)), ("kv_a_norm", ("weight",)), ("o", kinds)]
+        if self.q_rank is None:
+            reordered.append(("q", self.num_heads, self.key_dim, ("weight",)))
+        else:
+            renamed += [("q_a", kinds), ("q_a_norm", ("weight",))]
+            reordered.append(("q_b", self.num_heads, self.key_dim, ("weight",)))
+        found = [
+            rename(f"{native}.{part}.{kind}", f"{there[f'latent.{part}']}.{kind}")
+            for part, kinds_ in renamed
+            for kind in kinds_
+        ]
+        for part, heads, dim, kinds_ in reordered:
+            for kind in kinds_:
+                source = f"{there[f'latent.{part}']}.{kind}"
+                order = (heads, dim, self.rotated_dim, self.stored_as_pairs)
+                found.append(rotated_first(f"{native}.{part}.{kind}", source, *order))
+        return found
+
+    def with_attention_backend(self, name: str) -> LatentAttentionConfig:
+        return replace(self, backend=name)
+
+    def state_elements(self, max_length: int) -> int:
+        return max_length * self.latent_dim
+
+    def info(self) -> dict[str, Any]:
+        ranks = {"kv_rank": self.kv_rank} | ({} if self.q_rank is None else {"q_rank": self.q_rank})
+        return {"heads": self.num_heads, "head_dim": self.key_dim, "value_head_dim": self.value_dim, **ranks}
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention.
+
+    Rows of `kv_a` are those of the rotated channels of keys, then those of the latent; of each head `q` (or `q_b`) has
+    the rotated rows first, and `kv_b` its rows of keys, then those of values. Heads are counted in what the projections
+    give, which may be tensor-parallel shards.
+
+    Decoding keeps the latents alone. With K and V the rows of `kv_b` of a head, q K c = (K^T q) c for a latent c, so
+    that latents are keys and values of one head that all queries share, and V is multiplied by what comes out of it.
+    K and V are what `kv_b` makes of the unit vectors, in the prefill: whatever takes its place has to be linear.
+    """
+
+    def __init__(self, hidden_size: int, config: LatentAttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        queries = config.num_heads * config.key_dim
+        if config.q_rank is None:
+            self.q = nn.Linear(hidden_size, queries, bias=False)
+        else:
+            self.q_a = nn.Linear(hidden_size, config.q_rank, bias=config.bias)
+            self.q_a_norm = config.norm.build(config.q_rank)
+            self.q_b = nn.Linear(config.q_rank, queries, bias=False)
+        self.kv_a = nn.Linear(hidden_size, config.latent_dim, bias=config.bias)
+        self.kv_a_norm = config.norm.build(config.kv_rank)
+        self.kv_b = nn.Linear(config.kv_rank, config.num_heads * (config.plain_dim + config.value_dim), bias=False)
+        self.o = nn.Linear(config.num_heads * config.value_dim, hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor, context: ForwardContext, state: LayerLatents | None = None) -> Tensor:
+        """x (B, T, H) -> (B, T, H). With a `state`, the tokens of x are added to it."""
+        config = self.config
+        q = self._queries(x, context)
+        rotated, latent = self.kv_a(x).split([config.rotated_dim, config.kv_rank], dim=-1)
+        rotated, latent = self._rotate(rotated[:, :, None], context), self.kv_a_norm(latent)
+        if state is not None and context.cache_seqlens is not None:
+            state.append(torch.cat([rotated[:, :, 0], latent], dim=-1), context.cache_seqlens)
+            return cast(Tensor, self.o(self._decode(q, state, context).to(x.dtype).flatten(2)))
+        if state is not None:
+            unit = torch.eye(config.kv_rank, dtype=latent.dtype, device=latent.device)
+            up = self.kv_b(unit).T.unflatten(0, (-1, config.plain_dim + config.value_dim))
+            state.fill(torch.cat([rotated[:, :, 0], latent], dim=-1), up)
+        heads = self.kv_b(latent).unflatten(-1, (-1, config.plain_dim + config.value_dim))
+        plain, v = heads.split([config.plain_dim, config.value_dim], dim=-1)
+        k = torch.cat([rotated.to(plain.dtype).expand(-1, -1, plain.shape[2], -1), plain], dim=-1)
+        options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "backend": config.backend}
+        return cast(Tensor, self.o(ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options).flatten(2)))
+
+    def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """x (B, T, H) -> (B, T, heads, key_dim), rotated and scaled; InputError without the positions that scale."""
+        config = self.config
+        q = self.q(x) if config.q_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
+        q = self._rotate(q.unflatten(-1, (-1, config.key_dim)), context)
+        if config.query_scaling is None:
+            return q
+        if context.positions is None:
+            raise InputError("positions: of the ForwardContext are missing, and query_scaling goes by them")
+        return config.query_scaling.scale(q, context.positions)
+
+    def _rotate(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return ops.rope(x, x[:, :, :0], *context.rope_tables[self.config.rope])[0]
+
+    def _decode(self, q: Tensor, state: LayerLatents, context: ForwardContext) -> Tensor:
+        """q (B, T, heads, key_dim) -> (B, T, heads, value_dim), in the state's dtype."""
+        config, (latents, up) = self.config, state
+        keys, values = up.split([config.plain_dim, config.value_dim], dim=1)
+        rotated, plain = q.to(latents.dtype).split([config.rotated_dim, config.plain_dim], dim=-1)
+        shared = latents[:, :, None]
+        out = ops.decode_attention(
+            torch.cat([rotated, torch.einsum("bthn,hnc->bthc", plain, keys)], dim=-1),
+            shared,
+            shared,
+            cast(Tensor, context.cache_seqlens),
+            softmax_scale=config.key_dim**-0.5 if config.softmax_scale is None else config.softmax_scale,
+            tree_mask=None if context.tree is None else context.tree.mask,
+        )
+        return torch.einsum("bthc,hdc->bthd", out[..., config.rotated_dim :], values)

@@ -1,0 +1,77 @@
+"""A dimension of classes that is sharded over ranks, as DTensors tell it. Imported when the first DTensor is seen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.local_tensors import on_all_ranks
+
+
+class ClassShard(NamedTuple):
+    """The classes of this rank: `size` of `num_classes`, from `first` on; no rank of `group` has more than `most`."""
+
+    first: int
+    size: int
+    most: int
+    num_classes: int
+    group: dist.ProcessGroup
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """x of all ranks together, in place."""
+        dist.all_reduce(x, op, self.group)
+        return x
+
+    def targets(self, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Targets among this rank's classes: those of other ranks are class 0, ignored ones -1; and bool, which of the
+        given ones are not ignored, and which of them are of this rank. All of target's shape."""
+        valid = target != ignore_index
+        inside = valid & (target >= self.first) & (target < self.first + self.size)
+        return torch.where(inside, target - self.first, valid.long() - 1), valid, inside
+
+
+def shard_of_classes(op: str, name: str, x: Tensor, dim: int) -> tuple[Tensor, ClassShard]:
+    """This rank's part of x, a DTensor that is sharded in `dim` over one dimension of its mesh, and which it is.
+
+    Raises InputError for other placements, and where a rank would have no class."""
+    dim = dim % x.ndim
+    if not isinstance(x, DTensor) or any(type(p) not in (Replicate, Shard) for p in x.placements):
+        raise InputError(_refusal(op, name, x, dim))
+    sharded = [i for i, placement in enumerate(x.placements) if isinstance(placement, Shard)]
+    if len(sharded) != 1 or not x.placements[sharded[0]].is_shard(dim):
+        raise InputError(_refusal(op, name, x, dim))
+    mesh, ranks = x.device_mesh, x.device_mesh.shape[sharded[0]]
+    num_classes = x.shape[dim]
+    most = -(-num_classes // ranks)  # as torch.chunk: the last shards may be smaller
+    first = most * mesh.get_local_rank(sharded[0])
+    if most * (ranks - 1) >= num_classes:
+        raise InputError(f"{op}: {name} has {num_classes} classes, too few for each of {ranks} ranks to have some")
+    local = x.to_local()
+    return local, ClassShard(first, local.shape[dim], most, num_classes, mesh.get_group(sharded[0]))
+
+
+def shard_of_head(
+    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, ClassShard]:
+    """Of a head whose weight is a DTensor: the hidden states, whose gradient is summed over ranks, and this rank's part
+    of weight and bias, and which it is. Raises InputError for other placements."""
+    own, shard = shard_of_classes(op, "weight", weight, 0)
+    own_bias = None
+    if bias is not None:
+        if getattr(bias, "placements", None) != getattr(weight, "placements", None):
+            raise InputError(f"{op}: bias must be a DTensor on the mesh of weight, and sharded as it is")
+        own_bias = shard_of_classes(op, "bias", bias, 0)[0]
+    return on_all_ranks(hidden, weight), own, own_bias, shard
+
+
+def _refusal(op: str, name: str, x: Tensor, dim: int) -> str:
+    return (
+        f"{op} takes no DTensors but those whose classes are sharded over one dimension of a mesh: {name} must be "
+        f"plain or Shard({dim}), got {getattr(x, 'placements', 'a plain tensor')}; pass local tensors (x.to_local()), "
+        "or gather first (x.full_tensor())"
+    )

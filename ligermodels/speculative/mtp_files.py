@@ -1,0 +1,192 @@
+"""A head of multi-token prediction in files: within the checkpoint of its base model, or alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.archs import family_of
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.mtp import QWEN, MTPFormat
+from ligermodels.archs.state_dict import nearest_layout
+from ligermodels.convert.config_json import read_json
+from ligermodels.convert.dequantize import dequantized
+from ligermodels.convert.export_spec import ExportSpec, as_json
+from ligermodels.convert.loading import Reader
+from ligermodels.convert.mappings import rename
+from ligermodels.convert.quantization import without_quantization
+from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.safetensors_writer import save_checkpoint
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
+from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.sharding import gathered, reshard
+
+CONFIG, MODEL_TYPE = "config.json", "mtp"
+"""Beside a head alone, config.json has this `model_type`."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the head of a model is stored: the format of its family, the weight map of its tensors ("mtp.*"), and the
+    checkpoint tensors that repeat one of the model's."""
+
+    format: MTPFormat
+    weight_map: WeightMap
+    copies: Mapping[str, str]
+
+    @classmethod
+    def all_of(cls, base: CausalLM) -> list[Layout]:
+        """Those in which checkpoints of the model's family are found; of a model composed by hand, that of Qwen3.5."""
+        family = None if base.export_spec is None else family_of(base.export_spec.hf_config)
+        form, layouts = (QWEN, [{}]) if family is None else (family.mtp, family.layouts)
+        return [cls(form, form.weight_map(base.config, each), form.copied(base.config, each)) for each in layouts]
+
+    @classmethod
+    def of(cls, base: CausalLM) -> Layout:
+        """That in which the model itself is stored."""
+        found, spec = cls.all_of(base), base.export_spec
+        if spec is None:
+            return found[0]
+        maps = family_of(spec.hf_config).weight_maps(base.config)
+        same = (each for each, own in zip(found, maps, strict=True) if own.sources() == spec.weight_map.sources())
+        return next(same, found[0])
+
+    def holds(self, name: str) -> bool:
+        """Whether a checkpoint tensor is the head's, or would be in another layout of this format."""
+        return name in self.copies or name in self.weight_map.sources() or not self.weight_map.ignores(name)
+
+
+def load_head(
+    base: CausalLM, head: nn.Module, folder: Path, progress: Callable[[int, int], None] | None = None
+) -> Layout:
+    """Fill `head`, an `MTPHead` on `base`, from the checkpoint, or the head alone, in `folder`; returns how it is
+    stored there. On the meta device it is only checked. Errors as of `MTPModel.from_pretrained`."""
+    _, quantization = without_quantization(read_json(folder / CONFIG))
+    state, layouts = _state(head), Layout.all_of(base)
+    with Checkpoint(folder) as files:
+        reader = dequantized(files, quantization, base.dtype)
+        nearest = nearest_layout([each.weight_map for each in layouts], reader.headers, state)
+        layout = next(each for each in layouts if each.weight_map is nearest)
+        if not nearest.sources() & reader.headers.keys():
+            name = nearest.mappings[0].views[0].source
+            raise CheckpointError(
+                f"{folder}: holds no head of multi-token prediction for this model: no tensor is named like {name!r}; "
+                "MTPModel.from_base makes a new head"
+            )
+        _check_single(folder, layout, reader, base)
+        if base.device.type == "meta":
+            nearest.plan(reader.headers, state)
+        else:
+            nearest.load(reader, state, progress=progress)
+            _compare_copies(folder, layout, reader, base)
+        dtypes = nearest.stored_dtypes(reader.headers, state, base.dtype)
+    return replace(layout, weight_map=replace(nearest, dtypes=dtypes))
+
+
+def checkpoint_spec(base: CausalLM, head: nn.Module, layout: Layout) -> tuple[ExportSpec, dict[str, Tensor]]:
+    """How `base` is written with the head in its checkpoint, and the tensors of both by native name.
+
+    Raises ConfigError and InputError as `CausalLM.save_pretrained`.
+    """
+    spec = base.checked_export_spec()
+    reshard(base)
+    reshard(head)
+    state = persistent_tensors(base)
+    copies = {f"mtp.copies.{i}": (name, state[native]) for i, (name, native) in enumerate(layout.copies.items())}
+    added = [*layout.weight_map.mappings, *(rename(native, name) for native, (name, _) in copies.items())]
+
+    def with_head(weights: WeightMap) -> WeightMap:
+        dtypes = {**weights.dtypes, **layout.weight_map.dtypes}
+        return replace(weights, mappings=[*weights.mappings, *added], dtypes=dtypes)
+
+    source = spec.source
+    if source is not None:
+        source = replace(
+            source,
+            hf_config=layout.format.written(source.hf_config),
+            weight_map=with_head(source.weight_map),
+            extra=[name for name in source.extra if not layout.holds(name)],
+        )
+    config = layout.format.written(spec.hf_config)
+    found = replace(spec, hf_config=config, weight_map=with_head(spec.weight_map), source=source)
+    return found, {**state, **_state(head), **{native: tensor for native, (_, tensor) in copies.items()}}
+
+
+def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, overwrite: bool = False) -> None:
+    """Write the head alone; CheckpointError when the folder is in use or cannot be written."""
+    reshard(head)
+    state, spec = _state(head), base.export_spec
+    config: dict[str, Any] = {"model_type": MODEL_TYPE}
+    if spec is not None:
+        config |= {
+            "base_model_type": spec.hf_config["model_type"],
+            "base_model_name_or_path": spec.hf_config.get("_name_or_path") or (spec.source and spec.source.repo_id),
+        }
+    config |= {
+        layout.format.fields[0]: 1,
+        "hidden_size": base.config.hidden_size,
+        "vocab_size": base.config.vocab_size,
+        "dtype": str(base.dtype).removeprefix("torch."),
+    }
+    save_checkpoint(
+        folder,
+        layout.weight_map.export(state),
+        max_shard_size=2**63 - 1,
+        files={CONFIG: as_json({name: value for name, value in config.items() if value is not None})},
+        overwrite=overwrite,
+        ranks=Ranks(state.values()),
+    )
+
+
+def _state(head: nn.Module) -> dict[str, Tensor]:
+    return {f"mtp.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
+
+
+def _check_single(folder: Path, layout: Layout, reader: Reader, base: CausalLM) -> None:
+    """CheckpointError where there is a second layer of multi-token prediction."""
+    first = layout.weight_map.mappings[-1].views[0].source
+    number = len(base.config.blocks) if "{layer}" in layout.format.block else 0
+    before, _, _ = first.partition(f"layers.{number}.")
+    second = f"{before}layers.{number + 1}."
+    if name := next((name for name in reader.headers if name.startswith(second)), None):
+        raise CheckpointError(
+            f"{folder}: holds more than one layer of multi-token prediction ({name}); one, which is applied for each "
+            "further token, is implemented"
+        )
+
+
+def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM) -> None:
+    """ConfigWarning for a stored copy of one of the model's tensors that is not a copy."""
+    own = persistent_tensors(base)
+    for name, native in layout.copies.items():
+        if name in reader.headers:
+            stored, ours = reader.read(name), gathered(own[native].detach())
+            if stored.shape != ours.shape or not torch.equal(stored.to(ours), ours):
+                warnings.warn(
+                    f"{folder}: {name} is not the model's own tensor; the model's is used, as transformers does",
+                    ConfigWarning,
+                    stacklevel=4,
+                )
+
+
+def holds_head(base: CausalLM, folder: Path) -> bool:
+    """Whether a checkpoint holds a head of multi-token prediction for `base`, whole or not."""
+    with Checkpoint(folder) as files:
+        return bool(head_tensors(base, files.headers))
+
+
+def head_tensors(base: CausalLM, names: Iterable[str]) -> set[str]:
+    """Those of the checkpoint tensors `names` that are of a head for `base`."""
+    try:
+        sources = set[str]().union(*(each.weight_map.sources() for each in Layout.all_of(base)))
+    except ConfigError:  # of models that can have none
+        return set()
+    return sources & set(names)

@@ -1,0 +1,84 @@
+"""The head of multi-token prediction: a decoder block on a hidden state and the next token, applied again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.archs.decoder import DecoderConfig
+from ligermodels.archs.mtp import mtp_block
+from ligermodels.layers import Block, ForwardContext, RotaryEmbedding
+from ligermodels.layers.checkpointing import ActivationCheckpointing, run
+from ligermodels.layers.packing import packed_positions
+
+
+class MTPHead(nn.Module):
+    """With e_t the embedding of the token after t, and h_t a hidden state after the model's final norm, or the result
+    of an earlier step:
+
+        x_t = [embedding_norm(e_t) | hidden_norm(h_t)] fc^T
+        y_t = norm(block(x)_t)
+
+    The model's lm_head of y_t predicts the token after that of e_t. Source: DeepSeek-V3 (arXiv 2412.19437), section
+    2.2, with h_t as in the checkpoints of Qwen3-Next and Qwen3.5.
+
+    The block is of the kind of the model's last one of full attention (`archs.mtp.mtp_block`), which names the errors.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        _, block = mtp_block(config)
+        size = config.hidden_size
+        self.embedding_norm, self.hidden_norm = config.norm.build(size), config.norm.build(size)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.block = Block(size, block)
+        self.norm = config.norm.build(size)
+        self.ropes = nn.ModuleList(
+            RotaryEmbedding(rope) for rope in dict.fromkeys((*block.mixer.ropes, *block.mlp.ropes))
+        )
+
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        cache_seqlens: Tensor | None = None,
+        state: Any = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+    ) -> Tensor:
+        """e and h, each (B, T, H) -> y (B, T, H).
+
+        Args:
+            position_ids: long (B or 1, T); by default they count from 0, or within each document.
+            cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
+            seq_lens: with a state, in a prefill: long (B,), the tokens of each sequence, padded on the right.
+            cache_seqlens: with a state, in a decoding pass: long (B,), the tokens that come before these ones.
+            state: the block's decoding state.
+        """
+        shape = embeds.shape
+        if cu_seqlens is not None:
+            embeds, hidden = embeds.reshape(1, -1, shape[2]), hidden.reshape(1, -1, shape[2])
+            position_ids = None if position_ids is None else position_ids.reshape(1, -1)
+        length = embeds.shape[1]
+        if position_ids is None and cu_seqlens is not None:
+            position_ids = packed_positions(cu_seqlens, length)
+        elif position_ids is None:
+            position_ids = torch.arange(length, device=embeds.device)[None]
+        x = self.fc(torch.cat([self.embedding_norm(embeds), self.hidden_norm(hidden.to(embeds.dtype))], dim=-1))
+        ropes = cast(Iterable[RotaryEmbedding], self.ropes)
+        context = ForwardContext(
+            {rope.config: rope(position_ids, x.dtype) for rope in ropes},
+            cu_seqlens,
+            seq_lens,
+            cache_seqlens,
+            positions=position_ids,
+        )
+        y = run(activation_checkpointing, self.block, x, context, state, None)
+        y = y[0] if isinstance(y, tuple) else y  # beside a mixture's router logits
+        return cast(Tensor, self.norm(y)).view(shape)

@@ -1,0 +1,51 @@
+"""Recipes for heads of multi-token prediction."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from ligermodels.errors import ConfigError
+from ligermodels.training.recipe import TrainingRecipe
+
+NEW = "new"
+"""Value of `start_from` for a new head."""
+
+
+class MTPRecipe(TrainingRecipe):
+    """Settings of a run that trains a head of multi-token prediction. Raises as `TrainingRecipe`."""
+
+    kind: ClassVar[str] = "mtp"
+    may_change: ClassVar[frozenset[str]] = TrainingRecipe.may_change | {"write"}
+    kept: ClassVar[frozenset[str]] = frozenset({"start_from"})
+
+    num_steps: int = Field(3, ge=1, description="Times that the head is applied: tokens predicted beyond the next one.")
+    decay: float = Field(0.6, ge=0, description="Loss weight of step j: decay ** j, divided by the sum of all.")
+    start_from: str | None = Field(
+        None,
+        description="The head to start from: a folder, a hub id, or new.  [default: the model's own, else a new one]",
+    )
+    write: Literal["head", "checkpoint"] = Field(
+        "head", description="What to write: the head alone, or the model's checkpoint with the head in it."
+    )
+
+    learning_rate: float = Field(5e-4, ge=0, description="Peak learning rate.")
+
+    if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
+
+        def __init__(self, **settings: Any) -> None: ...
+
+    @field_validator("start_from", mode="before")
+    @classmethod
+    def _head_path_as_text(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    def check(self) -> None:
+        if self.seq_len < self.num_steps + 2:
+            raise ConfigError(
+                f"seq_len: sequences of {self.seq_len} tokens have no target for the last of {self.num_steps} steps; "
+                f"it must be at least {self.num_steps + 2}"
+            )
+        super().check()

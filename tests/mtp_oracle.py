@@ -1,0 +1,102 @@
+"""Heads of multi-token prediction in tiny checkpoints, by published names, and their formulas in plain torch around the
+decoder layer of transformers."""
+
+import copy
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+QWEN = {"fc": "fc", "e": "pre_fc_norm_embedding", "h": "pre_fc_norm_hidden", "norm": "norm"}
+DEEPSEEK = {"fc": "eh_proj", "e": "enorm", "h": "hnorm", "norm": "shared_head.norm"}
+
+
+def attention_layer(oracle: PreTrainedModel) -> int:
+    """Number of the last layer of full attention."""
+    layers = oracle.get_decoder().layers
+    return max(i for i, layer in enumerate(layers) if hasattr(layer, "self_attn"))
+
+
+def add_head(folder: Path, oracle: PreTrainedModel, like_deepseek: bool = False) -> dict[str, torch.Tensor]:
+    """Write random tensors of a head into the checkpoint in `folder`; returns them by their names.
+
+    The block's have the names of those of a layer of the model.
+    """
+    path, layer = folder / "model.safetensors", attention_layer(oracle)
+    stored = load_file(path)
+    prefix = next(match[1] for name in stored if (match := re.match(rf"(.*)layers\.{layer}\.", name)))
+    count = len(oracle.get_decoder().layers)
+    there, names = (f"{prefix}layers.{count}.", DEEPSEEK) if like_deepseek else ("mtp.", QWEN)
+    block = there if like_deepseek else "mtp.layers.0."
+    draw, size = torch.Generator().manual_seed(5), oracle.config.get_text_config().hidden_size
+    dtype = stored[f"{prefix}norm.weight"].dtype
+
+    def random(shape: list[int] | torch.Size, mean: float = 0.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=draw) * (0.3 if len(shape) == 1 else 0.15) + mean).to(dtype)
+
+    found = {
+        block + name.removeprefix(f"{prefix}layers.{layer}."): random(tensor.shape).to(tensor.dtype)
+        for name, tensor in stored.items()
+        if name.startswith(f"{prefix}layers.{layer}.")
+    }
+    found |= {f"{there}{names[part]}.weight": random([size], 1.0) for part in ("e", "h", "norm")}
+    found[f"{there}{names['fc']}.weight"] = random([size, 2 * size])
+    if like_deepseek:
+        found[f"{there}embed_tokens.weight"] = stored[f"{prefix}embed_tokens.weight"].clone()
+        found[f"{there}shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    save_file({**stored, **found}, path, {"format": "pt"})
+    return found
+
+
+class Oracle:
+    """Steps of a head by its formulas, of the tensors of `add_head`."""
+
+    def __init__(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+        self.model, self.tensors = model, tensors
+        names = QWEN if "mtp.fc.weight" in tensors else DEEPSEEK
+        self.parts = {
+            part: next(t for name, t in tensors.items() if name.endswith(f".{tail}.weight") and "layers.0." not in name)
+            for part, tail in names.items()
+        }
+        self.norm = copy.deepcopy(model.get_decoder().norm)
+        layer = attention_layer(model)
+        self.block = copy.deepcopy(model.get_decoder().layers[layer])
+        self.block.layer_idx = 0
+        prefix = "mtp.layers.0." if names is QWEN else next(n for n in tensors if n.endswith("eh_proj.weight"))[:-14]
+        self._fill(prefix)
+
+    @torch.no_grad()
+    def _fill(self, prefix: str) -> None:
+        own = {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items()}
+        for name, parameter in [*self.block.named_parameters(), *self.block.named_buffers()]:
+            if name in own:
+                parameter.copy_(own[name])
+            elif "experts.gate_up_proj" in name or "experts.down_proj" in name:  # files have each expert
+                experts, _, part = name.rpartition(".")
+                parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+                for i, each in enumerate(parameter):
+                    each.copy_(torch.cat([own[f"{experts}.{i}.{p}.weight"] for p in parts]))
+
+    def _rms(self, x: torch.Tensor, part: str) -> torch.Tensor:
+        self.norm.weight = nn.Parameter(self.parts[part].float())
+        return self.norm(x)
+
+    @torch.no_grad()
+    def steps(self, ids: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """ids (1, T) -> the logits (1, T - 1 - j, V) of each step j."""
+        decoder, found = self.model.get_decoder(), []
+        hidden = decoder(ids).last_hidden_state
+        for step in range(count):
+            hidden, embeds = hidden[:, : ids.shape[1] - 1 - step], decoder.embed_tokens(ids[:, 1 + step :])
+            x = torch.cat([self._rms(embeds, "e"), self._rms(hidden, "h")], -1) @ self.parts["fc"].float().T
+            length = x.shape[1]
+            places = torch.arange(length)[None]
+            mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+            rope = decoder.rotary_emb(x, position_ids=places)
+            y = self.block(x, position_embeddings=rope, attention_mask=mask, position_ids=places)
+            hidden = self._rms(y[0] if isinstance(y, tuple) else y, "norm")
+            found.append(self.model.lm_head(hidden))
+        return found

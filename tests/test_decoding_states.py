@@ -1,0 +1,94 @@
+"""What models with several kinds of decoding state compute after whatever passes a text came by."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import BASE, CONFIGS, HYBRIDS, LATENT, make_checkpoint, relative_error
+
+import ligermodels as lm
+from ligermodels.layers import TreeTokens
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=sorted({*HYBRIDS, *LATENT}))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> lm.CausalLM:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, {**CONFIGS[request.param], "max_position_embeddings": 512})
+    return lm.from_pretrained(folder).eval()
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_states_after_prefill_steps_and_trees(model: lm.CausalLM) -> None:
+    """Whatever passes a text came by, hidden states are those of one pass; a tree's are those of its paths."""
+    lengths = torch.tensor([70, 2])
+    parent = torch.tensor([0, 0, 0, 1, 3, 2])
+    mask = torch.eye(6, dtype=torch.bool)
+    for node in range(1, 6):
+        mask[node] |= mask[parent[node]]
+    tree = TreeTokens(mask, parent, mask.sum(1) - 1)
+    prompt, more, nodes, last = tokens(2, 90).split([70, 5, 6, 9], dim=1)
+    state = model.new_state(2, 128)
+    addresses = [tensor.data_ptr() for tensor in tensors_of(state)]
+    run = model.decoder
+    for _ in range(2):  # the second time after a reset
+        state.reset()
+        run(prompt, state=state, seq_lens=lengths)
+        stepped = run(more, state=state)
+        branched = run(nodes, state=state, tree=tree)
+        # Sequence 0 accepts nodes 0, 1, 3, 4, and sequence 1 the root alone.
+        slots = state.cache_seqlens[:, None] + torch.tensor([[0, 1, 3, 4], [0, 0, 0, 0]])
+        state.commit(slots)
+        state.cache_seqlens += torch.tensor([4, 1])
+        after = run(last, state=state)
+        for row, path in enumerate(([0, 1, 3, 4], [0])):
+            known = torch.cat([prompt[row, : lengths[row]], more[row]])
+            whole = torch.cat([known, nodes[row, path], last[row]])
+            wanted = run(whole[None])[0]
+            start = int(lengths[row])
+            assert relative_error(stepped[row], wanted[start : start + 5]) < TOLERANCE
+            assert relative_error(after[row], wanted[-9:]) < TOLERANCE
+            for node in range(6):
+                ancestors = mask[node].nonzero().flatten()
+                alone = run(torch.cat([known, nodes[row, ancestors]])[None])[0, -1]
+                assert relative_error(branched[row, node], alone) < TOLERANCE
+    assert [tensor.data_ptr() for tensor in tensors_of(state)] == addresses
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what waits for a device: reading values back, and results whose shapes depend on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("index", "index_put", "index_put_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), name
+        else:
+            waits = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+            assert not waits, name
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_decoding_waits_for_nothing(model: lm.CausalLM) -> None:
+    """So that a CUDA graph can hold a step, or a pass over a tree and its commit."""
+    state = model.new_state(2, 64)
+    model.decoder(tokens(2, 9), state=state, seq_lens=torch.tensor([9, 4]))
+    mask = torch.ones(3, 3, dtype=torch.bool).tril()
+    tree = TreeTokens(mask, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2]))
+    slots = state.cache_seqlens[:, None] + torch.tensor([[0, 1], [0, 0]])
+    with NoSync():
+        model.decoder(tokens(2, 1), state=state)
+        model.decoder(tokens(2, 3), state=state, tree=tree)
+        state.commit(slots)
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    layers = [vars(layer) if hasattr(layer, "matrix") else layer._asdict() for layer in state.layers]
+    return [tensor for layer in layers for tensor in layer.values() if isinstance(tensor, Tensor)]

@@ -1,0 +1,307 @@
+"""Tensor parallelism against one process: losses, every gradient, generation and export, by gloo on the CPU."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from two_ranks import in_ranks, in_two_ranks
+from zoo import BASE, GEMMA4, GPT_OSS, MIXTURES, SANDWICH
+
+import ligermodels as lm
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
+from ligermodels.speculative.joint import JointMedusa
+from ligermodels.training.fused_adamw import FusedAdamW
+
+EVEN = {**BASE, "intermediate_size": 96}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**EVEN, "model_type": "llama"},
+    "llama-tied": {
+        **EVEN,
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "gemma2": {
+        **SANDWICH,
+        "intermediate_size": 96,
+        "model_type": "gemma2",
+        "head_dim": 14,
+        "num_key_value_heads": 2,
+        "final_logit_softcapping": 3.0,
+    },
+    "qwen3": {**EVEN, "model_type": "qwen3"},
+    "qwen3_moe": {
+        **EVEN,
+        "model_type": "qwen3_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 30,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
+    },
+    "qwen2_moe": {**MIXTURES["qwen2_moe"], "moe_intermediate_size": 30, "shared_expert_intermediate_size": 44},
+    "gpt_oss": GPT_OSS | {"intermediate_size": 96},
+}
+"""A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads; experts,
+with a shared one and its gate, with biases and sinks."""
+
+
+def build(name: str) -> lm.CausalLM:
+    torch.manual_seed(0)
+    model = lm.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:  # norms, biases and sinks
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def draw(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 131, (2, 13), generator=generator)
+    return ids, ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -100)
+
+
+def of_labels(model: nn.Module, seed: int, **options: Any) -> Tensor:
+    ids, labels = draw(seed)
+    return model(ids, labels=labels, **options).loss
+
+
+def of_log_probs(model: nn.Module, seed: int) -> Tensor:
+    ids, labels = draw(seed)
+    out = model(ids, labels=labels, return_log_probs=True, return_entropy=True)
+    return (out.log_probs.sin() + 0.1 * out.entropy).sum() / labels.numel()
+
+
+def of_logits(model: nn.Module, seed: int) -> Tensor:
+    return model(draw(seed)[0]).logits.sin().sum() / 100
+
+
+def check_gradients(
+    sharded: nn.Module, plain: nn.Module, loss: Callable[[nn.Module, int], Tensor], seed: int = 0, replicas: int = 1
+) -> None:
+    """Of several replicas, FSDP2 averages the gradients."""
+    sharded.zero_grad(), plain.zero_grad()
+    found, wanted = loss(sharded, seed), torch.stack([loss(plain, each) for each in range(replicas)])
+    torch.testing.assert_close(found, wanted[seed])
+    found.backward(), wanted.mean().backward()
+    pairs = dict(plain.named_parameters())
+    assert len(pairs) == len(list(sharded.parameters()))
+    for name, parameter in sharded.named_parameters():
+        gradient, other = parameter.grad, pairs[name].grad
+        assert isinstance(parameter, DTensor) and (gradient is None) == (other is None), name
+        if gradient is not None:
+            assert gradient.placements == parameter.placements, (name, gradient.placements, parameter.placements)
+            torch.testing.assert_close(
+                gradient.full_tensor(), other, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def check_generation(model: Any, plain: Any, seed: int = 0) -> None:
+    options = {"max_new_tokens": 6, "eos_token_id": [], "pad_token_id": 0}
+    ids = draw(seed)[0]
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+def check_export(model: lm.CausalLM, plain: lm.CausalLM, folder: Path) -> None:
+    model.save_pretrained(folder / "sharded", max_shard_size=20_000)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder / "plain", max_shard_size=20_000)
+        for file in (folder / "plain").iterdir():
+            assert file.read_bytes() == (folder / "sharded" / file.name).read_bytes(), file.name
+    dist.barrier()
+
+
+def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, *names: str) -> None:
+    for name in names:
+        check_model(rank, folder / name, mesh, name)
+    if "gemma2" in names:
+        for name in ("glm4_moe", "granite", "arcee-biases-yarn", "phi3", "exaone4"):
+            check_loss(mesh, name)
+    if "llama" in names:
+        check_refusals(mesh)
+        check_lora(mesh, folder)
+        check_medusa(mesh)
+
+
+def check_model(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
+    plain, model = build(name), build(name)
+    if rank:  # the first rank's weights count
+        with torch.no_grad():
+            model.decoder.norm.weight.zero_()
+    tensor_parallel(model, mesh)
+    check_export(model, plain, folder)
+    check_generation(model, plain)
+    sampled = model.generate(
+        draw(0)[0], max_new_tokens=6, do_sample=True, generator=torch.Generator().manual_seed(rank)
+    )
+    others = [torch.empty_like(sampled) for _ in range(2)]
+    dist.all_gather(others, sampled)
+    assert torch.equal(*others)
+    check_gradients(model, plain, of_logits)
+    check_gradients(model, plain, of_log_probs)
+    for mode in ("selective", "full", "none"):
+        model.activation_checkpointing = plain.activation_checkpointing = mode
+        check_gradients(model, plain, of_labels)
+    check_gradients(
+        model, plain, partial(of_labels, label_smoothing=0.1, z_loss=1e-2, class_weights=torch.rand(131).add(0.1))
+    )
+    if name != "llama":
+        return
+    check_gradients(copy.deepcopy(model), plain, of_labels)
+    packed = {"cu_seqlens": torch.tensor([0, 5, 13, 20, 26], dtype=torch.int32)}
+    ids, labels = (x.view(1, -1) for x in draw(0))
+    torch.testing.assert_close(model(ids, labels=labels, **packed).loss, plain(ids, labels=labels, **packed).loss)
+    for each in (model, plain):
+        each.zero_grad()
+        optimizer = FusedAdamW(each.parameters(), lr=1e-2)
+        of_labels(each, 0).backward()
+        norm = nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+        optimizer.step()
+    torch.testing.assert_close(of_labels(model, 0), of_labels(plain, 0), rtol=1e-4, atol=1e-4)
+    assert norm > 0.1
+
+
+def check_loss(mesh: DeviceMesh, name: str) -> None:
+    """Of a family that has what the others have not."""
+    given = zoo.CONFIGS[name].items()
+    CONFIGS[name] = {key: size + size % 2 if key.endswith("intermediate_size") else size for key, size in given}
+    plain, model = build(name), build(name)
+    tensor_parallel(model, mesh)
+    check_gradients(model, plain, of_labels)
+    check_generation(model, plain)
+
+
+def check_lora(mesh: DeviceMesh, folder: Path) -> None:
+    plain, model = build("llama-tied"), build("llama-tied")
+    for each in (plain, model):
+        lm.add_lora(each, r=3, target_modules="all-linear")
+        torch.manual_seed(1)
+        for name, parameter in each.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.1)
+    tensor_parallel(model, mesh)
+    check_gradients(model, plain, of_labels)
+    check_generation(model, plain)
+    lm.save_adapter(model, folder / "adapter")
+    dist.barrier()
+    again = lm.load_adapter(build("llama-tied"), folder / "adapter")
+    torch.testing.assert_close(of_labels(again, 0), of_labels(plain, 0))
+
+
+def check_medusa(mesh: DeviceMesh) -> None:
+    for lm_head in ("own", "shared"):
+        plain, model = (lm.MedusaModel.from_base(build("llama-tied"), num_heads=2, lm_head=lm_head) for _ in range(2))
+        for each in (plain, model):
+            torch.manual_seed(1)
+            for parameter in each.heads.parameters():
+                nn.init.normal_(parameter, std=0.05)
+        tensor_parallel(model, mesh)
+        check_gradients(model, plain, of_labels)
+        check_generation(model, plain)
+    check_gradients(JointMedusa(model), JointMedusa(plain), partial(of_labels, heads_loss_weight=0.3))
+    reference = build("llama-tied").requires_grad_(False)
+    with pytest.raises(InputError, match="not implemented for tensor-parallel heads"):
+        of_labels(JointMedusa(model, reference), 0, heads_loss_weight=0.3)
+
+
+def check_refusals(mesh: DeviceMesh) -> None:
+    def refuse(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+        with pytest.raises(error, match=words):
+            call()
+
+    sharded = build("llama")
+    tensor_parallel(sharded, mesh)
+    refuse(InputError, "is sharded already", lambda: tensor_parallel(sharded, mesh))
+    refuse(InputError, "takes a native CausalLM", lambda: tensor_parallel(nn.Linear(2, 2), mesh))
+    flat = init_device_mesh("cpu", (1, 2))
+    refuse(InputError, "must have one dimension", lambda: tensor_parallel(build("llama"), flat))
+    for words, change in {
+        r"decoder.blocks.0.mixer \(GRU\)": lambda m: setattr(m.decoder.blocks[0], "mixer", nn.GRU(60, 60)),
+        r"mlp.gate_up \(Bilinear\): is in the place": lambda m: setattr(
+            m.decoder.blocks[1].mlp, "gate_up", nn.Bilinear(2, 2, 2)
+        ),
+        r"mixer.extra: tensor_parallel of Attention": lambda m: m.decoder.blocks[1].mixer.register_parameter(
+            "extra", nn.Parameter(torch.zeros(1))
+        ),
+    }.items():
+        changed = build("llama")
+        change(changed)
+        before = copy.copy(dict(changed.named_parameters()))
+        refuse(ConfigError, words, partial(tensor_parallel, changed, mesh))
+        assert all(p is before[name] for name, p in changed.named_parameters())
+
+
+def two_dimensions(rank: int, folder: Path, mesh: DeviceMesh, *names: str) -> None:
+    """Two replicas, or shards of FSDP2, of two tensor-parallel ranks."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    data = grid["shard"].get_local_rank()
+    for name in names:
+        plain, model = build(name), build(name)
+        tensor_parallel(model, grid["tensor"])
+        for block in model.decoder.blocks:
+            fully_shard(block, mesh=grid["shard"])
+        fully_shard(model, mesh=grid["shard"])
+        for mode in ("none", "full"):
+            model.activation_checkpointing = mode
+            check_gradients(model, plain, of_labels, data, replicas=2)
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain)]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+        for each in (model, plain):
+            FusedAdamW(each.parameters(), lr=1e-3).step()
+        torch.testing.assert_close(of_labels(model, data), of_labels(plain, data), rtol=1e-4, atol=1e-4)
+        model, plain = build(name), build(name)
+        tensor_parallel(model, grid["tensor"])
+        fully_shard(model, mesh=grid["shard"])
+        check_generation(model, plain, data)
+        check_export(model, plain, folder / name)
+
+
+@pytest.mark.parametrize("names", [("llama", "llama-tied"), ("gemma2", "qwen3"), ("qwen3_moe", "qwen2_moe", "gpt_oss")])
+def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
+    in_two_ranks(train_generate_save, tmp_path, *names)
+
+
+def test_fsdp2_on_top(tmp_path: Path) -> None:
+    in_ranks(4, two_dimensions, tmp_path, "llama", "llama-tied", "gemma2", "qwen3", "qwen3_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "config, ranks, words",
+    [
+        (
+            CONFIGS["llama"],
+            4,
+            r"blocks\[0\].mixer.num_kv_heads \(num_key_value_heads\): 2 .*work for this model: 1, 2$",
+        ),
+        (BASE | {"model_type": "llama"}, 2, r"blocks\[0\].mlp.size \(intermediate_size\): 97 cannot"),
+        (MIXTURES["qwen2_moe"], 2, r"size \(\w+_size\): \d+ cannot be split evenly over 2"),
+        (BASE | {"model_type": "olmo2", "intermediate_size": 96}, 2, "qk_norm: over the whole projection"),
+        (
+            EVEN | GEMMA4["gemma4_text-per-layer-inputs"] | {"intermediate_size": 96, "num_key_value_heads": 2},
+            2,
+            "after.PerLayerInputConfig: has no rule",
+        ),
+        (zoo.CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, 2, "mixer.GatedDeltaNetConfig: has no rule"),
+        (CONFIGS["llama"] | {"num_key_value_heads": 6, "vocab_size": 4}, 3, "vocab_size: 4 is too small"),
+    ],
+)
+def test_what_does_not_divide_is_named(config: dict[str, Any], ranks: int, words: str) -> None:
+    if "vocab_size" in words:
+        config = {**config, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
+    with torch.device("meta"):
+        found = lm.from_config(config).config
+    with pytest.raises(ConfigError, match=words):
+        check_tensor_parallel(found, ranks)

@@ -1,0 +1,136 @@
+"""Random models of transformers, the oracles, and how ours are compared with them."""
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+# In transformers it counts as a model of images and text alone.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+def auto_class(config: PreTrainedConfig) -> type:
+    """The class of transformers that makes the model of `config`."""
+    multimodal = hasattr(config, "text_config") or hasattr(config, "thinker_config")
+    return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+
+
+def thinker(oracle: PreTrainedModel) -> PreTrainedModel:
+    """Of a model that speaks the one that reads and writes text; any other model itself."""
+    return plain(oracle.thinker) if hasattr(oracle, "thinker") else oracle
+
+
+BUFFERS = ("correction_bias", "layer_scalar")
+"""Ends of the names of buffers that checkpoints hold."""
+NULLS = ("sliding_window", "q_lora_rank")
+"""Fields whose null does not mean their default."""
+
+
+def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Save a random checkpoint whose config.json is `config` to the letter; returns the oracle, attention eager."""
+    # transformers writes into what it is given.
+    fields = {k: v for k, v in copy.deepcopy(config).items() if v is not None or k in NULLS}
+    if "rotary_dim" in fields:  # which transformers before 5.18 or so does not read
+        fields["partial_rotary_factor"] = fields["rotary_dim"] / fields["head_dim"]
+    oracle_config = AutoConfig.for_model(**fields)
+    torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
+    make = auto_class(oracle_config).from_config
+    oracle = plain(make(oracle_config, attn_implementation="eager", dtype=torch.float32))
+    randomize(oracle)
+    oracle.to(dtype).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    if config["model_type"] == "qwen2_5_omni":
+        torch.save({}, folder / "spk_dict.pt")  # the voices, without which transformers does not open it
+    return oracle
+
+
+@torch.no_grad()
+def randomize(oracle: PreTrainedModel) -> None:
+    """Fill all that a checkpoint holds, biases and norms too: at initial values a mistake in them would not show."""
+    from_zero = "gemma" in oracle.config.model_type and "gemma4" not in oracle.config.model_type
+    for name, parameter in oracle.named_parameters():
+        mean = 1.0 if "norm" in name and not from_zero else 0.0
+        mean = -2.0 if "A_log" in name else mean  # states that remember
+        parameter.normal_(mean, 0.3 if parameter.ndim == 1 else 0.15)
+    for name, buffer in oracle.named_buffers():
+        if name.endswith(BUFFERS):
+            buffer.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.3)
+
+
+def plain(oracle: PreTrainedModel) -> PreTrainedModel:
+    """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
+    if {"num_experts_per_tok", "top_k_experts"} & {*oracle.config.get_text_config().to_dict()}:
+        oracle.set_experts_implementation("eager")
+    return as_configured(oracle, oracle.config).eval()
+
+
+def as_configured(oracle: Module, config: PreTrainedConfig) -> Module:
+    """An oracle of gpt-oss's experts with the limit of its config, for which older transformers have a constant."""
+    for module in oracle.modules():
+        if hasattr(config, "swiglu_limit") and hasattr(module, "limit"):
+            module.limit = config.swiglu_limit
+    return oracle
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """max |found - wanted| / max |wanted|."""
+    assert found.shape == wanted.shape
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a native model's parameters, in the layout of its checkpoint."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    weight_map = model.export_spec.weight_map
+    mappings = [each for each in weight_map.mappings if each.target in found]  # those of buffers are left out
+    return {each.name: each.read() for each in replace(weight_map, mappings=mappings).export(found)}
+
+
+def kept_tensors(oracle: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Its parameters, and the buffers that checkpoints hold."""
+    buffers = {name: b for name, b in oracle.named_buffers() if name.endswith(BUFFERS)}
+    return {**dict(oracle.named_parameters()), **buffers}
+
+
+def stored_as(
+    oracle: PreTrainedModel | Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors in the layout of files, in that of the oracle, or of its tensors: it keeps all experts of a layer as one
+    tensor."""
+    own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
+    per_expert = (".experts.", "block_sparse_moe")
+    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
+    for name, parameter in own.items():
+        if name in found:
+            continue
+        layer, _, part = name.partition(".mlp.")
+        if not part.startswith("experts."):
+            elsewhere = f"{layer}.block_sparse_moe.{part}"
+            found |= {name: tensors[elsewhere]} if elsewhere in tensors else {}
+            continue
+        mixtral = f"{layer}.block_sparse_moe.gate.weight" in tensors
+        at = f"{layer}.block_sparse_moe.experts" if mixtral else f"{layer}.mlp.experts"
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        each = range(parameter.shape[0])
+        if part == "experts.gate_up_proj":
+            pairs = [torch.cat([tensors[f"{at}.{e}.{x}.weight"] for x in (gate, up)]) for e in each]
+            found[name] = torch.stack(pairs)
+        else:
+            found[name] = torch.stack([tensors[f"{at}.{e}.{down}.weight"] for e in each])
+    return found
