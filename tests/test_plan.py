@@ -54,7 +54,7 @@ def test_memory_is_that_measured_on_an_h200(record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_can_be_asked(name: str) -> None:
-    model = on_meta({**BASE, **CONFIGS[name]})
+    model = on_meta(CONFIGS[name])
     found = {}
     for mode in ("none", "selective", "full"):
         model.activation_checkpointing = mode
@@ -136,6 +136,7 @@ def test_the_command(tmp_path: Path) -> None:
     command = ["plan", str(tmp_path), "--gpus", "2", "--memory", "24GB", "--tokens", "16384"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    assert f"torchrun --nproc-per-node 2 -m ligermodels train {tmp_path} " in result.output
     assert "--shard 2" in result.output
     rows = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert rows[0]["memory_bytes"] < 24e9

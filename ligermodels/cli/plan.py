@@ -58,8 +58,13 @@ def plan(
     best = rows[0]
     flags = f"--activation-checkpointing {best['activation_checkpointing']} --batch-tokens {tokens} --seq-len {seq_len}"
     flags += f" --micro-batch-tokens {best['micro_batch_tokens']}" + (f" --lora-rank {lora_rank}" if lora_rank else "")
-    flags += "" if gpus == 1 else f" --replicate {best['replicate']} --shard {best['shard']}"
-    say(f"fastest by the arithmetic: ligermodels train {flags}")
+    launcher = "ligermodels"
+    if gpus > 1:
+        flags += f" --replicate {best['replicate']} --shard {best['shard']}"
+        hosts = -(-gpus // gpus_per_host)
+        nodes = f"--nnodes {hosts} " if hosts > 1 else ""
+        launcher = f"torchrun {nodes}--nproc-per-node {gpus // hosts} -m ligermodels"
+    say(f"fastest by the arithmetic: {launcher} train {checkpoint} {flags}")
 
 
 def memory_size(text: str) -> int:

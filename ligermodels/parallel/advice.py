@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.console import readable_bytes
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.parallel.cost import Hardware, ModelSize, StepCost, step_cost
 from ligermodels.parallel.memory import StepMemory, step_memory
@@ -121,12 +120,16 @@ def _largest_that_fits(
 def _refusal(model: CausalLM, gpus: int, usable: int, seq_len: int, optimizer: str) -> str:
     least = step_memory(model, 1, seq_len, shard=gpus, optimizer=optimizer)
     states = least.weights + least.optimizer_states
-    advice = [f"more GPUs (weights and optimizer states take {readable_bytes(states * gpus)} in all)"]
+    advice = [f"more GPUs (weights and optimizer states take {_gib(states * gpus)} in all)"]
     if least.activations > states:
         advice = ["shorter sequences"]
     if any(parameter.requires_grad and parameter.ndim > 1 for parameter in model.decoder.embed.parameters()):
         advice.append("LoRA" if optimizer == "adafactor" else "LoRA, or adafactor in place of AdamW")
     return (
         f"no plan fits: one sequence of {seq_len} tokens on each of {gpus} GPUs, all sharded and recomputed, takes "
-        f"{readable_bytes(least.total)}, and {readable_bytes(usable)} are usable; what would help: {'; '.join(advice)}"
+        f"{_gib(least.total)}, and {_gib(usable)} are usable; what would help: {'; '.join(advice)}"
     )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,9 +27,12 @@ class Hardware:
     network_bandwidth: float = 45e9
     gpus_per_host: int = 8
 
-    def bandwidth(self, ranks: int) -> float:
-        """Of a collective over neighbouring ranks of which the first and the last are so many apart, both included."""
-        return self.host_bandwidth if ranks <= self.gpus_per_host else self.network_bandwidth
+    def bandwidth(self, ranks: int, stride: int) -> float:
+        """Of a collective of so many ranks, each `stride` after the one before. Beyond a host, its members in one host
+        share what they exchange with the others: each part crosses the network once."""
+        if ranks * stride <= self.gpus_per_host:
+            return self.host_bandwidth
+        return min(self.host_bandwidth, self.network_bandwidth * max(1, self.gpus_per_host // stride))
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,8 @@ def step_cost(
         # two sums in a block's forward pass, and two in its backward pass
         "tensor": passes * 2 * (repeated + 1) * activations * 2 * _ring(tensor),
     }
-    spans = {"tensor": tensor, "shard": tensor * shard, "replicate": math.prod((tensor, shard, replicate))}
-    sent_s = {name: sent[name] / hardware.bandwidth(spans[name]) for name in sent}
+    groups = {"tensor": (tensor, 1), "shard": (shard, tensor), "replicate": (replicate, tensor * shard)}
+    sent_s = {name: sent[name] / hardware.bandwidth(*groups[name]) for name in sent}
     return StepCost(flops, sent, flops / hardware.flops, sent_s)
 
 
