@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-# In transformers it counts as a model of images and text alone.
-AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+# In transformers it counts as a model of images and text alone; some releases register no class of their own.
+AutoModelForCausalLM._model_mapping._extra_content[Mistral4Config] = Mistral4ForCausalLM
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
