@@ -272,7 +272,7 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
         [*TRAIN, "{folder}/one.jsonl"],
         "--validation-fraction 0",
     ),
-    "no heads": (None, [*GENERATE, "--medusa", "{folder}"], "no Medusa heads"),
+    "no heads": (None, [*GENERATE, "--medusa", "{folder}"], "and no MTP head for this model"),
     "backend": (None, [*GENERATE, "--attention", "fastest"], "'fastest'"),
     "format": (None, ["medusa", "export", "{folder}", "{folder}/heads", "{folder}/out", "--profile", "vlm"], ""),
 }

@@ -308,8 +308,16 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for change, name in (({"num_steps": 0}, "num_steps"), ({"decay": -1.0}, "decay"), ({"dtype": "float32"}, "dtype")):
         with pytest.raises(InputError, match=name):
             lm.MTPModel.from_pretrained(base, **change)
+    for wrong in ({"num_steps": 0}, {"decay": -1.0}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            lm.MTPModel.from_base(base, **wrong)
     with pytest.raises(CheckpointError, match="from_base"):
         lm.MTPModel.from_pretrained(lm.from_config(CONFIGS["llama-3.2"]))
+    assert all(parameter.requires_grad for parameter in base.parameters()), "frozen by a call that failed"
+    for make in (lm.MTPModel.from_base, lm.MTPModel.from_pretrained, lm.MedusaModel.from_base):
+        for other in (nn.Linear(2, 2), None, lm.MTPModel.from_base(lm.from_config(CONFIGS["llama-3.2"]))):
+            with pytest.raises(InputError, match=f"base: must be a native CausalLM.* got {type(other).__name__}"):
+                make(other)
     model = lm.MTPModel.from_base(base)
     for given, name in (({"draft": "medusa"}, "draft"), ({"tree": 3}, "tree"), ({"do_sample": True}, "do_sample")):
         with pytest.raises(InputError, match=name):

@@ -139,6 +139,8 @@ def test_every_field_that_some_families_read_is_known_to_the_others(monkeypatch:
         ("embedding_multiplier", 12.0),
         ("logits_scaling", 0),
         ("use_rope", False),
+        ("is_causal", False),
+        ("is_causal", None),
         ("attn_logit_softcapping", 50.0),
         ("hidden_activation", "gelu"),
         ("activation", "relu"),

@@ -92,6 +92,9 @@ that a family of the zoo reads, and well-known ones of other models; in rope set
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values at which a field changes nothing, unless it is one that does at 0 (or false): of COMPUTATION with 1."""
 
+NULL_IS_FALSE = {"is_causal"}
+"""Fields of COMPUTATION whose null is false to transformers (`is_causal`: with eager attention, not with SDPA)."""
+
 INACTIVE = {"sliding_window", "max_window_layers", "sliding_window_pattern"}
 """Fields without effect where `use_sliding_window` is false."""
 
@@ -99,8 +102,8 @@ INACTIVE = {"sliding_window", "max_window_layers", "sliding_window_pattern"}
 def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -> None:
     """Check the fields of `config` that are not among those `read`.
 
-    A field that is EMPTY or HARMLESS, or starts with "_", passes. One of COMPUTATION whose value matters is a
-    ConfigError; any other a ConfigWarning that names the most similar field.
+    A field that is EMPTY or HARMLESS, or starts with "_", passes; not a null of NULL_IS_FALSE. One of COMPUTATION whose
+    value matters is a ConfigError; any other a ConfigWarning that names the most similar field.
     """
     model_type = f" for model_type {config['model_type']!r}" if isinstance(config.get("model_type"), str) else ""
     for name, value in config.items():
@@ -122,7 +125,9 @@ def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -
 
 
 def _is_empty(name: str, value: Any) -> bool:
-    return value is None or (value in EMPTY and 1 not in COMPUTATION.get(name, ()))
+    if value is None:
+        return name not in NULL_IS_FALSE
+    return value in EMPTY and 1 not in COMPUTATION.get(name, ())
 
 
 def _matters(name: str, value: Any, config: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What the commands that generate text share: the options of decoding, with Medusa heads or without."""
+"""What the commands that generate text share: the options of decoding, with heads or without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sample = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="Sampling temperature. With Medusa heads: that of typical acceptance, which accepts tokens other than the "
+        help="Sampling temperature. With heads: that of typical acceptance, which accepts tokens other than the "
         "greedy ones."
     ),
 ]
@@ -45,8 +45,8 @@ class Decoding:
     def __post_init__(self) -> None:
         if self.medusa and (self.sample or self.seed is not None or self._shaping.keys() - {"temperature"}):
             raise typer.BadParameter(
-                "Medusa decoding does not sample; leave --sample, --top-k, --top-p and --seed out",
-                param_hint="--medusa",
+                "decoding with heads does not sample; leave --sample, --top-k, --top-p and --seed out",
+                param_hint="--heads",
             )
         self._check_sampling(self.sample)
 
@@ -74,7 +74,7 @@ class Decoding:
             found["pad_token_id"] = 0  # masked, and no sequence ends early without an EOS
         if self.medusa:
             if (penalty := defaults.get("repetition_penalty", 1.0)) != 1.0:
-                say(f"Medusa: the checkpoint's repetition_penalty {penalty} is not applied")
+                say(f"with heads, the checkpoint's repetition_penalty {penalty} is not applied")
             return {**found, **self._shaping, "repetition_penalty": 1.0}
         sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
         self._check_sampling(sample)

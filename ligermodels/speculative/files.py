@@ -160,6 +160,10 @@ class Heads(NamedTuple):
         return self.profile.weight_map(shape, biases=self.biases, lm_heads=lm_heads)
 
 
+class NoHeadsError(CheckpointError):
+    """A folder holds no Medusa heads in any format."""
+
+
 @contextmanager
 def open_heads(folder: Path) -> Iterator[Heads]:
     """Heads in `folder`, in whichever of the formats: recognised by its tensors, and by config.json where those are
@@ -192,7 +196,7 @@ def open_heads(folder: Path) -> Iterator[Heads]:
             yield Heads(profile, *found[nearest], profile.has_biases(names), reader)
             return
     examples = ", ".join(f"{p.linear.format(head=0, layer=0, part='weight')!r}" for p in PROFILES.values())
-    raise CheckpointError(f"{folder}: no Medusa heads: no tensor is named like one of {examples}")
+    raise NoHeadsError(f"{folder}: no Medusa heads: no tensor is named like one of {examples}")
 
 
 @contextmanager

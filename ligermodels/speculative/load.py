@@ -10,6 +10,7 @@ from ligermodels.archs.extra_heads import without_heads
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError, HubError
+from ligermodels.speculative.files import NoHeadsError
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.mtp import MTPModel
 from ligermodels.speculative.mtp_files import CONFIG, MODEL_TYPE, holds_head
@@ -21,8 +22,12 @@ def load_multi_head(
 ) -> MultiHeadModel:
     """The Medusa heads, or the head of multi-token prediction, in a folder or under a hub id, on the (now frozen) base;
     alone, or in a model's checkpoint. Errors are those of the two models' `from_pretrained`."""
-    kind = MTPModel if _is_mtp(base, heads) else MedusaModel
-    return kind.from_pretrained(base, heads, progress=progress)
+    if _is_mtp(base, heads):
+        return MTPModel.from_pretrained(base, heads, progress=progress)
+    try:
+        return MedusaModel.from_pretrained(base, heads, progress=progress)
+    except NoHeadsError as error:
+        raise NoHeadsError(f"{error}; and no MTP head for this model") from None
 
 
 def _is_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:

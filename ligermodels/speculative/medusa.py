@@ -22,7 +22,7 @@ from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.files import open_heads, save_heads
 from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import heads_folder
-from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_decay
+from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_base, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import Tree, default_tree
 
@@ -43,6 +43,7 @@ class MedusaModel(MultiHeadModel):
     ) -> None:
         """New heads: identity ResBlocks and, with own lm_heads, copies of the base's. See `from_base`."""
         super().__init__()
+        check_base(base)
         if num_heads < 1 or num_layers < 1:
             raise InputError(f"num_heads and num_layers must be at least 1, got {num_heads} and {num_layers}")
         if lm_head not in ("own", "shared"):
@@ -87,8 +88,9 @@ class MedusaModel(MultiHeadModel):
 
         Raises InputError on a bad argument.
         """
+        model = cls(base, num_heads, num_layers, lm_head, decay)
         base.requires_grad_(False)
-        return cls(base, num_heads, num_layers, lm_head, decay)
+        return model
 
     @property
     def num_heads(self) -> int:  # type: ignore[override]

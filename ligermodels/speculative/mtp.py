@@ -26,7 +26,7 @@ from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.mtp_drafter import MTPDrafter
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head
 from ligermodels.speculative.mtp_head import MTPHead
-from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_decay
+from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_base, check_decay
 from ligermodels.speculative.tree import Tree, chain
 
 STEPS = 3
@@ -50,6 +50,7 @@ class MTPModel(MultiHeadModel):
     def __init__(self, base: CausalLM, num_steps: int = STEPS, decay: float = DECAY) -> None:
         """A head of random weights. See `from_base` and `from_pretrained`."""
         super().__init__()
+        check_base(base)
         if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
             raise InputError(f"num_steps must be a number of tokens, at least 1, got {num_steps!r}")
         self.base, self.num_heads, self.decay = base, num_steps, check_decay(decay)
@@ -71,15 +72,16 @@ class MTPModel(MultiHeadModel):
             num_steps: K, tokens predicted beyond the next one.
             decay: step j counts decay ** j in the loss, whose weights add up to 1.
 
-        Raises InputError on a bad argument, ConfigError for a base model that is not of this kind.
+        Raises InputError on a bad argument, ConfigError for a base model that is not of this kind; the base model is
+        then not frozen.
         """
-        base.requires_grad_(False)
         model = cls(base, num_steps, decay)
         state = {name: gathered(tensor) for name, tensor in base.decoder.norm.state_dict().items()}
         try:
             model.head.norm.load_state_dict(state)
         except RuntimeError as error:
             raise InputError(f"base: its final norm is not that of its config: {error}") from None
+        base.requires_grad_(False)
         return model
 
     @classmethod
@@ -106,10 +108,11 @@ class MTPModel(MultiHeadModel):
         Raises CheckpointError when files or tensors are missing, damaged, or made for another base, or there is more
         than one such layer; HubError when they cannot be fetched; InputError and ConfigError as `from_base`.
         """
-        if not isinstance(base, CausalLM):
+        if isinstance(base, str | os.PathLike):
             base = from_pretrained(base, **options)
         elif options:
             raise InputError(f"{next(iter(options))}: is for loading the base model, which is given already")
+        check_base(base)
         if head is None:
             source = base.require_export_spec().source
             if source is None:
@@ -120,9 +123,9 @@ class MTPModel(MultiHeadModel):
             folder = source.folder
         else:
             folder = hub.resolve(head)
-        base.requires_grad_(False)
         model = cls(base, num_steps, decay)
         model.layout = load_head(base, model.head, folder, progress)
+        base.requires_grad_(False)
         return model
 
     def head_parameters(self) -> Iterator[nn.Parameter]:

@@ -284,6 +284,14 @@ class MultiHeadModel(nn.Module):
         return out if return_stats else out.sequences
 
 
+def check_base(base: Any) -> None:
+    """InputError unless `base` is a native model."""
+    if not isinstance(base, CausalLM):
+        raise InputError(
+            f"base: must be a native CausalLM, such as ligermodels.from_pretrained gives, got {type(base).__name__}"
+        )
+
+
 def check_decay(decay: Any) -> float:
     """`decay`; InputError unless it is a number that is at least 0."""
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < math.inf:
