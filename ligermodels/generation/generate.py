@@ -15,7 +15,14 @@ from ligermodels.generation.host import LogitsProcessor, Processors, Stopping, S
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
-from ligermodels.layers.sharding import ModuleLike, chosen_together, end_of_decoding, is_sharded, reshard
+from ligermodels.layers.sharding import (
+    ModuleLike,
+    chosen_together,
+    end_of_decoding,
+    is_sharded,
+    require_same_on_ranks,
+    reshard,
+)
 
 DEFAULT_NEW_TOKENS = 64
 
@@ -160,7 +167,9 @@ class Decoding:
         """
         model, length = self.model, self.prompts.ids.shape[1]
         before = self.prompts.mask.sum(dim=1).tolist()
+        advice = "give all the same max_new_tokens; max_length leaves prompts of other lengths another number"
         with evaluating(model):
+            require_same_on_ranks(model, "max_new_tokens", self.max_new_tokens, advice)
             state = model.new_state(len(before), max(1, length + self.max_new_tokens - 1))
             self.prompts = self.prompts.to(state.device)
             choose = chosen_together(model, self.choose)

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 TensorSharding = int | Literal["replicated", "columns", "rows"]
@@ -149,6 +150,16 @@ def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Ca
         return chosen
 
     return of_first_rank
+
+
+def require_same_on_ranks(model: ModuleLike, name: str, value: int, advice: str) -> None:
+    """Of a sharded model, InputError on all ranks unless all have the same `value`: they would wait for one another."""
+    if is_sharded(model) and dist.is_initialized():
+        most = torch.tensor([value, -value], device=next(model.parameters()).device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        high, low = most[0].item(), -most[1].item()
+        if high != low:
+            raise InputError(f"{name}: is {low} to {high} on the ranks of a sharded model, here {value}; {advice}")
 
 
 def end_of_decoding(model: ModuleLike) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import Decoder
@@ -44,7 +45,8 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     Each block, an embedding and a head of its own, and the rest are gathered one after another, the next one while one
     computes. Modules that stay float32 (`FullPrecision`) are groups of their own. Gradients are averaged over the
     ranks, as FSDP2 does it: `training.train` makes of them those of one process on the batches of all ranks. All ranks
-    then call `forward`, `generate` and `save_pretrained` together.
+    then call `forward`, `generate` and `save_pretrained` together. Give all the same values: each has its part of its
+    own model's. Replicas take those of the first one.
 
     Call it before an optimizer is made, and after `add_lora`. What has been spread already (the base of a
     `MedusaModel`) stays as it is. On one process without a process group, nothing is sharded.
@@ -91,6 +93,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
             tensor_parallel(model, mesh["tensor"])
     _compile(decoders, plan)
     fsdp(model, mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"], plan)
+    _same_replicas(model, mesh)
     for module in (model, *decoders):
         vars(module)["_parallelism"] = Parallelism(plan, mesh)
     return model
@@ -116,6 +119,15 @@ def parallel_copy(model: CausalLM) -> CausalLM:
         for name, tensor in persistent_tensors(model).items():
             there[name].copy_(tensor)
     return found.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def _same_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gradients alone are exchanged between replicas, so that what differs at the start would differ for ever."""
+    if mesh["replicate"].size() > 1:
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor) and not parameter.is_meta:
+                torch.distributed.broadcast(parameter.to_local(), group=mesh.get_group("replicate"), group_src=0)
 
 
 def _join_for(model: nn.Module) -> None:

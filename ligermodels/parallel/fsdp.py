@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import Decoder
 from ligermodels.layers import FullPrecision, LMHead
+from ligermodels.layers.sharding import reshard
 from ligermodels.parallel.plan import ParallelPlan
 
 
@@ -22,7 +24,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
 
     Groups, each gathered as one: every block, embeddings and heads that are not tied, and the rest. Modules that stay
     float32 (`FullPrecision`) are a group before theirs, and compute in float32 whatever the plan. What is sharded
-    already stays as it is.
+    already stays as it is. Without gradients a forward pass of a model leaves nothing gathered.
     """
     dtypes = {name: value and getattr(torch, value) for name, value in dict(plan).items() if name.endswith("dtype")}
     # Activations have the dtype that the embedding gives them; a cast of all inputs would round weights of losses too.
@@ -57,9 +59,17 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         (state, *_) = group(part, reshard_after_forward=False if stays else None)
         if isinstance(part, nn.Embedding):
             state.set_unshard_in_backward(False)  # its gradient is computed without its weight
-    for each in models:
-        group(each)  # the base of a multi-head model, which is also called by itself
-    group(model)
+    for each in (*models, model):  # models: also the base of a multi-head model, which is called by itself too
+        if not isinstance(each, FSDPModule):
+            group(each)
+            each.register_forward_hook(_reshard_without_gradients)
+
+
+def _reshard_without_gradients(module: nn.Module, *_: Any) -> None:
+    """FSDP2 keeps the root gathered up to its backward pass. Where none follows, an optimizer's step would not reach
+    what is gathered, and an optimizer made meanwhile would get it in place of the parameters."""
+    if not torch.is_grad_enabled():
+        reshard(module)
 
 
 def _untied(parts: list[nn.Module]) -> Iterator[nn.Module]:

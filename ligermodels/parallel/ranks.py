@@ -86,7 +86,8 @@ def data_share(plan: ParallelPlan) -> tuple[int, int]:
 class DataRanks:
     """The ranks that divide a batch among them: `rank` of `size`; one process alone is 0 of 1.
 
-    They are those of the dimensions DATA of a mesh, or of all of a mesh that has none of these names.
+    They are those of the dimensions DATA of a mesh; of one that has none of these names all, but for those that are a
+    plan's other AXES, whose ranks share their data.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -95,7 +96,9 @@ class DataRanks:
         if mesh is None:
             return
         names = mesh.mesh_dim_names or ()
-        self._dims = [i for i, name in enumerate(names) if name in DATA] or list(range(mesh.ndim))
+        self._dims = [i for i, name in enumerate(names) if name in DATA]
+        if not self._dims:
+            self._dims = [i for i in range(mesh.ndim) if not names or names[i] not in ParallelPlan.AXES]
         for dim in self._dims:
             self.rank = self.rank * mesh.size(dim) + mesh.get_local_rank(dim)
             self.size *= mesh.size(dim)

@@ -105,6 +105,12 @@ class Checkpoints:
                     size = sum(tensor.nbytes for tensor in tensors.values())
                     temporary = opened.enter_context(written_whole(target, size))
             temporary = ranks.gather(temporary)[0]
+            with ranks.step(str(target)):
+                if not temporary.is_dir():  # it would be made here, and lack what the others write
+                    raise CheckpointError(
+                        f"{self._folder}: rank {ranks.rank} does not see what rank 0 writes there; give all ranks the "
+                        "same folder, on a file system that they share"
+                    )
             with ranks.step(str(target)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # its note that there is only one process
                 writer = dcp.FileSystemWriter(temporary, sync_files=False)

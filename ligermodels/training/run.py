@@ -158,6 +158,7 @@ class _Run:
             )
         self.documents = documents_of(recipe, self.base, console.say)
         self.content = self._first(lambda: content_of(recipe, self.base))
+        self._require_same_data()
         if self.about:
             require_same_content(self.content, self.about["content"])
         self.indices, self.validation = self.documents.corpus.split(recipe.validation_fraction, recipe.seed)
@@ -170,6 +171,16 @@ class _Run:
     def _first(self, function: Callable[[], T]) -> T:
         """What `function` gives on the first rank."""
         return self.ranks.from_first(str(self.out), function)
+
+    def _require_same_data(self) -> None:
+        """InputError, on all ranks, unless all read the same text: each takes its share of what it reads itself."""
+        found: list[Any] = []
+        with self.ranks.step("data", ""):
+            found = [self.documents.fingerprint] if self.ranks.together else []
+        every = self.ranks.gather(found)
+        if others := [rank for rank, each in enumerate(every) if each != every[0]]:
+            told = ", ".join(map(str, others))
+            raise InputError(f"data: has other content on rank {told} than on rank 0; give all ranks the same files")
 
     def _count_steps(self) -> int:
         """Steps of the recipe. The validation split is read in any case, so that errors in it show now."""
