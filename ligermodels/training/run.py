@@ -213,8 +213,9 @@ class _Run:
         self.job = make_job(recipe, model, resuming=bool(self.about))
         if spread:
             parallelize(self.job.model, recipe.parallel)
-        if self.ranks.rank:
-            torch.manual_seed(recipe.seed + self.ranks.rank)  # for dropout of its own
+        share, _ = data_share(recipe.parallel)
+        if share:
+            torch.manual_seed(recipe.seed + share)  # for dropout of its own, and that of its tensor-parallel group
         stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
         if model.dtype.itemsize < 4 and not (stochastic and model.dtype == torch.bfloat16):
             self.console.say(
