@@ -19,7 +19,16 @@ from two_ranks import in_ranks
 from zoo import make_checkpoint
 
 from ligermodels.errors import ConfigError
-from ligermodels.training import Console, FineTuningRecipe, TrainingRecipe, fine_tune, train_heads
+from ligermodels.training import (
+    Console,
+    FineTuningRecipe,
+    MedusaRecipe,
+    MTPRecipe,
+    TrainingRecipe,
+    fine_tune,
+    train_heads,
+    train_mtp,
+)
 from ligermodels.training.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,9 +36,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {"dtype": "float64", "evaluate_every": None, "steps": 5, "checkpoint_every": None}
 
 
+def common(recipe: TrainingRecipe, kind: type[TrainingRecipe]) -> dict[str, Any]:
+    """Settings that recipes of another kind have too."""
+    return {name: value for name, value in recipe.settings().items() if name in kind.model_fields}
+
+
 def tuning(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
-    common = {k: v for k, v in recipe_for(base, data).settings().items() if k in FineTuningRecipe.model_fields}
-    return FineTuningRecipe().changed({**common, **changes})
+    return FineTuningRecipe().changed({**common(recipe_for(base, data), FineTuningRecipe), **changes})
 
 
 def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
@@ -41,11 +54,15 @@ def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
         "config": tuning(base / "config.json", data, **EXACT, tokenizer=str(base)),
         "stage 1": recipe_for(base, data, **EXACT),
         "stage 2": recipe_for(base, data, **{**STAGE_2, **EXACT}),
+        "mtp": MTPRecipe().changed({**common(recipe_for(base, data), MTPRecipe), **EXACT, "num_steps": 2}),
     }
 
 
+TRAIN: dict[type, Any] = {FineTuningRecipe: fine_tune, MedusaRecipe: train_heads, MTPRecipe: train_mtp}
+
+
 def run(recipe: TrainingRecipe, out: Path, **options: Any) -> Any:
-    return (fine_tune if isinstance(recipe, FineTuningRecipe) else train_heads)(recipe, out, **options)
+    return TRAIN[type(recipe)](recipe, out, **options)
 
 
 def validation(out: Path) -> list[Any]:
@@ -86,6 +103,9 @@ def all_kinds(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path)
         run(tuning(base, data, batch_tokens=48, micro_batch_tokens=None), folder / "none")
     with pytest.raises(ConfigError, match="optimizer: adafactor does not work on sharded"):
         run(tuning(base, data, optimizer="adafactor"), folder / "none")
+    for kind in (MedusaRecipe, MTPRecipe):
+        with pytest.raises(ConfigError, match=r"parallel\.tensor: is for whole models"):
+            kind(parallel={"tensor": 2})
     with pytest.raises(ConfigError, match="shard: 3, times 1, is 3 ranks, and there are 2"):
         run(tuning(base, data, parallel={"shard": 3}), folder / "none")
     assert not (folder / "none").exists()

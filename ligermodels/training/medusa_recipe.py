@@ -18,6 +18,7 @@ class MedusaRecipe(TrainingRecipe):
     """Settings of a run that trains Medusa heads. Raises as `TrainingRecipe`."""
 
     kind: ClassVar[str] = "medusa"
+    trains_heads: ClassVar[bool] = True
     conditions: ClassVar[tuple[Condition, ...]] = (
         (
             (

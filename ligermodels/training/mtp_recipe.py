@@ -18,6 +18,7 @@ class MTPRecipe(TrainingRecipe):
     """Settings of a run that trains a head of multi-token prediction. Raises as `TrainingRecipe`."""
 
     kind: ClassVar[str] = "mtp"
+    trains_heads: ClassVar[bool] = True
     may_change: ClassVar[frozenset[str]] = TrainingRecipe.may_change | {"write"}
     kept: ClassVar[frozenset[str]] = frozenset({"start_from"})
 

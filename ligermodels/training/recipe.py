@@ -69,6 +69,8 @@ class TrainingRecipe(BaseModel):
     )
     """Settings that may change when a run resumes: they do not affect training, but for the order in which numbers are
     added. (The content of the tokenizer does.)"""
+    trains_heads: ClassVar[bool] = False
+    """Whether heads beside the model are trained, with it or alone."""
     kept: ClassVar[frozenset[str]] = frozenset()
     """Settings that a resumed run takes from its checkpoint."""
     base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
@@ -175,6 +177,8 @@ class TrainingRecipe(BaseModel):
 
     def check(self) -> None:
         """Raises ConfigError where settings contradict one another, or one has no meaning beside the others."""
+        if self.trains_heads and self.parallel.tensor > 1:
+            raise ConfigError("parallel.tensor: is for whole models; heads are trained with shard and replicate")
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.seq_len or self.batch_tokens % micro:
             raise ConfigError(
