@@ -355,7 +355,7 @@ def test_what_is_no_model_is_named(speaker: Path, adapter: Path, heads: Path, tm
     both = shutil.copytree(speaker, tmp_path / "both")
     shutil.copytree(adapter, both, dirs_exist_ok=True)
     for arguments, words in (
-        ([heads], "holds Medusa heads and no model"),
+        ([heads], "holds heads and no model"),
         ([adapter, "--adapter", adapter], "is an adapter itself"),
         ([lost], "nowhere: no such folder; give that as PATH, and --adapter"),
         ([nameless], "names no base model"),

@@ -301,7 +301,7 @@ def test_bad_input_is_one_line_and_exit_code_1(broken: Path, case: str) -> None:
         ("generate x --prompt a --device gpu", "gpu"),
         ("generate x --prompt a --max-new-tokens 0", "max-new-tokens"),
         ("generate x --prompt a --greedy --temperature 2", "--sample"),
-        ("generate x --prompt a --medusa y --sample", "--medusa"),
+        ("generate x --prompt a --medusa y --sample", "--heads"),
         ("medusa train x --out y", "--data"),
         ("medusa train x --out y --data z --lm-head mine", "shared"),
     ],

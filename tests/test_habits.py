@@ -116,11 +116,11 @@ def test_cuda_devices(options: dict[str, Any], device: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device_map": {"": 0, "lm_head": 1}}, r"device_map: has entries of submodules.*fully_shard"),
-        ({"device_map": {"model.layers.0": "cpu", "model.layers.1": "cpu"}}, r"'model\.layers\.0'.*fully_shard"),
+        ({"device_map": {"": 0, "lm_head": 1}}, r"device_map: has entries of submodules.*ParallelPlan"),
+        ({"device_map": {"model.layers.0": "cpu", "model.layers.1": "cpu"}}, r"'model\.layers\.0'.*ParallelPlan"),
         ({"device_map": {}}, "device_map"),
-        ({"device_map": "balanced"}, r"device_map: 'balanced' is not .*'cuda'.*'auto'.*fully_shard"),
-        ({"device_map": "sequential"}, "device_map: 'sequential'.*fully_shard"),
+        ({"device_map": "balanced"}, r"device_map: 'balanced' is not .*'cuda'.*'auto'.*ParallelPlan"),
+        ({"device_map": "sequential"}, "device_map: 'sequential'.*ParallelPlan"),
         ({"device_map": "gpu"}, "device_map: 'gpu' is not .*'cpu', 'cuda'"),
         ({"device_map": {"": "gpu"}}, "device_map: 'gpu' is not .*'cpu', 'cuda'"),
         ({"device": "gpu"}, "device: 'gpu' is not .*'cpu', 'cuda'"),

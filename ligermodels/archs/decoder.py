@@ -103,6 +103,7 @@ class Decoder(nn.Module):
     """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
+    _tensor_ranks = 1  # that `parallel.tensor` divides it over
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -110,7 +111,6 @@ class Decoder(nn.Module):
             raise ConfigError("blocks: a decoder needs at least one block")
         self.config = config
         self._activation_checkpointing: ActivationCheckpointing = "none"
-        self._tensor_ranks = 1
         self.embed = Embedding(config.vocab_size, config.hidden_size, config.embed_scale, config.padding_idx)
         per_layer = config.per_layer_inputs
         self.per_layer_inputs = None if per_layer is None else PerLayerInputs(config.hidden_size, per_layer)

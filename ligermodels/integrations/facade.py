@@ -61,6 +61,7 @@ class _Decoder(nn.Module):
     """A native decoder by the modules of a transformers model."""
 
     exported_by = "the save_pretrained, push_to_hub or state_dict of the transformers model that wrap returned"
+    _tensor_ranks = Decoder._tensor_ranks
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
