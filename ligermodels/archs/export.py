@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.archs.state_dict import export_state_dict, layout_in_memory, load_state_dict
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
-from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.lora import check_merged
 from ligermodels.layers.sharding import reshard
 

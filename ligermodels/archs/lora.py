@@ -20,7 +20,7 @@ from ligermodels.convert.placement import DtypeLike, resolve_dtype
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import InputError
 from ligermodels.layers import MoE
-from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.lora import LoRALinear, LoRAPart
 from ligermodels.layers.sharding import is_sharded
 

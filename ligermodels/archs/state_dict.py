@@ -15,7 +15,7 @@ from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError
-from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import persistent_tensors
 
 if TYPE_CHECKING:
     from ligermodels.archs.decoder import DecoderConfig

@@ -85,7 +85,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.convert.dequantize import dequantized
     from ligermodels.convert.quantization import without_quantization
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
-    from ligermodels.layers.config import persistent_tensors
+    from ligermodels.layers.initialization import persistent_tensors
     from ligermodels.pretrained import choose_layout, from_config
     from ligermodels.speculative.mtp_files import head_tensors
 

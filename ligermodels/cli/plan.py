@@ -30,7 +30,8 @@ def plan(
 ) -> None:
     """Show which plans of training fit GPUs, the fastest first, with the memory that each takes.
 
-    Memory is that of the step itself, followed on the meta device; times are arithmetic for H200s.
+    Memory is that of the step itself, followed on the meta device. Times are arithmetic for H200s, in bfloat16 whatever
+    the dtype.
     """
     size = memory_size(memory)
     import torch

@@ -13,8 +13,7 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import FullPrecision
-from ligermodels.layers.config import persistent_tensors
-from ligermodels.layers.initialization import allocate, initialize_buffers, skip_init
+from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.parallel.fsdp import fsdp
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import join, make_mesh, rank_device, world_size

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers import BlockConfig
-from ligermodels.parallel.plan import ParallelPlan
-
-DEGREES = ParallelPlan.AXES
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.speculative.files import Heads
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile

@@ -26,7 +26,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
-from ligermodels.layers.config import persistent_tensors
+from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import gathered, reshard
 
 CONFIG, MODEL_TYPE = "config.json", "mtp"
