@@ -80,10 +80,11 @@ def plain(oracle: PreTrainedModel) -> PreTrainedModel:
 
 
 def as_configured(oracle: Module, config: PreTrainedConfig) -> Module:
-    """An oracle of gpt-oss's experts with the limit of its config, for which older transformers have a constant."""
+    """An oracle of gpt-oss's experts with the numbers of its config, for which older transformers have constants."""
     for module in oracle.modules():
-        if hasattr(config, "swiglu_limit") and hasattr(module, "limit"):
-            module.limit = config.swiglu_limit
+        for name in ("limit", "alpha"):
+            if hasattr(config, f"swiglu_{name}") and hasattr(module, name):
+                setattr(module, name, getattr(config, f"swiglu_{name}"))
     return oracle
 
 

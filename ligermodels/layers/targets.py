@@ -86,8 +86,9 @@ class Targets:
         self._counts: AsyncHostCopy | None = None
         self._indices: Tensor | None = None
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
-        captured = labels.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not (torch.compiler.is_compiling() or captured or labels.is_meta):
+        compiling = torch.compiler.is_compiling()  # asked first: a compiler does not trace the next question
+        captured = not compiling and labels.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not (compiling or captured or labels.is_meta):
             valid = (self.values != IGNORE_INDEX).flatten(1)
             self._any = valid.any(0)
             self._counts = AsyncHostCopy(torch.cat([valid, self._any[None]]).sum(1))

@@ -135,7 +135,9 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
     found = [out, *torch.autograd.grad(out, inputs, seed.to(device))]
     expected = [wanted, *torch.autograd.grad(wanted, exact, seed.double())]
     for a, b in zip(found, (x.detach() for x in expected), strict=True):
-        assert (a.detach().cpu().double() - b).norm() <= LIMITS[dtype] * max(float(b.norm()), math.sqrt(b.numel()) / 10)
+        # The gradients of a few sinks are sums over all queries, whose terms' errors meet.
+        limit = (2 if b.numel() <= 8 else 1) * LIMITS[dtype]
+        assert (a.detach().cpu().double() - b).norm() <= limit * max(float(b.norm()), math.sqrt(b.numel()) / 10)
 
 
 LONG_CASES: dict[str, dict[str, Any]] = {
@@ -183,6 +185,28 @@ def test_long_sequences(name: str, case: str, head_dim: int) -> None:
     expected = [wanted, *torch.autograd.grad(wanted, exact, seed.float())]
     for a, b in zip(found, expected, strict=True):
         assert (a.float() - b).norm() <= 0.01 * b.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value_dim", [8, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [name for name in backends() if name != "reference"])
+def test_views_of_any_alignment(name: str, dtype: torch.dtype, value_dim: int) -> None:
+    """Queries, keys and values side by side in one tensor, whose heads begin at any multiple of an element's size."""
+    parts = [1, 16, 16, 5, value_dim]
+    packed = torch.randn(2, 41, 4, sum(parts), device="cuda", dtype=dtype, requires_grad=True)
+
+    def call(packed: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        _, q, k, _, v = packed.split(parts, dim=-1)
+        out = attention(q, k, v, backend=backend)
+        return out, torch.autograd.grad(out, packed, torch.ones_like(out))[0]
+
+    try:
+        found = call(packed, name)
+    except BackendError as refusal:
+        pytest.skip(str(refusal))
+    for a, b in zip(found, call(packed.double(), "reference"), strict=True):
+        assert (a.double() - b).norm() <= LIMITS[dtype] * b.norm()
 
 
 def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,8 @@ def attention(
         sinks=sinks is not None,
         value_dim=None if v.shape[3] == head_dim else v.shape[3],
     )
+    if q.is_cuda:
+        q, k, v = (_aligned(each, request.compiling) for each in (q, k, v))
     return choose(request, backend).run(q, k, v, request, mask, cu_seqlens, sinks)
 
 
@@ -145,6 +147,20 @@ def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor 
         document = torch.bucketize(keys, cu_seqlens[1:], right=True)
         allowed = allowed & (document == document[:, None])
     return allowed
+
+
+_ALIGNMENT = 16
+"""Bytes at multiples of which the heads of each token begin for fused kernels on a GPU."""
+
+
+def _aligned(x: Tensor, compiling: bool) -> Tensor:
+    """x, or a contiguous copy of it where its heads do not begin at such multiples: torch 2.11 chooses kernels that
+    need this without a look at addresses and at the distances between heads (pytorch/pytorch#183484)."""
+    if compiling:  # addresses are not known; of a contiguous tensor they are multiples
+        return x if x.is_contiguous() else x.contiguous()
+    places = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])]
+    fits = not any(place % _ALIGNMENT for place in (places[:1] if x.is_contiguous() else places))
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 # -- reference ---------------------------------------------------------------------------------------------------------
