@@ -115,5 +115,82 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False,
+    },
+    "gemma-4-e4b": {
+        "model_type": "gemma4_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+        "sliding_window": 512,
+        "num_kv_shared_layers": 18,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "vocab_size": 262144,
+        "max_position_embeddings": 131072,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "ministral-3-8b": {
+        "model_type": "ministral3",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "tie_word_embeddings": False,
+    },
 }
 """Name -> config.json."""
+
+FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3.5-9b": {"num_hidden_layers": 4},
+    "gemma-4-e4b": {
+        "num_hidden_layers": 12,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+        "num_kv_shared_layers": 6,
+    },
+}
+"""Name -> fields of a model with every kind of its layers; two layers by default."""
+
+NOT_IN_FP32 = frozenset({"qwen3.5-9b"})
+"""Those that transformers does not compute in fp32 where flash-linear-attention is installed."""
+
+
+def few_layers(name: str) -> dict[str, Any]:
+    """The config of a model with a few of its layers."""
+    return CONFIGS[name] | FEW_LAYERS.get(name, {"num_hidden_layers": 2})

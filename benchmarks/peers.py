@@ -13,10 +13,11 @@ import ligermodels as lm
 from benchmarks import measure
 
 
-def _ours(config: dict[str, Any], folder: Path | None) -> nn.Module:
+def ours(config: dict[str, Any], folder: Path | None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Of a config, or of a checkpoint in a folder."""
     if folder is not None:
-        return lm.from_pretrained(folder, dtype=torch.bfloat16, device=measure.DEVICE)
-    return lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE)
+        return lm.from_pretrained(folder, dtype=dtype, device=measure.DEVICE)
+    return lm.from_config(config, dtype=dtype, device=measure.DEVICE)
 
 
 def transformers(config: dict[str, Any], folder: Path | None, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -56,8 +57,8 @@ def _compiled(make: Callable[..., nn.Module], **options: Any) -> Callable[[dict[
 
 
 PROVIDERS: dict[str, Callable[[dict[str, Any], Path | None], nn.Module]] = {
-    "ligermodels": _ours,
-    "ligermodels + torch.compile": _compiled(_ours, fullgraph=True),
+    "ligermodels": ours,
+    "ligermodels + torch.compile": _compiled(ours, fullgraph=True),
     "transformers": transformers,
     "transformers + torch.compile": _compiled(transformers),
     "transformers + nativize": lambda config, folder: lm.nativize(transformers(config, folder)),

@@ -1,8 +1,8 @@
 """`python -m benchmarks.training [CASE ...] [--out FILE]`: a training step, AdamW in bf16, beside transformers.
 
 All parameters are trained or, in cases of a `lora_rank`, LoRA on all linear layers of the blocks: beside transformers
-that of PEFT. Every provider is first checked, without LoRA: with the weights of a model of two layers that transformers
-saved, its loss and gradient must be those of transformers in fp32. With `--floor` each case begins with the least time
+that of PEFT. Every provider is first checked, without LoRA: with the weights of a model of a few layers that
+transformers saved, its loss and gradient must be those of transformers in fp32. With `--floor` each case begins with the least time
 of its step, from limits measured here (`benchmarks.floor`); with `--profile` ours ends with its kernels by class.
 """
 
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import ligermodels as lm
 from benchmarks import measure
 from benchmarks.floor import floor
-from benchmarks.models import CONFIGS
-from benchmarks.peers import PROVIDERS, transformers
+from benchmarks.models import CONFIGS, NOT_IN_FP32, few_layers
+from benchmarks.peers import PROVIDERS, ours, transformers
 from benchmarks.profile import profile
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.layers.checkpointing import ActivationCheckpointing
@@ -67,6 +67,9 @@ CASES = [
     Case("qwen2.5-7b", 2, 4096),
     Case("qwen3-1.7b", 4, 4096),
     Case("llama-3-8b", 4, 4096, lora_rank=16),
+    Case("qwen3.5-9b", 2, 4096),
+    Case("gemma-4-e4b", 2, 4096),
+    Case("ministral-3-8b", 2, 4096),
 ]
 
 
@@ -80,7 +83,7 @@ def _loss_and_gradient(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | 
 
 
 class Verifier:
-    """Checks a provider of a model by two of its layers, whose weights transformers saves in `folder`."""
+    """Checks a provider of a model by a few of its layers, whose weights transformers saves in `folder`."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -90,12 +93,13 @@ class Verifier:
     def error(self, name: str, provider: str) -> float:
         """Relative error of the loss and a gradient against transformers in fp32."""
         if (name, provider) not in self.errors:
-            config, folder = CONFIGS[name] | {"num_hidden_layers": 2}, self.folder / name
+            config, folder = few_layers(name), self.folder / name
             if name not in self.truths:
                 torch.manual_seed(0)
                 transformers(config, None).save_pretrained(folder)
                 ids = torch.randint(config["vocab_size"], (1, 512), device=measure.DEVICE)
-                self.truths[name] = ids, _loss_and_gradient(transformers(config, folder, torch.float32), ids)
+                exact = transformers if name not in NOT_IN_FP32 else ours
+                self.truths[name] = ids, _loss_and_gradient(exact(config, folder, torch.float32), ids)
             ids, truth = self.truths[name]
             found = _loss_and_gradient(PROVIDERS[provider](config, folder), ids)
             self.errors[name, provider] = max(
