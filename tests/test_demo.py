@@ -9,8 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ligermodels as lm
-from ligermodels.demo import END, DemoSettings, follower_baseline, frequency_baseline, run_demo
-from ligermodels.errors import CheckpointError, LigerModelsError
+from ligermodels.demo import (
+    END,
+    DemoSettings,
+    GpuDemoSettings,
+    follower_baseline,
+    frequency_baseline,
+    run_demo,
+    run_gpu_demo,
+)
+from ligermodels.errors import CheckpointError, InputError, LigerModelsError
 
 TINY = DemoSettings(
     corpus_bytes=300_000,
@@ -80,6 +88,44 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
     again = json.loads((folder / "demo.json").read_text())
     assert again["loss"] == results["loss"] and again["checks"]["it gives more than 99.0 tokens per step"] is False
     assert len(again["checks"]) == 13 and again["joint"] == results["joint"]
+
+
+def test_the_demo_on_a_gpu_measures_decoding(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """At a size for a CPU; what it measures there is no speed that anyone wants."""
+    settings = GpuDemoSettings(
+        device="cpu",
+        corpus_bytes=400_000,
+        validation_fraction=0.3,
+        vocab_size=400,
+        hidden_size=64,
+        num_layers=1,
+        head_dim=16,
+        seq_len=64,
+        batch_size=2,
+        steps=8,
+        num_heads=2,
+        head_steps=4,
+        joint_steps=2,
+        prompts=6,
+        prompt_tokens=9,
+        new_tokens=12,
+        batch_sizes=(1, 2),
+        tree_sizes=(2, 5),
+    )
+    results = run_gpu_demo(tmp_path / "out", settings)
+    assert json.loads((tmp_path / "out" / "demo.json").read_text())["decoding"] == results["decoding"]
+    cases = [(each["stage"], each["batch"], each["acceptance"]) for each in results["decoding"]]
+    assert cases == [(stage, batch, kind) for stage in (1, 2) for batch in (1, 2) for kind in ("greedy", "typical")]
+    for each in results["decoding"]:
+        assert each["speed_up"] == pytest.approx(each["plain_seconds"] / each["seconds"])
+        assert 1 <= each["tokens_per_step"] <= 3 and each["tree"] in (2, 5)
+    assert "stage 2, batch 2, typical" in capfd.readouterr().out
+    model = lm.from_pretrained(tmp_path / "out" / "model")
+    assert lm.MedusaModel.from_pretrained(model, tmp_path / "out" / "medusa").num_heads == 2
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="no CUDA GPU"):
+            run_gpu_demo(tmp_path / "none")
+        assert not (tmp_path / "none").exists()
 
 
 def test_baselines_by_hand() -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -108,7 +108,7 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
     return results
 
 
-def _learn(
+def learn(
     model: Trainable,
     rates: Sequence[tuple[Iterable[nn.Parameter], float]],
     data: Iterable[Batch],
@@ -117,10 +117,12 @@ def _learn(
     *,
     warmup_divisor: int = 20,
     weight_decay: float = 0.0,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
     **options: Any,
 ) -> None:
     """Train groups of parameters at their learning rates for `steps`, 1 / `warmup_divisor` of them as warm-up."""
-    optimizer = optimizer_named("adamw", parameter_groups(rates, weight_decay), betas=(0.9, 0.95))
+    groups = parameter_groups(rates, weight_decay)
+    optimizer = optimizer_named("adamw", groups, betas=(0.9, 0.95), rounding=rounding)
     schedule = warmup_cosine(optimizer, steps, warmup_steps=steps // warmup_divisor)
 
     def report(at: StepMetrics) -> None:
@@ -154,7 +156,7 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
     with stage("training", "a Llama, trained from scratch", seconds) as update:
         (checkpoint / "config.json").write_text(json.dumps(llama_config(s, end)))
         trained = lm.from_config(checkpoint)
-        _learn(trained, [(trained.parameters(), s.learning_rate)], batches(s.seed), s.steps, update, weight_decay=0.1)
+        learn(trained, [(trained.parameters(), s.learning_rate)], batches(s.seed), s.steps, update, weight_decay=0.1)
 
     with stage("checkpoint", "a Hugging Face checkpoint, written and loaded", seconds):
         trained.save_pretrained(checkpoint, overwrite=True)
@@ -164,20 +166,20 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
 
     with stage("heads", "Medusa heads, trained on the frozen model", seconds) as update:
         medusa = lm.MedusaModel.from_base(model, num_heads=s.num_heads)
-        _learn(medusa, [(medusa.head_parameters(), s.head_learning_rate)], batches(s.seed + 1), s.head_steps, update)
+        learn(medusa, [(medusa.head_parameters(), s.head_learning_rate)], batches(s.seed + 1), s.head_steps, update)
         scores = evaluate_heads(medusa, validation_batches())
 
     with stage("longer", "as many further steps of stage 1 as stage 2 takes, for comparison", seconds) as update:
         longer = copy.deepcopy(medusa)
         rates = [(longer.head_parameters(), s.head_learning_rate)]
-        _learn(longer, rates, batches(s.seed + 2), s.joint_steps, update, warmup_divisor=10)
+        learn(longer, rates, batches(s.seed + 2), s.joint_steps, update, warmup_divisor=10)
         longer_scores = evaluate_heads(longer, validation_batches())
 
     with stage("joint", "stage 2: the model and the heads, trained together", seconds) as update:
         joint = copy.deepcopy(medusa)
         rates = [(joint.base.parameters(), s.joint_learning_rate), (joint.head_parameters(), 4 * s.joint_learning_rate)]
         options: dict[str, Any] = {"loss_options": lambda step: {WEIGHT_ARGUMENT: s.joint_heads_loss_weight}}
-        _learn(
+        learn(
             JointMedusa(joint, model), rates, batches(s.seed + 2), s.joint_steps, update, warmup_divisor=10, **options
         )
         joint_scores = evaluate_heads(joint, validation_batches())
@@ -185,7 +187,11 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
 
     with stage("decoding", "text, with the heads of stage 1 and without", seconds) as update:
         fit = fit_tree(
-            medusa, _prompts(validation.documents, s), nodes=s.tree_nodes, max_new_tokens=s.new_tokens, progress=update
+            medusa,
+            equally_spaced(validation.documents, s.prompts, s.prompt_tokens),
+            nodes=s.tree_nodes,
+            max_new_tokens=s.new_tokens,
+            progress=update,
         )
 
     with stage("export", "exports, for Hugging Face and for vLLM", seconds):
@@ -268,11 +274,11 @@ def _checks(s: DemoSettings, results: dict[str, Any], is_same_checkpoint: bool) 
     }
 
 
-def _prompts(documents: list[list[int]], s: DemoSettings) -> list[list[int]]:
-    """Pieces of the documents, equally spaced."""
-    starts = [(text, at) for text in documents for at in range(len(text) - s.prompt_tokens)]
-    apart = max(1, len(starts) // s.prompts)
-    return [text[at : at + s.prompt_tokens] for text, at in starts[::apart][: s.prompts]]
+def equally_spaced(documents: list[list[int]], count: int, length: int) -> list[list[int]]:
+    """`count` pieces of the documents, of `length` tokens each."""
+    starts = [(text, at) for text in documents for at in range(len(text) - length)]
+    apart = max(1, len(starts) // count)
+    return [text[at : at + length] for text, at in starts[::apart][:count]]
 
 
 def llama_config(s: DemoSettings, end: int | None) -> dict[str, Any]:

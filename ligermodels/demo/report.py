@@ -56,10 +56,10 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
 
 
 @contextmanager
-def stage(name: str, title: str, seconds: dict[str, float]) -> Iterator[ProgressUpdate]:
-    """Announce a stage, show its progress, and record its seconds."""
+def stage(name: str, title: str, seconds: dict[str, float], stages: int = STAGES) -> Iterator[ProgressUpdate]:
+    """Announce one of some stages, show its progress, and record its seconds."""
     start = time.perf_counter()
-    say(f"{len(seconds) + 1}/{STAGES} {title}")
+    say(f"{len(seconds) + 1}/{stages} {title}")
     with progress(f"  {name}") as update:
         yield update
     seconds[name] = time.perf_counter() - start
