@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         context = ForwardContext(
             tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids, keys_values, per_layer_inputs
         )
-        last = _last_block_of_all_tokens(self.blocks)
+        last = None if token_indices is None else _last_block_of_all_tokens(self.blocks)
         for i, block in enumerate(self.blocks):
             if i == last and isinstance(token_indices, Targets):
                 token_indices = token_indices.token_indices  # synchronises, with all blocks before it queued

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.attention.attention import attention
 from ligermodels.ops.loss.token_losses_kernels import effective
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -65,8 +66,16 @@ def decode_attention(
     _check(q, k_cache, v_cache, cache_seqlens, window, tree_mask, sinks)
     softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if not use_kernels(q, k_cache) or q.shape[3] > MAX_KERNEL_HEAD_DIM:
-        options: dict[str, Any] = {"window": window, "softcap": softcap, "tree_mask": tree_mask, "sinks": sinks}
-        return decode_attention_reference(q, k_cache, v_cache, cache_seqlens, softmax_scale=softmax_scale, **options)
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
+        if q.device.type == "cpu" and q.shape[0] and not (is_fake(q) or torch.compiler.is_compiling()):
+            lengths = cache_seqlens.tolist()  # read at no cost
+            end = max(lengths) + q.shape[1]
+            if q.shape[1] == 1 and min(lengths) == max(lengths):
+                seen = slice(0 if window is None else max(0, end - window), end)
+                return attention(q, k_cache[:, seen], v_cache[:, seen], **options).contiguous()
+            k_cache, v_cache = k_cache[:, :end], v_cache[:, :end]
+        options |= {"window": window, "tree_mask": tree_mask}
+        return decode_attention_reference(q, k_cache, v_cache, cache_seqlens, **options)
     return _decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap, sinks)
 
 

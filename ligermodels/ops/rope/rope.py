@@ -76,14 +76,27 @@ def rope_qkv_reference(
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, **norm: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The specification of `rope_qkv`, in plain torch; the same arguments."""
-    groups = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim)).split([group_size, 1, 1], dim=-2)
-    q, k, v = (x.flatten(2, 3) for x in groups)
-    norm = {"eps": 1e-6} | norm
-    q = q if q_norm is None else rms_norm_reference(q, q_norm, **norm)
-    k = k if k_norm is None else rms_norm_reference(k, k_norm, **norm)
-    if cos is not None and sin is not None:
-        q, k = rope_reference(q, k, cos, sin)
+    q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
     return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def split_heads(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
+    q_norm: Tensor | None, k_norm: Tensor | None, **norm: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`rope_qkv_reference`, of any strides."""
+    heads = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim))
+    turned, v = heads.split([group_size + 1, 1], dim=-2)
+    if q_norm is not None or k_norm is not None:
+        norm = {"eps": 1e-6} | norm
+        q, k = turned.split([group_size, 1], dim=-2)
+        q = q if q_norm is None else rms_norm_reference(q, q_norm, **norm)
+        k = k if k_norm is None else rms_norm_reference(k, k_norm, **norm)
+        turned = torch.cat([q, k], dim=-2)
+    if cos is not None and sin is not None:
+        turned = _rotate_reference(turned.flatten(2, 3), cos, sin).view_as(turned)
+    q, k = turned.split([group_size, 1], dim=-2)
+    return q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode
-from ligermodels.ops.rope.rope import check_packed, rope_qkv_reference
+from ligermodels.ops.rope.rope import check_packed, split_heads
 from ligermodels.ops.rope.rope_kernels import (
     load_angles,
     load_heads,
@@ -71,7 +71,15 @@ def rope_qkv_cached_reference(
     **norm: Any,
 ) -> Tensor:  # fmt: skip
     """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
-    q, k, v = rope_qkv_reference(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    q = q.contiguous()
+    if qkv.device.type == "cpu":  # where slots can be read at no cost, and indexing costs most
+        for row, first in enumerate(slots.tolist()):
+            start, end = max(first, 0), min(first + qkv.shape[1], k_cache.shape[1])
+            if start < end:
+                k_cache[row, start:end] = k[row, start - first : end - first]
+                v_cache[row, start:end] = v[row, start - first : end - first]
+        return q
     slot = slots[:, None].long() + torch.arange(qkv.shape[1], device=qkv.device)
     batch, token = ((slot >= 0) & (slot < k_cache.shape[1])).nonzero(as_tuple=True)
     k_cache[batch, slot[batch, token]] = k[batch, token]
