@@ -128,8 +128,8 @@ def test_each_node_of_a_tree_is_its_path_run_alone(nodes: int) -> None:
     given, state = operands(2, nodes), some_state(2)
     earlier = torch.randn(2, 3, 11, dtype=torch.float64)
     x, weight = torch.randn(2, nodes, 11, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
-    o, updates = ops.gated_delta_rule_tree(**given, initial_state=state, ancestors=ancestors)
-    y = ops.causal_conv(x, weight, earlier=earlier, sources=ops.conv_sources(parent, depth, 4))
+    o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    y = ops.causal_conv(x, weight, earlier=earlier, tree=(parent, depth))
     for node in range(nodes):
         path = ancestors[node].nonzero().flatten()
         alone, last = ops.gated_delta_rule(**{n: t[:, path] for n, t in given.items()}, initial_state=state)
