@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,8 @@ class GatedDeltaNetConfig(LayerConfig):
     """Heads of one Gated DeltaNet layer.
 
     Key head j // (num_value_heads / num_key_heads) goes with value head j. `conv_width` tokens enter the convolution,
-    the token itself among them; `norm_eps` is that of the norm of the output.
+    the token itself among them; `norm_eps` is that of the norm of the output. `backend`, that of `ops.gated_delta_rule`
+    in training and prefill, is no part of what makes two configs equal.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -43,6 +44,7 @@ class GatedDeltaNetConfig(LayerConfig):
     value_head_dim: int
     conv_width: int = 4
     norm_eps: float = 1e-6
+    backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
         return GatedDeltaNet(hidden_size, self)
@@ -162,14 +164,15 @@ class GatedDeltaNet(nn.Module):
         q, k = (each.unflatten(-1, (config.num_key_heads, -1)) for each in (q, k))
         operands = q, k, v.unflatten(-1, (heads, -1)), g, beta
         if state is None:
-            o, _ = ops.gated_delta_rule(*operands, cu_seqlens=context.cu_seqlens)
+            bounds = context.cu_seqlens
+            o, _ = ops.gated_delta_rule(*operands, cu_seqlens=bounds, final_state=False, backend=config.backend)
         elif one:
             o = ops.gated_delta_rule_step(*operands, state.matrix)
         elif context.tree is not None:
             o, updates = ops.gated_delta_rule_tree(*operands, state.matrix, context.tree.mask)
             state.branch(inputs, updates, context.tree)
         else:
-            o, last = ops.gated_delta_rule(*operands, initial_state=state.matrix)
+            o, last = ops.gated_delta_rule(*operands, initial_state=state.matrix, backend=config.backend)
             state.advance(inputs, last, context.seq_lens)
         y = self.norm(o.to(z.dtype), z.unflatten(-1, (heads, -1)))
         return self.out(y.view(*x.shape[:2], config.value_size))

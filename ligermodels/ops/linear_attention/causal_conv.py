@@ -52,18 +52,19 @@ def causal_conv_reference(
 ) -> Tensor:  # fmt: skip
     """The specification of `causal_conv`, in plain torch."""
     tokens, width = x.shape[1], weight.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
     inputs = F.pad(x, (0, 0, width - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
+    inputs, taps = inputs.to(wide), weight.to(wide)
     first = None if cu_seqlens is None else _first(x, cu_seqlens)
     sources = None if tree is None else conv_sources(*tree, width)
     place = torch.arange(tokens, device=x.device)
-    wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=x.device)
     for back in range(width):
         start = width - 1 - back
         seen = inputs[:, start : start + tokens] if sources is None else inputs[:, sources[:, back]]
         if first is not None:
             seen = seen.masked_fill((place - back < first)[:, None], 0)
-        total = total + seen.to(wide) * weight[:, start].to(wide)
+        total = total + seen * taps[:, start]
     return F.silu(total).to(x.dtype)
 
 

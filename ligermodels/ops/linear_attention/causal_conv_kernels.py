@@ -240,7 +240,7 @@ def _causal_conv_tree(x: Tensor, weight: Tensor, earlier: Tensor | None, parent:
 
 def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor) -> Tensor:
     """`causal_conv` of a tree, by the kernel; no gradient."""
-    return _causal_conv_tree(x, weight, earlier, parent, depth)  # type: ignore[no-any-return]
+    return _causal_conv_tree(x, weight, earlier, parent, depth)
 
 
 class CausalConv(torch.autograd.Function):

@@ -25,12 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.errors import BackendError, InputError
+from ligermodels.ops.linear_attention import fla
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 
 CHUNK = 64
 """Tokens that are computed at once: of a text of T tokens memory is T * CHUNK for each head, and T / CHUNK states."""
+
+BACKENDS = ("auto", "fla", "reference")
 
 EPS = 1e-6
 """Added to the squared lengths of queries and keys."""
@@ -57,6 +61,8 @@ def gated_delta_rule(
     *,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    final_state: bool = True,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over sequences of tokens; see this module for the formula.
 
@@ -69,19 +75,40 @@ def gated_delta_rule(
         initial_state: (B, R, K, V), before the first token; zero by default.
         cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each
             starts from a state of zero, but for the first one where there is an `initial_state`.
+        final_state: whether the state after the last token is wanted.
+        backend: "reference"; "fla", flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands;
+            or "auto", fla where it is installed and serves the call, unless `set_backend("reference")` holds.
 
     Returns o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for operands of
-    fp64), in which all is computed. A token with g = 0 and beta = 0 leaves the state as it is. Differentiable in all
-    tensors but cu_seqlens.
+    fp64), in which the reference computes all; empty if it is not wanted. A token with g = 0 and beta = 0 leaves the
+    state as it is. Differentiable in all tensors but cu_seqlens.
 
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Raises InputError if shapes, dtypes or devices do not fit, BackendError if the named backend is unknown or cannot
+    serve the call.
     """
     check_operands("gated_delta_rule", q, k, v, g, beta, initial_state)
     if cu_seqlens is not None:
         check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32)
         if q.shape[0] != 1:
             raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}")
-    return gated_delta_rule_reference(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    if _chooses_fla(q, initial_state, cu_seqlens, backend):
+        return fla.run(q, k, v, g, beta, initial_state, cu_seqlens, final_state)
+    o, state = gated_delta_rule_reference(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return o, state if final_state else o.new_empty(0)
+
+
+def _chooses_fla(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, backend: str) -> bool:
+    """Whether fla, rather than the reference, serves the call."""
+    if backend not in BACKENDS:
+        raise BackendError(f"gated_delta_rule: backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
+    if backend == "reference" or (backend == "auto" and not use_kernels(q)):
+        return False
+    compiling = torch.compiler.is_compiling()
+    packed, continued = cu_seqlens is not None, initial_state is not None
+    refusal = fla.refuses(fla.DeltaRequest(q.device.type, q.dtype, q.shape[3], packed, continued, compiling))
+    if refusal and backend == "fla":
+        raise BackendError(f"gated_delta_rule: backend 'fla' cannot serve this call: {refusal}")
+    return not refusal
 
 
 def gated_delta_rule_reference(
