@@ -196,7 +196,7 @@ def facts() -> Mapping[str, str]:
     """Versions, GPU, commit and day."""
     packages = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy")
     found = {}
-    for package in (*packages, "flash-attn-4", "flash-attn-3", "flash-attn"):
+    for package in (*packages, "flash-attn-4", "flash-attn-3", "flash-attn", "fla-core"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -9,18 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels import ops
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import LayerDelta
-from ligermodels.layers.gated_delta_net import Decay, GatedDeltaNet, GatedDeltaNetConfig, GatedNorm
+from ligermodels.layers.gated_delta_net import CausalConv, Decay, GatedDeltaNet, GatedDeltaNetConfig, GatedNorm
 
 
 def conv_forward(
-    module: Any, x: Tensor, earlier: Tensor | None, cu_seqlens: Tensor | None, sources: Tensor | None
+    module: Any,
+    x: Tensor,
+    earlier: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tree: tuple[Tensor, Tensor] | None,
+    step: bool,
 ) -> Tensor:
     """As `CausalConv`, of an nn.Conv1d of one input channel a group, which transformers does not call."""
-    weight = module.weight.squeeze(1)
-    return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, sources=sources)
+    weights = SimpleNamespace(weight=module.weight.squeeze(1))
+    return CausalConv.forward(weights, x, earlier, cu_seqlens, tree, step)  # type: ignore[arg-type]
 
 
 def gated_norm_forward(module: Any, x: Tensor, z: Tensor) -> Tensor:
@@ -51,10 +55,10 @@ class DeltaView:
             found += [each.flatten(2) for each in heads.split(sizes, dim=-1)]
         return torch.cat(found, dim=-1)
 
-    def decay(self, a: Tensor) -> Tensor:
+    def decay(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """As `Decay`."""
         parameters = SimpleNamespace(log_rate=self._part("delta.A_log"), bias=self._part("delta.dt_bias"))
-        return Decay.forward(parameters, a)  # type: ignore[arg-type]
+        return Decay.forward(parameters, a, b)  # type: ignore[arg-type]
 
 
 FORWARDS: Mapping[str, Callable[..., Any]] = {"delta.conv": conv_forward, "delta.norm": gated_norm_forward}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels import ops
+from ligermodels.layers.context import TreeTokens
 
 
 class DeltaState:
@@ -50,11 +51,13 @@ class DeltaState:
 
 
 class LayerDelta:
-    """One layer's `inputs` (B, width - 1, channels), those of the last tokens, and `matrix` (B, R, K, V)."""
+    """One layer's `inputs` (B, width - 1, channels), those of the last tokens, and `matrix` (B, R, K, V).
+
+    A step of one token changes both in place, by `ops.causal_conv_step` and `ops.gated_delta_rule_step`."""
 
     def __init__(self, inputs: Tensor, matrix: Tensor) -> None:
         self.inputs, self.matrix = inputs, matrix
-        self._tree: tuple[Tensor, ops.TreeUpdates, Tensor, Tensor] | None = None
+        self._tree: tuple[Tensor, ops.TreeUpdates, TreeTokens] | None = None
 
     def advance(self, inputs: Tensor, matrix: Tensor, seq_lens: Tensor | None) -> None:
         """Add tokens: inputs (B, T, channels), and the matrix after them; seq_lens (B,), how many of T are there."""
@@ -62,23 +65,18 @@ class LayerDelta:
         if seq_lens is None:
             self.inputs.copy_(whole[:, inputs.shape[1] :])
         else:
-            self._keep_inputs(whole, seq_lens[:, None] + torch.arange(self.inputs.shape[1], device=whole.device))
+            places = seq_lens[:, None] + torch.arange(self.inputs.shape[1], device=whole.device)
+            self.inputs.copy_(whole[torch.arange(len(whole), device=whole.device)[:, None], places])
         self.matrix.copy_(matrix)
 
-    def branch(self, inputs: Tensor, updates: ops.TreeUpdates, mask: Tensor, sources: Tensor) -> None:
-        """Add the nodes of a tree with this `mask`, of which `commit` keeps a path: inputs (B, N, channels), their
-        updates, and the `sources` of their convolutions, see `ops.conv_sources`."""
-        self._tree = inputs, updates, mask, sources
+    def branch(self, inputs: Tensor, updates: ops.TreeUpdates, tree: TreeTokens) -> None:
+        """Add the nodes of a tree, of which `commit` keeps a path: inputs (B, N, channels), and their updates."""
+        self._tree = inputs, updates, tree
 
     def commit(self, node: Tensor) -> None:
         """Keep the state after `node`, long (B,), of the tree of the last pass."""
         if self._tree is not None:
-            inputs, updates, mask, sources = self._tree
-            self._keep_inputs(torch.cat([self.inputs, inputs], dim=1), sources[node, :-1].flip(1))
-            self.matrix.copy_(ops.tree_state(self.matrix, updates, node, mask))
+            inputs, updates, tree = self._tree
+            ops.commit_conv_inputs(self.inputs, inputs, node, (tree.parent, tree.depth))
+            ops.commit_tree(self.matrix, updates, node, tree.mask)
             self._tree = None
-
-    def _keep_inputs(self, whole: Tensor, places: Tensor) -> None:
-        """places: long (B, width - 1), of the inputs to keep among `whole`."""
-        sequence = torch.arange(len(whole), device=whole.device)[:, None]
-        self.inputs.copy_(whole[sequence, places])

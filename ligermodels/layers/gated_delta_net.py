@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
@@ -23,7 +22,8 @@ class GatedDeltaNetConfig(LayerConfig):
     """Heads of one Gated DeltaNet layer.
 
     Key head j // (num_value_heads / num_key_heads) goes with value head j. `conv_width` tokens enter the convolution,
-    the token itself among them; `norm_eps` is that of the norm of the output.
+    the token itself among them; `norm_eps` is that of the norm of the output. `backend`, that of `ops.gated_delta_rule`
+    in training and prefill, is no part of what makes two configs equal.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -44,6 +44,7 @@ class GatedDeltaNetConfig(LayerConfig):
     value_head_dim: int
     conv_width: int = 4
     norm_eps: float = 1e-6
+    backend: str = field(default="auto", compare=False)
 
     def build(self, hidden_size: int) -> nn.Module:
         return GatedDeltaNet(hidden_size, self)
@@ -146,30 +147,34 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
         """x (B, T, H) -> (B, T, H). With a `state`, which is zero before a prefill, the tokens of x are added to it."""
-        config, tree = self.config, context.tree
-        heads = config.num_value_heads
+        config, heads = self.config, self.config.num_value_heads
         sizes = [config.conv_channels, config.value_size, heads, heads]
         inputs, z, b, a = self.in_proj(x).split(sizes, dim=-1)
-        g, beta = self.decay(a), b.to(torch.promote_types(b.dtype, torch.float32)).sigmoid()
+        g, beta = self.decay(a, b)
         if context.seq_lens is not None:  # padding leaves the state as it is
             real = (torch.arange(x.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
             g, beta = g * real, beta * real
-        earlier, matrix = None, None
+        one = state is not None and context.tree is None and context.seq_lens is None and x.shape[1] == 1
+        earlier = None
         if state is not None:
-            inputs, earlier, matrix = inputs.to(state.inputs.dtype), state.inputs, state.matrix
-        sources = None if tree is None else ops.conv_sources(tree.parent, tree.depth, config.conv_width)
-        convolved = self.conv(inputs, earlier, context.cu_seqlens, sources)
+            inputs, earlier = inputs.to(state.inputs.dtype), state.inputs
+        tree = None if context.tree is None else (context.tree.parent, context.tree.depth)
+        convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one)
         q, k, v = convolved.split([config.key_size, config.key_size, config.value_size], dim=-1)
         q, k = (each.unflatten(-1, (config.num_key_heads, -1)) for each in (q, k))
-        v = v.unflatten(-1, (heads, -1))
-        if tree is not None and sources is not None and state is not None:
-            o, updates = ops.gated_delta_rule_tree(q, k, v, g, beta, state.matrix, tree.mask)
-            state.branch(inputs, updates, tree.mask, sources)
+        operands = q, k, v.unflatten(-1, (heads, -1)), g, beta
+        if state is None:
+            bounds = context.cu_seqlens
+            o, _ = ops.gated_delta_rule(*operands, cu_seqlens=bounds, final_state=False, backend=config.backend)
+        elif one:
+            o = ops.gated_delta_rule_step(*operands, state.matrix)
+        elif context.tree is not None:
+            o, updates = ops.gated_delta_rule_tree(*operands, state.matrix, context.tree.mask)
+            state.branch(inputs, updates, context.tree)
         else:
-            o, last = ops.gated_delta_rule(q, k, v, g, beta, initial_state=matrix, cu_seqlens=context.cu_seqlens)
-            if state is not None:
-                state.advance(inputs, last, context.seq_lens)
-        y = self.norm(o.to(x.dtype).reshape(-1, config.value_head_dim), z.reshape(-1, config.value_head_dim))
+            o, last = ops.gated_delta_rule(*operands, initial_state=state.matrix, backend=config.backend)
+            state.advance(inputs, last, context.seq_lens)
+        y = self.norm(o.to(z.dtype), z.unflatten(-1, (heads, -1)))
         return self.out(y.view(*x.shape[:2], config.value_size))
 
 
@@ -184,13 +189,24 @@ class CausalConv(nn.Module):
         """Normal."""
         nn.init.normal_(self.weight, std=std)
 
-    def forward(self, x: Tensor, earlier: Tensor | None, cu_seqlens: Tensor | None, sources: Tensor | None) -> Tensor:
-        """x (B, T, channels) -> (B, T, channels)."""
-        return ops.causal_conv(x, self.weight, earlier=earlier, cu_seqlens=cu_seqlens, sources=sources)
+    def forward(
+        self,
+        x: Tensor,
+        earlier: Tensor | None,
+        cu_seqlens: Tensor | None,
+        tree: tuple[Tensor, Tensor] | None,
+        step: bool,
+    ) -> Tensor:
+        """x (B, T, channels) -> (B, T, channels). In a decoding `step` of one token, `earlier` is changed in place to
+        the inputs before the next one."""
+        if step and earlier is not None:
+            return ops.causal_conv_step(x, self.weight, earlier)
+        return ops.causal_conv(x, self.weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
 
 
 class Decay(FullPrecision):
-    """g = -exp(log_rate) softplus(a + bias), the logarithm of the decay of each value head's state before a token.
+    """See `ops.delta_gates`: the logarithm of the decay of each value head's state before a token, and how far the
+    token moves it.
 
     Checkpoints call `log_rate` A_log and `bias` dt_bias.
     """
@@ -205,10 +221,9 @@ class Decay(FullPrecision):
         nn.init.uniform_(self.log_rate, 0.01, 16).log_()
         nn.init.ones_(self.bias)
 
-    def forward(self, a: Tensor) -> Tensor:
-        """a (B, T, heads) -> (B, T, heads), at least fp32."""
-        dtype = torch.promote_types(a.dtype, torch.float32)
-        return -self.log_rate.to(dtype).exp() * F.softplus(a.to(dtype) + self.bias.to(dtype))
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """a, b (B, T, heads) -> g and beta (B, T, heads), at least fp32."""
+        return ops.delta_gates(a, b, self.log_rate, self.bias)
 
 
 class GatedNorm(FullPrecision):
@@ -224,9 +239,8 @@ class GatedNorm(FullPrecision):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z (rows, size) -> (rows, size), of x's dtype; the gate is computed in at least fp32."""
-        gate = F.silu(z.to(torch.promote_types(z.dtype, torch.float32)))
-        return (ops.rms_norm(x, self.weight, self.eps) * gate).to(x.dtype)
+        """x, z (..., heads, size) -> (..., heads, size), of their dtype."""
+        return ops.gated_rms_norm(x, z, self.weight, self.eps)
 
 
 def _with_input_channel(weight: Tensor) -> Tensor:

@@ -8,11 +8,21 @@ from ligermodels.ops.decoding.topk_indices import topk_indices, topk_indices_ref
 from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_reference
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
-from ligermodels.ops.linear_attention.causal_conv import causal_conv, conv_sources
+from ligermodels.ops.linear_attention.causal_conv import causal_conv, causal_conv_reference, conv_sources
+from ligermodels.ops.linear_attention.conv_state import (
+    causal_conv_step,
+    causal_conv_step_reference,
+    commit_conv_inputs,
+    commit_conv_inputs_reference,
+)
+from ligermodels.ops.linear_attention.delta_gates import delta_gates, delta_gates_reference
+from ligermodels.ops.linear_attention.delta_step import gated_delta_rule_step, gated_delta_rule_step_reference
+from ligermodels.ops.linear_attention.delta_tree import commit_tree, gated_delta_rule_tree
 from ligermodels.ops.linear_attention.gated_delta_rule import (
     TreeUpdates,
     gated_delta_rule,
-    gated_delta_rule_tree,
+    gated_delta_rule_reference,
+    gated_delta_rule_tree_reference,
     tree_state,
 )
 from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
@@ -20,6 +30,7 @@ from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, line
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
 from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
 from ligermodels.ops.moe.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
+from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.optimizer.adamw import adamw_step
@@ -41,6 +52,12 @@ __all__ = [
     "add_rms_norm_reference",
     "attention",
     "causal_conv",
+    "causal_conv_reference",
+    "causal_conv_step",
+    "causal_conv_step_reference",
+    "commit_conv_inputs",
+    "commit_conv_inputs_reference",
+    "commit_tree",
     "compact_kv_cache",
     "compact_kv_cache_reference",
     "conv_sources",
@@ -48,8 +65,16 @@ __all__ = [
     "cross_entropy_reference",
     "decode_attention",
     "decode_attention_reference",
+    "delta_gates",
+    "delta_gates_reference",
     "gated_delta_rule",
+    "gated_delta_rule_reference",
+    "gated_delta_rule_step",
+    "gated_delta_rule_step_reference",
     "gated_delta_rule_tree",
+    "gated_delta_rule_tree_reference",
+    "gated_rms_norm",
+    "gated_rms_norm_reference",
     "gather_rows",
     "geglu",
     "geglu_reference",

@@ -1,6 +1,8 @@
 """The gated delta rule and the convolution before it, against loops over tokens: texts, packed documents, trees."""
 
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.errors import InputError
+from ligermodels.errors import BackendError, InputError
+from ligermodels.ops.linear_attention import fla
 
 GROUPS, HEADS, K, V = 2, 6, 5, 7
 
@@ -128,8 +131,8 @@ def test_each_node_of_a_tree_is_its_path_run_alone(nodes: int) -> None:
     given, state = operands(2, nodes), some_state(2)
     earlier = torch.randn(2, 3, 11, dtype=torch.float64)
     x, weight = torch.randn(2, nodes, 11, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
-    o, updates = ops.gated_delta_rule_tree(**given, initial_state=state, ancestors=ancestors)
-    y = ops.causal_conv(x, weight, earlier=earlier, sources=ops.conv_sources(parent, depth, 4))
+    o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    y = ops.causal_conv(x, weight, earlier=earlier, tree=(parent, depth))
     for node in range(nodes):
         path = ancestors[node].nonzero().flatten()
         alone, last = ops.gated_delta_rule(**{n: t[:, path] for n, t in given.items()}, initial_state=state)
@@ -183,3 +186,83 @@ def test_documents_come_in_one_row() -> None:
         ops.gated_delta_rule(**operands(2, 3), cu_seqlens=bounds)
     with pytest.raises(InputError, match="causal_conv: documents are packed into one row"):
         ops.causal_conv(torch.zeros(2, 3, 5), torch.zeros(5, 4), cu_seqlens=bounds)
+
+
+# -- flash-linear-attention --------------------------------------------------------------------------------------------
+
+
+def as_fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor | None, output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What its documentation says of these options, by the loop over tokens: a state for each document."""
+    assert use_qk_l2norm_in_kernel and g.dtype == beta.dtype == torch.float32
+    assert initial_state is None or cu_seqlens is None
+    bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs, states = [], []
+    for start, end in pairwise(bounds):
+        state = torch.zeros(q.shape[0], HEADS, K, V) if initial_state is None else initial_state
+        if start < end:
+            o, state = by_tokens(*(t[:, start:end].float() for t in (q, k, v, g, beta)), state=state)
+            outputs.append(o)
+        states.append(state)
+    return torch.cat(outputs, 1).to(q.dtype), torch.cat(states) if output_final_state else None
+
+
+@pytest.mark.parametrize("lengths", [None, [4, 0, 5, 0]])
+def test_how_fla_is_called(monkeypatch: pytest.MonkeyPatch, lengths: list[int] | None) -> None:
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", SimpleNamespace(chunk_gated_delta_rule=as_fla))
+    given = operands(1, 9, torch.bfloat16)
+    bounds = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
+    state = some_state(1) if lengths is None else None
+    o, last = fla.run(*given.values(), state, bounds, True)
+    wanted, wanted_last = ops.gated_delta_rule(**given, initial_state=state, cu_seqlens=bounds)
+    assert o.dtype == torch.bfloat16 and close(o.double(), wanted.double(), 1e-2)
+    assert last.shape == wanted_last.shape and close(last, wanted_last, 1e-5)
+    assert fla.run(*given.values(), state, bounds, False)[1].numel() == 0
+
+
+def test_which_calls_fla_refuses() -> None:
+    request = fla.DeltaRequest("cuda", torch.bfloat16, 128, packed=True, continued=False, compiling=False)
+    for change, reason in (
+        ({"device": "cpu"}, "on CUDA, not on cpu"),
+        ({"dtype": torch.float32}, "not torch.float32"),
+        ({"key_dim": 257}, "more than 256"),
+        ({"continued": True}, "after an initial state"),
+        ({"compiling": True}, "torch.compile"),
+    ):
+        assert reason in str(fla.refuses(request._replace(**change)))
+    refusal = fla.refuses(request)
+    assert refusal is None if fla.installed() else "fla-core 0.6 or later is not installed" in str(refusal)
+
+
+def test_backends_by_name() -> None:
+    given = operands(1, 3)
+    with pytest.raises(BackendError, match="'fla' cannot serve this call: it runs on CUDA, not on cpu"):
+        ops.gated_delta_rule(**given, backend="fla")
+    with pytest.raises(BackendError, match="'flash' is unknown; there are: auto, fla, reference"):
+        ops.gated_delta_rule(**given, backend="flash")
+    assert torch.equal(ops.gated_delta_rule(**given, backend="reference")[0], ops.gated_delta_rule(**given)[0])
+    assert ops.gated_delta_rule(**given, final_state=False)[1].numel() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not fla.installed(), reason="needs fla-core")
+@pytest.mark.parametrize("lengths", [[300], [70, 1, 0, 129, 100]])
+def test_fla_is_the_reference(lengths: list[int]) -> None:
+    """Outputs, the last state and all gradients, up to what 16 bit operands allow; grouped heads."""
+    tokens, packed = sum(lengths), len(lengths) > 1
+    shapes = {"q": (2, 64), "k": (2, 64), "v": (4, 128), "g": (4,), "beta": (4,)}
+    given = {name: torch.randn(1, tokens, *shape, device="cuda") for name, shape in shapes.items()}
+    given |= {"g": -given["g"].exp() / 20, "beta": given["beta"].sigmoid()}
+    given = {n: (t.bfloat16() if n in "qkv" else t).requires_grad_() for n, t in given.items()}
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int() if packed else None
+    state = None if packed else torch.randn(1, 4, 64, 128, device="cuda")
+    found = []
+    for backend in ("reference", "fla"):
+        o, last = ops.gated_delta_rule(**given, initial_state=state, cu_seqlens=bounds, backend=backend)
+        loss = (o.float().square().sum() + last.square().sum()) / 100
+        found.append([o, last, *torch.autograd.grad(loss, list(given.values()))])
+    for name, wanted, ours in zip(("o", "state", *given), *found, strict=True):
+        error = (ours.double() - wanted.double()).norm() / wanted.double().norm()
+        assert error < 2e-2, f"{name}: {error}"

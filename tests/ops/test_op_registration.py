@@ -49,6 +49,14 @@ CASES = {
     "add_rms_norm of no sum": Case(
         lambda x, w: ops.add_rms_norm(x, None, w, 1e-6), ((5, 70), (70,)), ("rms_norm_forward", "rms_norm_backward")
     ),
+    "gated_rms_norm": Case(
+        lambda x, z, w: ops.gated_rms_norm(x, z, w, 1e-6),
+        ((5, 3, 70), (5, 3, 70), (70,)),
+        ("gated_rms_norm_forward", "gated_rms_norm_backward"),
+    ),
+    "causal_conv": Case(
+        lambda x, w: ops.causal_conv(x, w), ((2, 5, 70), (70, 4)), ("causal_conv_forward", "causal_conv_backward")
+    ),
     "layer_norm": Case(
         lambda x, w, b: ops.layer_norm(x, w, b, 1e-6),
         ((5, 70), (70,), (70,)),

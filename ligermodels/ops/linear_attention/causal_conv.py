@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_KERNEL_WIDTH, CausalConv, tree_conv
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor
 
@@ -17,7 +19,7 @@ def causal_conv(
     *,
     earlier: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    sources: Tensor | None = None,
+    tree: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """silu(sum over s < W of weight[:, W - 1 - s] * the input s tokens before), of each channel.
 
@@ -27,40 +29,42 @@ def causal_conv(
         earlier: (B, W - 1, C) of x's dtype, the inputs before the first token; zeros by default.
         cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each has
             zeros before its first token. Goes with neither of the others.
-        sources: long (T, W), for tokens that do not follow one another: see `conv_sources`.
+        tree: of tokens that form a tree, each one's parent (the root's is itself) and its distance from the root, long
+            (T,): see `conv_sources`. The root follows on `earlier`.
 
-    Returns (B, T, C) of x's dtype, computed in fp32 (fp64 for x of fp64). Differentiable in x, weight and earlier.
+    Returns contiguous (B, T, C) of x's dtype, computed in fp32 (fp64 for x of fp64). Differentiable in x, weight and
+    earlier. Equal bits in every run.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
-    name = "causal_conv"
-    reject_dtensors(name, x, weight, earlier)
-    check_tensor(name, "x", x, ("B", "T", "C"), x.device)
-    batch, tokens, channels = x.shape
-    check_tensor(name, "weight", weight, (channels, "W"), x.device)
-    width = weight.shape[1]
-    inputs = F.pad(x, (0, 0, width - 1, 0))
-    if earlier is not None:
-        check_tensor(name, "earlier", earlier, (batch, width - 1, channels), x.device, x.dtype)
-        inputs = torch.cat([earlier, x], dim=1)
-    if cu_seqlens is not None and (earlier is not None or sources is not None):
-        raise InputError(f"{name}: cu_seqlens: packed documents begin in the row, without earlier inputs or sources")
-    if sources is not None:
-        check_tensor(name, "sources", sources, (tokens, width), x.device, torch.long)
-    first = None
-    place = torch.arange(tokens, device=x.device)
-    if cu_seqlens is not None:
-        check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32)
-        if batch != 1:
-            raise InputError(f"{name}: documents are packed into one row, but x has {batch}")
-        first = cu_seqlens[torch.bucketize(place, cu_seqlens[1:], right=True)]
+    _check(x, weight, earlier, cu_seqlens, tree)
+    if not use_kernels(x, weight, earlier) or weight.shape[1] > MAX_KERNEL_WIDTH or 0 in x.shape:
+        return causal_conv_reference(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
+    if tree is None and (earlier is None or not earlier.requires_grad):
+        return CausalConv.apply(x, weight, earlier, None if cu_seqlens is None else _first(x, cu_seqlens))
+    if tree is None or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight))):
+        return causal_conv_reference(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
+    return tree_conv(x, weight, earlier, *tree)
+
+
+def causal_conv_reference(
+    x: Tensor, weight: Tensor, *, earlier: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    tree: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The specification of `causal_conv`, in plain torch."""
+    tokens, width = x.shape[1], weight.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
+    inputs = F.pad(x, (0, 0, width - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
+    inputs, taps = inputs.to(wide), weight.to(wide)
+    first = None if cu_seqlens is None else _first(x, cu_seqlens)
+    sources = None if tree is None else conv_sources(*tree, width)
+    place = torch.arange(tokens, device=x.device)
     total = torch.zeros((), dtype=wide, device=x.device)
     for back in range(width):
         start = width - 1 - back
         seen = inputs[:, start : start + tokens] if sources is None else inputs[:, sources[:, back]]
         if first is not None:
             seen = seen.masked_fill((place - back < first)[:, None], 0)
-        total = total + seen.to(wide) * weight[:, start].to(wide)
+        total = total + seen * taps[:, start]
     return F.silu(total).to(x.dtype)
 
 
@@ -76,3 +80,30 @@ def conv_sources(parent: Tensor, depth: Tensor, width: int) -> Tensor:
         found.append(torch.where(depth >= back, node, depth - back) + width - 1)
         node = parent[node]
     return torch.stack(found, dim=1)
+
+
+def _first(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Int32 (T,): the first token of each token's document."""
+    place = torch.arange(x.shape[1], device=x.device)
+    return cu_seqlens[torch.bucketize(place, cu_seqlens[1:], right=True)]
+
+
+def _check(
+    x: Tensor, weight: Tensor, earlier: Tensor | None, cu_seqlens: Tensor | None, tree: tuple[Tensor, Tensor] | None
+) -> None:
+    name = "causal_conv"
+    reject_dtensors(name, x, weight, earlier)
+    check_tensor(name, "x", x, ("B", "T", "C"), x.device)
+    batch, tokens, channels = x.shape
+    check_tensor(name, "weight", weight, (channels, "W"), x.device)
+    if earlier is not None:
+        check_tensor(name, "earlier", earlier, (batch, weight.shape[1] - 1, channels), x.device, x.dtype)
+    if cu_seqlens is not None and (earlier is not None or tree is not None):
+        raise InputError(f"{name}: cu_seqlens: packed documents begin in the row, without earlier inputs or a tree")
+    if tree is not None:
+        for part, each in zip(("parent", "depth"), tree, strict=True):
+            check_tensor(name, f"tree's {part}", each, (tokens,), x.device, torch.long)
+    if cu_seqlens is not None:
+        check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32)
+        if batch != 1:
+            raise InputError(f"{name}: documents are packed into one row, but x has {batch}")

@@ -25,12 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.errors import BackendError, InputError
+from ligermodels.ops.linear_attention import fla
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 
 CHUNK = 64
 """Tokens that are computed at once: of a text of T tokens memory is T * CHUNK for each head, and T / CHUNK states."""
+
+BACKENDS = ("auto", "fla", "reference")
 
 EPS = 1e-6
 """Added to the squared lengths of queries and keys."""
@@ -57,6 +61,8 @@ def gated_delta_rule(
     *,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    final_state: bool = True,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over sequences of tokens; see this module for the formula.
 
@@ -69,19 +75,49 @@ def gated_delta_rule(
         initial_state: (B, R, K, V), before the first token; zero by default.
         cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each
             starts from a state of zero, but for the first one where there is an `initial_state`.
+        final_state: whether the state after the last token is wanted.
+        backend: "reference"; "fla", flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands;
+            or "auto", fla where it is installed and serves the call, unless `set_backend("reference")` holds.
 
     Returns o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for operands of
-    fp64), in which all is computed. A token with g = 0 and beta = 0 leaves the state as it is. Differentiable in all
-    tensors but cu_seqlens.
+    fp64), in which the reference computes all; empty if it is not wanted. A token with g = 0 and beta = 0 leaves the
+    state as it is. Differentiable in all tensors but cu_seqlens.
 
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Raises InputError if shapes, dtypes or devices do not fit, BackendError if the named backend is unknown or cannot
+    serve the call.
     """
-    wide, state = _check("gated_delta_rule", q, k, v, g, beta, initial_state)
-    batch, tokens = q.shape[:2]
+    check_operands("gated_delta_rule", q, k, v, g, beta, initial_state)
     if cu_seqlens is not None:
         check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32)
-        if batch != 1:
-            raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {batch}")
+        if q.shape[0] != 1:
+            raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}")
+    if _chooses_fla(q, initial_state, cu_seqlens, backend):
+        return fla.run(q, k, v, g, beta, initial_state, cu_seqlens, final_state)
+    o, state = gated_delta_rule_reference(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return o, state if final_state else o.new_empty(0)
+
+
+def _chooses_fla(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, backend: str) -> bool:
+    """Whether fla, rather than the reference, serves the call."""
+    if backend not in BACKENDS:
+        raise BackendError(f"gated_delta_rule: backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
+    if backend == "reference" or (backend == "auto" and not use_kernels(q)):
+        return False
+    compiling = torch.compiler.is_compiling()
+    packed, continued = cu_seqlens is not None, initial_state is not None
+    refusal = fla.refuses(fla.DeltaRequest(q.device.type, q.dtype, q.shape[3], packed, continued, compiling))
+    if refusal and backend == "fla":
+        raise BackendError(f"gated_delta_rule: backend 'fla' cannot serve this call: {refusal}")
+    return not refusal
+
+
+def gated_delta_rule_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The specification of `gated_delta_rule`, in plain torch."""
+    tokens = q.shape[1]
+    wide, state = _wide_state(q, v, initial_state)
     size = CHUNK if tokens > CHUNK else tokens
     count = -(-tokens // size)
     place = torch.arange(count * size, device=q.device)
@@ -103,21 +139,12 @@ def gated_delta_rule(
     return o.flatten(1, 2).transpose(1, 2).to(q.dtype), state.flatten(1, 2)
 
 
-def gated_delta_rule_tree(
+def gated_delta_rule_tree_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, ancestors: Tensor
 ) -> tuple[Tensor, TreeUpdates]:
-    """The gated delta rule over trees of tokens: each node comes after its ancestors, and after no other node.
-
-    Args:
-        q, k, v, g, beta: as of `gated_delta_rule`, for the N nodes in place of T tokens.
-        initial_state: (B, R, K, V), before the root.
-        ancestors: bool (N, N), True at [i, j] where node j is node i or one of its ancestors; j <= i.
-
-    Returns o (B, N, R, V) of q's dtype, and what `tree_state` needs. Raises InputError as `gated_delta_rule`.
-    """
-    wide, state = _check("gated_delta_rule_tree", q, k, v, g, beta, initial_state)
+    """The specification of `gated_delta_rule_tree`, in plain torch."""
     nodes = q.shape[1]
-    check_tensor("gated_delta_rule_tree", "ancestors", ancestors, (nodes, nodes), q.device, torch.bool)
+    wide, state = _wide_state(q, v, initial_state)
     with without_autocast(q):
         chunked = partial(_chunked, dtype=wide, count=1, size=nodes)
         queries, keys = _normalised(chunked(q), chunked(k))
@@ -145,29 +172,35 @@ def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancest
         return reached.to(values.dtype).exp().mT[..., None] * initial_state + added.to(initial_state.dtype)
 
 
-def _check(
-    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
-) -> tuple[torch.dtype, Tensor]:
-    """The dtype to compute in, and the initial state, (B, G, R / G, K, V)."""
-    reject_dtensors(op, q, k, v, g, beta, initial_state)
+def check_operands(
+    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, *dtypes: torch.dtype
+) -> None:
+    """Raises InputError unless all these fit together, and the state before them is of one of `dtypes`, if given."""
+    reject_dtensors(op, q, k, v, g, beta, state)
     check_tensor(op, "q", q, ("B", "T", "G", "K"), q.device)
     batch, tokens, groups, width = q.shape
     check_tensor(op, "k", k, q.shape, q.device, q.dtype)
     check_tensor(op, "v", v, (batch, tokens, "R", "V"), q.device, q.dtype)
     heads = v.shape[2]
-    if not tokens or not groups or heads % groups:
+    if 0 in (tokens, groups, width, v.shape[3]) or heads % groups:
         raise InputError(
-            f"{op}: needs tokens, and heads of v that are a multiple of those of q and k, got {heads} of v "
-            f"and {groups} of q for {tokens} tokens"
+            f"{op}: needs tokens, channels, and heads of v that are a multiple of those of q and k, got q "
+            f"{tuple(q.shape)} and v {tuple(v.shape)}"
         )
     for name, each in (("g", g), ("beta", beta)):
         check_tensor(op, name, each, v.shape[:3], q.device)
+    if state is not None:
+        check_tensor(
+            op, "state" if dtypes else "initial_state", state, (batch, heads, width, v.shape[3]), q.device, *dtypes
+        )
+
+
+def _wide_state(q: Tensor, v: Tensor, initial_state: Tensor | None) -> tuple[torch.dtype, Tensor]:
+    """The dtype to compute in, and the initial state, (B, G, R / G, K, V)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    shape = batch, heads, width, v.shape[3]
     if initial_state is None:
-        return wide, q.new_zeros(shape, dtype=wide).unflatten(1, (groups, -1))
-    check_tensor(op, "initial_state", initial_state, shape, q.device)
-    return wide, initial_state.to(wide).unflatten(1, (groups, -1))
+        initial_state = q.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=wide)
+    return wide, initial_state.to(wide).unflatten(1, (q.shape[2], -1))
 
 
 def _chunked(x: Tensor, dtype: torch.dtype, count: int, size: int) -> Tensor:

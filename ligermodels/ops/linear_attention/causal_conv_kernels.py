@@ -1,0 +1,257 @@
+"""The kernels of `causal_conv`: a program goes along the tokens of some channels, the last inputs in registers.
+
+Forward and backward read and write each value once. In plain torch they are some fifty passes over memory, of which a
+training step of a model that is mostly Gated DeltaNet spends more than a tenth of its time.
+"""
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like
+
+MAX_KERNEL_WIDTH = 4  # inputs per output; the kernels hold the three before each token
+MAX_SPAN = 128  # tokens per program: three more are read, and one part of the weight's gradient is written
+BLOCK = 256  # channels per program
+WARPS = 2
+
+
+@triton.jit
+def _taps(weight, channel, inside, back: tl.constexpr, WIDTH: tl.constexpr):
+    """The weights of the input `back` tokens before, zeros where the convolution is not so wide."""
+    if back < WIDTH:
+        found = tl.load(weight + channel * WIDTH + (WIDTH - 1 - back), mask=inside, other=0.0).to(tl.float32)
+    else:
+        found = tl.zeros_like(channel).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _input(x, x_token, earlier, t, channel, inside, C, HAS_EARLIER: tl.constexpr, WIDTH: tl.constexpr):
+    """The inputs at token t, in float32: of those before the text where t is below 0."""
+    found = tl.load(x + t * x_token + channel, mask=inside & (t >= 0), other=0.0).to(tl.float32)
+    if HAS_EARLIER:
+        place = t + (WIDTH - 1)
+        there = inside & (t < 0) & (place >= 0)
+        found += tl.load(earlier + place * C + channel, mask=there, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _convolved(x0, x1, x2, x3, w0, w1, w2, w3, t, first, PACKED: tl.constexpr):
+    """The sum at token t, and its inputs: zeros for those before the first token of its document."""
+    if PACKED:
+        begin = tl.load(first + t)
+        x1 = tl.where(t - 1 >= begin, x1, 0.0)
+        x2 = tl.where(t - 2 >= begin, x2, 0.0)
+        x3 = tl.where(t - 3 >= begin, x3, 0.0)
+    return x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, x1, x2, x3
+
+
+@kernel
+def _conv_forward_kernel(
+    x, x_batch, x_token, weight, earlier, first, out, T, C, span, spans, blocks,
+    HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes `span` tokens of BLOCK channels, and loads the next token's inputs before it needs them."""
+    batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
+    begin = (tl.program_id(0) // blocks % spans * span).to(tl.int64)
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < C
+    x += batch * x_batch
+    out += batch * T * C
+    if HAS_EARLIER:
+        earlier += batch * (WIDTH - 1) * C
+    w0, w1 = _taps(weight, channel, inside, 0, WIDTH), _taps(weight, channel, inside, 1, WIDTH)
+    w2, w3 = _taps(weight, channel, inside, 2, WIDTH), _taps(weight, channel, inside, 3, WIDTH)
+    x1 = _input(x, x_token, earlier, begin - 1, channel, inside, C, HAS_EARLIER, WIDTH)
+    x2 = _input(x, x_token, earlier, begin - 2, channel, inside, C, HAS_EARLIER, WIDTH)
+    x3 = _input(x, x_token, earlier, begin - 3, channel, inside, C, HAS_EARLIER, WIDTH)
+    following = tl.load(x + begin * x_token + channel, mask=inside, other=0.0)
+    for t in range(begin, tl.minimum(begin + span, T)):
+        x0 = following.to(tl.float32)
+        following = tl.load(x + (t + 1) * x_token + channel, mask=inside & (t + 1 < T), other=0.0)
+        y, _, _, _ = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, t, first, PACKED)
+        y = y / (1.0 + tl.exp(-y))
+        tl.store(out + t * C + channel, y.to(out.dtype.element_ty), mask=inside)
+        x3 = x2
+        x2 = x1
+        x1 = x0
+
+
+@kernel
+def _conv_backward_kernel(
+    dy, dy_batch, dy_token, x, x_batch, x_token, weight, earlier, first, dx, partial, T, C, span, spans, blocks,
+    HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As the forward kernel. The gradient of an input is complete three tokens later, so a program goes on for so many
+    after its own. It writes its own part of the weight's gradient: no atomics, so equal bits in every run."""
+    batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
+    begin = (tl.program_id(0) // blocks % spans * span).to(tl.int64)
+    end = tl.minimum(begin + span, T)
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < C
+    x += batch * x_batch
+    dy += batch * dy_batch
+    if HAS_EARLIER:
+        earlier += batch * (WIDTH - 1) * C
+    w0, w1 = _taps(weight, channel, inside, 0, WIDTH), _taps(weight, channel, inside, 1, WIDTH)
+    w2, w3 = _taps(weight, channel, inside, 2, WIDTH), _taps(weight, channel, inside, 3, WIDTH)
+    x1 = _input(x, x_token, earlier, begin - 1, channel, inside, C, HAS_EARLIER, WIDTH)
+    x2 = _input(x, x_token, earlier, begin - 2, channel, inside, C, HAS_EARLIER, WIDTH)
+    x3 = _input(x, x_token, earlier, begin - 3, channel, inside, C, HAS_EARLIER, WIDTH)
+    dx1, dx2, dx3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
+    dw0, dw1, dw2, dw3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
+    following = tl.load(x + begin * x_token + channel, mask=inside, other=0.0)
+    following_dy = tl.load(dy + begin * dy_token + channel, mask=inside, other=0.0)
+    for t in range(begin, end + 3):
+        x0, d = following.to(tl.float32), following_dy.to(tl.float32)
+        ahead = inside & (t + 1 < T)
+        following = tl.load(x + (t + 1) * x_token + channel, mask=ahead, other=0.0)
+        following_dy = tl.load(dy + (t + 1) * dy_token + channel, mask=ahead, other=0.0)
+        # Beyond the text d is zero, and any document will do.
+        y, seen1, seen2, seen3 = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, tl.minimum(t, T - 1), first, PACKED)
+        e = tl.exp(-tl.abs(y))  # no overflow
+        r = 1.0 / (1.0 + e)
+        part = tl.where(y < 0, e * r, r)
+        d = d * (part + y * e * r * r)
+        if NEED_WEIGHT:
+            own = tl.where(t < end, d, 0.0)
+            dw0 += own * x0
+            dw1 += own * seen1
+            dw2 += own * seen2
+            dw3 += own * seen3
+        if NEED_X:
+            of1, of2, of3 = d, d, d
+            if PACKED:
+                start = tl.load(first + tl.minimum(t, T - 1))
+                of1 = tl.where(t - 1 >= start, d, 0.0)
+                of2 = tl.where(t - 2 >= start, d, 0.0)
+                of3 = tl.where(t - 3 >= start, d, 0.0)
+            done = dx3 + w3 * of3
+            ours = inside & (t - 3 >= begin) & (t - 3 < end)
+            tl.store(dx + (batch * T + t - 3) * C + channel, done.to(dx.dtype.element_ty), mask=ours)
+            dx3 = dx2 + w2 * of2
+            dx2 = dx1 + w1 * of1
+            dx1 = w0 * d
+        x3 = x2
+        x2 = x1
+        x1 = x0
+    if NEED_WEIGHT:
+        place = partial + ((tl.program_id(0) // blocks).to(tl.int64) * C + channel) * WIDTH
+        tl.store(place + WIDTH - 1, dw0, mask=inside)
+        if WIDTH > 1:
+            tl.store(place + WIDTH - 2, dw1, mask=inside)
+        if WIDTH > 2:
+            tl.store(place + WIDTH - 3, dw2, mask=inside)
+        if WIDTH > 3:
+            tl.store(place + WIDTH - 4, dw3, mask=inside)
+
+
+@kernel
+def _tree_conv_kernel(
+    x, x_batch, x_token, weight, earlier, parent, depth, out, N, C, blocks,
+    HAS_EARLIER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK channels of a node, and goes up from it; above the root are the earlier inputs."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, node = row // N, row % N
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < C
+    x += batch * x_batch
+    if HAS_EARLIER:
+        earlier += batch * (WIDTH - 1) * C
+    level = tl.load(depth + node)
+    total = tl.zeros((BLOCK,), tl.float32)
+    at = node
+    for back in tl.static_range(WIDTH):
+        place = tl.where(level >= back, at, level - back)
+        seen = _input(x, x_token, earlier, place, channel, inside, C, HAS_EARLIER, WIDTH)
+        total += seen * _taps(weight, channel, inside, back, WIDTH)
+        at = tl.load(parent + at)
+    total = total / (1.0 + tl.exp(-total))
+    tl.store(out + row * C + channel, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _channels_last(x: Tensor) -> tuple[Tensor, int, int]:
+    """x (B, T, C), its last dimension contiguous, and the other strides."""
+    x = x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+    return x, x.stride(0), x.stride(1)
+
+
+def _spans(tokens: int, channels: int) -> tuple[int, int, int]:
+    """Tokens per program, and programs along the tokens and along the channels."""
+    span = min(power_of_2_above(tokens), MAX_SPAN)
+    return span, -(-tokens // span), -(-channels // BLOCK)
+
+
+@custom_op()
+def _causal_conv_forward(x: Tensor, weight: Tensor, earlier: Tensor | None, first: Tensor | None) -> Tensor:
+    out = empty_like(x)
+    if is_fake(out):
+        return out
+    batch, tokens, channels = x.shape
+    span, spans, blocks = _spans(tokens, channels)
+    _conv_forward_kernel[(batch * spans * blocks,)](
+        *_channels_last(x), weight.contiguous(), contiguous(earlier), first, out, tokens, channels, span, spans, blocks,
+        HAS_EARLIER=earlier is not None, PACKED=first is not None, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+@custom_op()
+def _causal_conv_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, earlier: Tensor | None, first: Tensor | None, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight; those not needed are empty."""
+    dx, dw = empty_gradient(x, need_x, x), empty_gradient(weight, need_weight, weight)
+    if is_fake(dx):
+        return dx, dw
+    batch, tokens, channels = x.shape
+    span, spans, blocks = _spans(tokens, channels)
+    partial = x.new_empty((batch * spans if need_weight else 0, *weight.shape), dtype=torch.float32)
+    _conv_backward_kernel[(batch * spans * blocks,)](
+        *_channels_last(dy), *_channels_last(x), weight.contiguous(), contiguous(earlier), first, dx, partial,
+        tokens, channels, span, spans, blocks,
+        HAS_EARLIER=earlier is not None, PACKED=first is not None, NEED_X=need_x, NEED_WEIGHT=need_weight,
+        WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    if need_weight:
+        dw.copy_(partial.sum(0))
+    return dx, dw
+
+
+@custom_op()
+def _causal_conv_tree(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor) -> Tensor:
+    out = empty_like(x)
+    if is_fake(out):
+        return out
+    batch, nodes, channels = x.shape
+    blocks = -(-channels // BLOCK)
+    _tree_conv_kernel[(batch * nodes * blocks,)](
+        *_channels_last(x), weight.contiguous(), contiguous(earlier), parent.contiguous(), depth.contiguous(), out,
+        nodes, channels, blocks, HAS_EARLIER=earlier is not None, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor) -> Tensor:
+    """`causal_conv` of a tree, by the kernel; no gradient."""
+    return _causal_conv_tree(x, weight, earlier, parent, depth)
+
+
+class CausalConv(torch.autograd.Function):
+    """`causal_conv` of texts, by the kernels; `first` (T,) are the first tokens of packed documents."""
+
+    @staticmethod
+    def forward(ctx, x, weight, earlier, first):
+        ctx.save_for_backward(x, weight, earlier, first)
+        return _causal_conv_forward(x, weight, earlier, first)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _causal_conv_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2])

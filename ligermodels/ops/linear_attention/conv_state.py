@@ -1,0 +1,149 @@
+"""The decoding state of the causal convolution, its last W - 1 inputs, changed in place: by a token, or by an accepted
+path of a tree."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.linear_attention.causal_conv import causal_conv_reference, conv_sources
+from ligermodels.ops.linear_attention.causal_conv_kernels import BLOCK, WARPS
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor
+
+
+def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
+    """`causal_conv` of one token of each sequence. A CUDA graph can hold the call. No gradient.
+
+    x: (B, 1, C), floating. weight: (C, W). inputs: contiguous (B, W - 1, C) of x's dtype, those before the token:
+    changed in place to those before the next one.
+
+    Returns contiguous (B, 1, C) of x's dtype. Raises InputError if shapes, dtypes or devices do not fit, or if autograd
+    would need a gradient.
+    """
+    op = "causal_conv_step"
+    check_tensor(op, "x", x, ("B", 1, "C"), x.device)
+    check_tensor(op, "weight", weight, (x.shape[2], "W"), x.device)
+    _check_inputs(op, x, weight, inputs, weight.shape[1])
+    if not use_kernels(x, weight, inputs):
+        return causal_conv_step_reference(x, weight, inputs)
+    return _causal_conv_step(x, weight, inputs)
+
+
+def causal_conv_step_reference(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
+    """The specification of `causal_conv_step`, in plain torch."""
+    y = causal_conv_reference(x, weight, earlier=inputs)
+    inputs.copy_(torch.cat([inputs, x], dim=1)[:, 1:])
+    return y
+
+
+def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tensor, Tensor]) -> None:
+    """Make the inputs before the root of each tree those after one of its nodes, in place. A CUDA graph can hold it.
+
+    inputs: contiguous (B, W - 1, C). x: (B, N, C) of its dtype, those of the nodes. node: long (B,). tree: as of
+    `causal_conv`. Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    op, (parent, depth) = "commit_conv_inputs", tree
+    check_tensor(op, "x", x, ("B", "N", "C"), x.device)
+    _check_inputs(op, x, None, inputs, inputs.shape[1] + 1)
+    check_tensor(op, "node", node, (x.shape[0],), x.device, torch.long)
+    for name, each in (("parent", parent), ("depth", depth)):
+        check_tensor(op, f"tree's {name}", each, (x.shape[1],), x.device, torch.long)
+    if not use_kernels(inputs, x):
+        commit_conv_inputs_reference(inputs, x, node, tree)
+    else:
+        _commit_conv_inputs(inputs, x, node, parent, depth)
+
+
+def commit_conv_inputs_reference(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tensor, Tensor]) -> None:
+    """The specification of `commit_conv_inputs`, in plain torch."""
+    places = conv_sources(*tree, inputs.shape[1])[node].flip(1) + 1  # among the inputs and x
+    sequence = torch.arange(len(x), device=x.device)[:, None]
+    inputs.copy_(torch.cat([inputs, x], dim=1)[sequence, places])
+
+
+def _check_inputs(op: str, x: Tensor, weight: Tensor | None, inputs: Tensor, width: int) -> None:
+    reject_dtensors(op, x, weight, inputs)
+    check_tensor(op, "inputs", inputs, (x.shape[0], width - 1, x.shape[2]), x.device, x.dtype)
+    if not inputs.is_contiguous():
+        raise InputError(f"{op}: inputs must be contiguous")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, inputs)):
+        raise InputError(f"{op} has no gradient: call it under torch.no_grad()")
+
+
+@kernel
+def _conv_step_kernel(
+    x, x_batch, weight, inputs, out, C, blocks, WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Each program takes BLOCK channels of a sequence. It reads all that it changes before any of its threads writes.
+    BEFORE: a power of two, at least WIDTH - 1."""
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    place = tl.arange(0, BEFORE)[:, None]
+    stored = inputs + (batch * (WIDTH - 1) + place) * C + channel[None, :]
+    inside = (place < WIDTH - 1) & (channel < C)[None, :]
+    new = tl.load(x + batch * x_batch + channel, mask=channel < C, other=0.0)
+    before = tl.load(stored, mask=inside, other=0.0)
+    taps = tl.load(weight + channel[None, :] * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+    last = tl.load(weight + channel * WIDTH + (WIDTH - 1), mask=channel < C, other=0.0).to(tl.float32)
+    y = tl.sum(before.to(tl.float32) * taps, axis=0) + new.to(tl.float32) * last
+    tl.debug_barrier()
+    tl.store(stored - C, before, mask=inside & (place > 0))
+    if WIDTH > 1:
+        tl.store(inputs + (batch * (WIDTH - 1) + WIDTH - 2) * C + channel, new, mask=channel < C)
+    tl.store(out + batch * C + channel, (y / (1.0 + tl.exp(-y))).to(out.dtype.element_ty), mask=channel < C)
+
+
+@kernel
+def _commit_conv_kernel(
+    inputs, x, x_batch, x_token, node, parent, depth, C, blocks,
+    WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As the other kernel; it goes up from the node to find which inputs are the last ones."""
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    channel = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
+    place = tl.arange(0, BEFORE)
+    at = tl.load(node + batch)
+    level = tl.load(depth + at)
+    source = tl.zeros((BEFORE,), tl.int64)  # node or, below 0, earlier input
+    for back in tl.static_range(WIDTH - 1):
+        source = tl.where(place == WIDTH - 2 - back, tl.where(level >= back, at, level - back), source)
+        at = tl.load(parent + at)
+    inside = (place < WIDTH - 1)[:, None] & (channel < C)
+    of_node = (source >= 0)[:, None]
+    inputs += batch * (WIDTH - 1) * C
+    new = tl.load(x + batch * x_batch + source[:, None] * x_token + channel, mask=inside & of_node, other=0.0)
+    old = tl.load(inputs + (source + (WIDTH - 1))[:, None] * C + channel, mask=inside & ~of_node, other=0.0)
+    tl.debug_barrier()
+    tl.store(inputs + place[:, None] * C + channel, tl.where(of_node, new, old), mask=inside)
+
+
+@custom_op(mutates_args=("inputs",))
+def _causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    if is_fake(out):
+        return out
+    x = x if x.stride(2) == 1 else x.contiguous()
+    (batch, _, channels), width = x.shape, weight.shape[1]
+    blocks = -(-channels // BLOCK)
+    if batch and channels:
+        _conv_step_kernel[(batch * blocks,)](
+            x, x.stride(0), weight.contiguous(), inputs, out, channels, blocks,
+            WIDTH=width, BEFORE=power_of_2_above(width - 1), BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+@custom_op(mutates_args=("inputs",))
+def _commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, parent: Tensor, depth: Tensor) -> None:
+    if is_fake(inputs):
+        return
+    x = x if x.stride(2) == 1 else x.contiguous()
+    batch, before, channels = inputs.shape
+    blocks = -(-channels // BLOCK)
+    if batch and before and channels:
+        _commit_conv_kernel[(batch * blocks,)](
+            inputs, x, x.stride(0), x.stride(1), node.contiguous(), parent.contiguous(), depth.contiguous(),
+            channels, blocks, WIDTH=before + 1, BEFORE=power_of_2_above(before), BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip

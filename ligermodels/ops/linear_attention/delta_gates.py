@@ -1,0 +1,71 @@
+"""The two numbers that each head of the gated delta rule has per token: its decay, and how far it moves to a value."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor, rows_and_stride
+
+BLOCK = 256
+
+
+def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """g = -exp(log_rate) softplus(a + bias), and beta = sigmoid(b), as `gated_delta_rule` takes them.
+
+    a, b: (B, T, R), of one floating dtype, any strides. log_rate, bias: (R,), floating. Both results are (B, T, R) of
+    fp32 (fp64 for operands of fp64). Differentiable in all of them.
+
+    In plain torch these are some ten tiny operations, which a decoding step cannot afford in every layer; in training
+    they are few beside the layer's, so that there is no kernel for their gradients.
+    Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    op, operands = "delta_gates", (a, b, log_rate, bias)
+    reject_dtensors(op, *operands)
+    check_tensor(op, "a", a, ("B", "T", "R"), a.device)
+    check_tensor(op, "b", b, a.shape, a.device, a.dtype)
+    for name, each in (("log_rate", log_rate), ("bias", bias)):
+        check_tensor(op, name, each, a.shape[2:], a.device)
+    if not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+        return delta_gates_reference(*operands)
+    g, beta = _delta_gates(*operands)
+    return g, beta
+
+
+def delta_gates_reference(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The specification of `delta_gates`, in plain torch."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return -log_rate.to(wide).exp() * F.softplus(a.to(wide) + bias.to(wide)), b.to(wide).sigmoid()
+
+
+@kernel
+def _delta_gates_kernel(a, a_stride, b, b_stride, log_rate, bias, g, beta, count, R, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < count
+    row, head = place // R, place % R
+    x = tl.load(a + row * a_stride + head, mask=there, other=0.0).to(tl.float32)
+    x += tl.load(bias + head, mask=there, other=0.0).to(tl.float32)
+    # log(1 + exp(x)), to the last digits of small ones: z * log(1 + e) / (the e that was added) (Kahan).
+    e = tl.exp(-tl.abs(x))
+    more = 1.0 + e
+    small = tl.where(more == 1.0, e, tl.log(more) * (e / tl.where(more == 1.0, 1.0, more - 1.0)))
+    rate = tl.exp(tl.load(log_rate + head, mask=there, other=0.0).to(tl.float32))
+    tl.store(g + place, -rate * (tl.maximum(x, 0.0) + small), mask=there)
+    y = tl.load(b + row * b_stride + head, mask=there, other=0.0).to(tl.float32)
+    e = tl.exp(-tl.abs(y))
+    tl.store(beta + place, tl.where(y < 0, e, 1.0) / (1.0 + e), mask=there)
+
+
+@custom_op()
+def _delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    g, beta = (a.new_empty(a.shape, dtype=torch.float32) for _ in range(2))
+    if is_fake(g):
+        return g, beta
+    if count := a.numel():
+        _delta_gates_kernel[(-(-count // BLOCK),)](
+            *rows_and_stride(a), *rows_and_stride(b), log_rate.contiguous(), bias.contiguous(), g, beta,
+            count, a.shape[2], BLOCK=BLOCK, num_warps=2,
+        )  # fmt: skip
+    return g, beta

@@ -1,0 +1,105 @@
+"""One token of the gated delta rule, on a state that is changed in place: read once, and written once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.linear_attention.gated_delta_rule import EPS, check_operands, gated_delta_rule_reference
+from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake
+from ligermodels.ops.runtime.tensors import check_tensor
+
+MAX_KEY_DIM = 256  # a tile of the state, of all keys, is held in registers; the reference serves wider heads
+BLOCK_VALUES = 32  # columns of the state per program, fewer where there would be too few programs
+
+
+def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """`gated_delta_rule` of one token of each sequence. A CUDA graph can hold the call. No gradient.
+
+    q, k, v, g, beta: as of `gated_delta_rule` with T = 1.
+    state: contiguous (B, R, K, V), fp32 (fp64 for operands of fp64): changed in place to that after the token.
+
+    Returns o (B, 1, R, V) of q's dtype, contiguous. Equal bits in every run.
+    Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
+    """
+    check_decoding("gated_delta_rule_step", q, k, v, g, beta, state)
+    check_tensor("gated_delta_rule_step", "q", q, (q.shape[0], 1, *q.shape[2:]), q.device)
+    if not use_kernels(q, state) or q.shape[3] > MAX_KEY_DIM:
+        return gated_delta_rule_step_reference(q, k, v, g, beta, state)
+    return _gated_delta_rule_step(q, k, v, g, beta, state)
+
+
+def gated_delta_rule_step_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The specification of `gated_delta_rule_step`, in plain torch."""
+    o, last = gated_delta_rule_reference(q, k, v, g, beta, initial_state=state)
+    state.copy_(last)
+    return o.contiguous()
+
+
+def check_decoding(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+    """Raises InputError unless the operands of T tokens fit one another and a state of fixed address."""
+    check_operands(op, q, k, v, g, beta, state, torch.promote_types(q.dtype, torch.float32))
+    if not state.is_contiguous():
+        raise InputError(f"{op}: state must be contiguous")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)):
+        raise InputError(f"{op} has no gradient: call it under torch.no_grad(), or use ops.gated_delta_rule")
+
+
+def heads_and_strides(x: Tensor) -> tuple[Any, ...]:
+    """x (B, T, heads, D), its last dimension contiguous, and the strides of the others, as kernels take them."""
+    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    return x, x.stride(0), x.stride(1), x.stride(2)
+
+
+def block_of_values(q: Tensor, values: Tensor, least: int) -> int:
+    """Columns of the state per program, so that most multiprocessors have one where there are columns enough."""
+    batch, _, heads, width = values.shape
+    block = min(max(power_of_2_above(width), least), BLOCK_VALUES)
+    while block > least and 4 * batch * heads * -(-width // block) < 3 * num_sms(q.device):
+        block //= 2
+    return block
+
+
+@kernel
+def _step_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, beta, state, out,
+    heads, repeats, blocks, scale, K, V, EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK_V columns of the state of a head."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    i, j = tl.arange(0, BLOCK_K), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    place = state + row * K * V + i[:, None] * V + j[None, :]
+    inside = (i < K)[:, None] & (j < V)[None, :]
+    kept = tl.load(place, mask=inside, other=0.0)
+    keys = tl.load(k + batch * k_batch + head // repeats * k_head + i, mask=i < K, other=0.0).to(tl.float32)
+    queries = tl.load(q + batch * q_batch + head // repeats * q_head + i, mask=i < K, other=0.0).to(tl.float32)
+    values = tl.load(v + batch * v_batch + head * v_head + j, mask=j < V, other=0.0).to(tl.float32)
+    keys = keys / tl.sqrt(tl.sum(keys * keys, axis=0) + EPS)
+    queries = queries * (scale / tl.sqrt(tl.sum(queries * queries, axis=0) + EPS))
+    kept = kept * tl.exp(tl.load(g + row).to(tl.float32))
+    u = (values - tl.sum(kept * keys[:, None], axis=0)) * tl.load(beta + row).to(tl.float32)
+    # S^T q after the token, by the state before it: both sums over the keys can go on at once.
+    o = tl.sum(kept * queries[:, None], axis=0) + tl.sum(keys * queries, axis=0) * u
+    tl.store(place, kept + keys[:, None] * u[None, :], mask=inside)
+    tl.store(out + row * V + j, o.to(out.dtype.element_ty), mask=j < V)
+
+
+@custom_op(mutates_args=("state",))
+def _gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    out = v.new_empty(v.shape)
+    if is_fake(out):
+        return out
+    (batch, _, heads, width), key_dim = v.shape, q.shape[3]
+    block = block_of_values(q, v, least=8)
+    blocks = -(-width // block)
+    if batch:
+        _step_kernel[(batch * heads * blocks,)](
+            *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), g.contiguous(), beta.contiguous(),
+            state, out, heads, heads // q.shape[2], blocks, key_dim**-0.5, key_dim, width,
+            EPS=EPS, BLOCK_K=power_of_2_above(key_dim), BLOCK_V=block, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,209 @@
+"""The gated delta rule over a tree of candidate tokens, from one read of the state; and the step to an accepted node.
+
+A program computes what `gated_delta_rule` says of one chunk: all nodes' outputs from the state before the root and the
+products of pairs of nodes. The triangular system is solved by U = W - A U, as often as the tree has levels: after n
+times the nodes of the first n levels are exact.
+"""
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, check_decoding, heads_and_strides
+from ligermodels.ops.linear_attention.gated_delta_rule import (
+    EPS,
+    TreeUpdates,
+    gated_delta_rule_tree_reference,
+    tree_state,
+)
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor
+
+MAX_NODES = 64  # a program holds all pairs of nodes; the reference serves larger trees
+
+
+def gated_delta_rule_tree(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor
+) -> tuple[Tensor, TreeUpdates]:
+    """The gated delta rule over trees of tokens: each node comes after its ancestors, and after no other node. A CUDA
+    graph can hold the call. No gradient.
+
+    Args:
+        q, k, v, g, beta: as of `gated_delta_rule`, for the N nodes in place of T tokens.
+        state: contiguous (B, R, K, V), fp32 (fp64 for operands of fp64), before the root; it is not changed.
+        ancestors: bool (N, N), True at [i, j] where node j is node i or one of its ancestors; j <= i.
+
+    Returns o (B, N, R, V) of q's dtype, and what `commit_tree` needs. Equal bits in every run.
+    Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
+    """
+    check_decoding("gated_delta_rule_tree", q, k, v, g, beta, state)
+    nodes = q.shape[1]
+    check_tensor("gated_delta_rule_tree", "ancestors", ancestors, (nodes, nodes), q.device, torch.bool)
+    if not use_kernels(q, state) or nodes > MAX_NODES:
+        return gated_delta_rule_tree_reference(q, k, v, g, beta, state, ancestors)
+    o, *updates = _gated_delta_rule_tree(q, k, v, g, beta, state, ancestors)
+    return o, TreeUpdates(*updates)
+
+
+def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Tensor) -> None:
+    """Make the state before the root of each tree that after one of its nodes, in place: see `tree_state`.
+
+    state: contiguous (B, R, K, V). updates: those of the tree. node: long (B,). ancestors: bool (N, N), as of
+    `gated_delta_rule_tree`. A CUDA graph can hold the call. Raises InputError if shapes, dtypes or devices do not fit.
+    """
+    op, (decay, keys, values) = "commit_tree", updates
+    reject_dtensors(op, state, *updates)
+    check_tensor(op, "state", state, ("B", "R", "K", "V"), state.device)
+    batch, heads, key_dim, width = state.shape
+    check_tensor(op, "updates.decay", decay, (batch, "N", heads), state.device, torch.float64)
+    nodes = decay.shape[1]
+    check_tensor(op, "updates.keys", keys, (batch, nodes, "G", key_dim), state.device)
+    check_tensor(op, "updates.values", values, (batch, nodes, heads, width), state.device, keys.dtype)
+    check_tensor(op, "node", node, (batch,), state.device, torch.long)
+    check_tensor(op, "ancestors", ancestors, (nodes, nodes), state.device, torch.bool)
+    if not state.is_contiguous() or not nodes or not keys.shape[2] or heads % keys.shape[2]:
+        raise InputError(f"{op}: needs a contiguous state, nodes, and heads of state that are a multiple of the keys'")
+    if not use_kernels(state, values) or key_dim > MAX_KEY_DIM:
+        state.copy_(tree_state(state, updates, node, ancestors))
+    else:
+        _commit_tree(state, decay, keys, values, node, ancestors)
+
+
+@kernel
+def _tree_kernel(
+    q, q_batch, q_node, q_head, k, k_batch, k_node, k_head, v, v_batch, v_node, v_head, g, beta, state, ancestors,
+    out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
+    EPS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK_V columns of the state of a head, and BLOCK_K keys at once. Products of q and k, before
+    these are normalised, are exact for 16 bit; those with the state and of updates are of float32, with PRECISION."""
+    block = tl.program_id(0) % blocks
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    group = head // repeats
+    n, j = tl.arange(0, BLOCK_N), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    node, other = n[:, None], n[None, :]
+    of_values = (node < N) & (j < V)[None, :]
+    ours = (batch * N + n) * heads + head
+    k += batch * k_batch + group * k_head
+    q += batch * q_batch + group * q_head
+
+    alike, attending = tl.zeros((BLOCK_N, BLOCK_N), tl.float32), tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+    known, o = tl.zeros((BLOCK_N, BLOCK_V), tl.float32), tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    key_length, query_length = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        i = start + tl.arange(0, BLOCK_K)
+        there = (node < N) & (i < K)[None, :]
+        key = tl.load(k + node * k_node + i[None, :], mask=there, other=0.0)
+        query = tl.load(q + node * q_node + i[None, :], mask=there, other=0.0)
+        of_state = (i < K)[:, None] & (j < V)[None, :]
+        before = tl.load(state + row * K * V + i[:, None] * V + j[None, :], mask=of_state, other=0.0)
+        wide_key, wide_query = key.to(tl.float32), query.to(tl.float32)
+        key_length += tl.sum(wide_key * wide_key, axis=1)
+        query_length += tl.sum(wide_query * wide_query, axis=1)
+        alike = tl.dot(key, tl.trans(key), alike, input_precision="ieee")
+        attending = tl.dot(query, tl.trans(key), attending, input_precision="ieee")
+        known = tl.dot(wide_key, before, known, input_precision=PRECISION)
+        o = tl.dot(wide_query, before, o, input_precision=PRECISION)
+    key_factor = 1.0 / tl.sqrt(key_length + EPS)
+    query_factor = scale / tl.sqrt(query_length + EPS)
+    if block == 0 and head % repeats == 0:
+        for start in range(0, K, BLOCK_K):
+            i = start + tl.arange(0, BLOCK_K)
+            there = (node < N) & (i < K)[None, :]
+            key = tl.load(k + node * k_node + i[None, :], mask=there, other=0.0).to(tl.float32)
+            place = keys + ((batch * N + n) * (heads // repeats) + group)[:, None] * K + i[None, :]
+            tl.store(place, key * key_factor[:, None], mask=there)
+
+    # Sums along paths in fp64: their differences are small beside them.
+    is_above = tl.load(ancestors + node * N + other, mask=(node < N) & (other < N), other=0) != 0
+    gate = tl.load(g + ours, mask=n < N, other=0.0).to(tl.float64)
+    path = tl.sum(tl.where(is_above, gate[None, :], 0.0), axis=1)
+    if block == 0:
+        tl.store(decay + ours, path, mask=n < N)
+    left = tl.where(is_above, tl.exp((path[:, None] - path[None, :]).to(tl.float32)), 0.0)
+    reached = tl.exp(path.to(tl.float32))
+    weight = tl.load(beta + ours, mask=n < N, other=0.0).to(tl.float32)
+    levels = tl.max(tl.sum(is_above.to(tl.int32), axis=1), axis=0)
+
+    alike = alike * left * key_factor[:, None] * key_factor[None, :]
+    a = tl.where(node > other, weight[:, None] * alike, 0.0)
+    value = tl.load(v + batch * v_batch + head * v_head + node * v_node + j[None, :], mask=of_values, other=0.0).to(
+        tl.float32
+    )
+    wanted = weight[:, None] * (value - known * (key_factor * reached)[:, None])
+    u = wanted
+    for _ in range(1, levels):
+        u = wanted - tl.dot(a, u, input_precision=PRECISION)
+    tl.store(values + ours[:, None] * V + j[None, :], u, mask=of_values)
+    attending = attending * left * query_factor[:, None] * key_factor[None, :]
+    o = tl.dot(attending, u, o * (query_factor * reached)[:, None], input_precision=PRECISION)
+    tl.store(out + ours[:, None] * V + j[None, :], o.to(out.dtype.element_ty), mask=of_values)
+
+
+@kernel
+def _commit_kernel(
+    state, decay, keys, values, node, ancestors, N, K, V, heads, repeats, blocks,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK_V columns of the state of a head, and adds the nodes of the path, the last one first."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    n, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    j = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    at = tl.load(node + batch).to(tl.int32)
+    path = tl.load(ancestors + at * N + n, mask=n < N, other=0) != 0
+    last = tl.load(decay + (batch * N + at) * heads + head)
+    place = state + row * K * V + i[:, None] * V + j[None, :]
+    inside = (i < K)[:, None] & (j < V)[None, :]
+    total = tl.load(place, mask=inside, other=0.0) * tl.exp(last.to(tl.float32))
+    for _ in range(tl.sum(path.to(tl.int32), axis=0)):
+        ours = (batch * N + at) * heads + head
+        left = tl.exp((last - tl.load(decay + ours)).to(tl.float32))
+        group = (batch * N + at) * (heads // repeats) + head // repeats
+        key = tl.load(keys + group * K + i, mask=i < K, other=0.0)
+        u = tl.load(values + ours * V + j, mask=j < V, other=0.0)
+        total += key[:, None] * (left * u)[None, :]
+        at = tl.max(tl.where(path & (n < at), n, 0), axis=0)
+    tl.store(place, total, mask=inside)
+
+
+@custom_op()
+def _gated_delta_rule_tree(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, and the three tensors of `TreeUpdates`."""
+    out, decay = v.new_empty(v.shape), v.new_empty(v.shape[:3], dtype=torch.float64)
+    keys, values = k.new_empty(k.shape, dtype=torch.float32), v.new_empty(v.shape, dtype=torch.float32)
+    if is_fake(out):
+        return out, decay, keys, values
+    (batch, nodes, heads, width), key_dim = v.shape, q.shape[3]
+    block = block_of_values(q, v, least=16)
+    blocks, block_nodes = -(-width // block), max(power_of_2_above(nodes), 16)
+    if batch:
+        _tree_kernel[(batch * heads * blocks,)](
+            *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), g.contiguous(), beta.contiguous(),
+            state, ancestors.contiguous().view(torch.uint8), out, decay, keys, values,
+            nodes, key_dim, width, heads, heads // q.shape[2], blocks, key_dim**-0.5,
+            EPS=EPS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32x3",
+            BLOCK_N=block_nodes, BLOCK_K=32, BLOCK_V=block, STAGES=3, num_warps=8 if block_nodes > 32 else 4,
+        )  # fmt: skip
+    return out, decay, keys, values
+
+
+@custom_op(mutates_args=("state",))
+def _commit_tree(state: Tensor, decay: Tensor, keys: Tensor, values: Tensor, node: Tensor, ancestors: Tensor) -> None:
+    if is_fake(state):
+        return
+    (batch, nodes, heads, width), key_dim = values.shape, state.shape[2]
+    block = block_of_values(values, values, least=8)
+    blocks = -(-width // block)
+    if batch:
+        _commit_kernel[(batch * heads * blocks,)](
+            state, decay.contiguous(), keys.contiguous(), values.contiguous(), node.contiguous(),
+            ancestors.contiguous().view(torch.uint8), nodes, key_dim, width, heads, heads // keys.shape[2], blocks,
+            BLOCK_N=power_of_2_above(nodes), BLOCK_K=power_of_2_above(key_dim), BLOCK_V=block, num_warps=4,
+        )  # fmt: skip

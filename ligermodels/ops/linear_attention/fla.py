@@ -1,0 +1,79 @@
+"""The gated delta rule over texts by flash-linear-attention's chunked kernels (https://github.com/fla-org), which are
+optional: `pip install fla-core`.
+
+Unlike the reference they round what they keep of a chunk to the operands' 16 bits: the normalised queries and keys, the
+updates, and the states before the chunks. For packed documents they read the bounds on the host, once for each tensor
+of bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.runtime.tensors import without_autocast
+
+MIN_VERSION = (0, 6)  # the first one tried; earlier ones differ in options and grouped heads
+MAX_KEY_DIM = 256
+
+
+class DeltaRequest(NamedTuple):
+    """The properties of a call by which a backend is chosen; none is read from device memory. `continued`: from an
+    initial state."""
+
+    device: str
+    dtype: torch.dtype
+    key_dim: int
+    packed: bool
+    continued: bool
+    compiling: bool
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether fla-core of a known version is there."""
+    try:
+        version = metadata.version("fla-core")
+    except metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= MIN_VERSION
+
+
+def refuses(request: DeltaRequest) -> str | None:
+    """Why a call cannot be served, or None."""
+    if request.device != "cuda":
+        return f"it runs on CUDA, not on {request.device}"
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {request.dtype}"
+    if request.key_dim > MAX_KEY_DIM:
+        return f"queries and keys of {request.key_dim} channels are more than {MAX_KEY_DIM}"
+    if request.packed and request.continued:
+        return "packed documents after an initial state are not implemented on it"
+    if request.compiling:
+        return "torch.compile does not trace it"
+    return None if installed() else f"fla-core {'.'.join(map(str, MIN_VERSION))} or later is not installed"
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `gated_delta_rule`."""
+    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    state = None if initial_state is None else initial_state.float()
+    with without_autocast(q):
+        o, last = rule(
+            q, k, v, g.float(), beta.float(), initial_state=state, output_final_state=final_state,
+            use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+    if not final_state:
+        return o, o.new_empty(0)
+    if cu_seqlens is not None:  # of each document: that of the last one that has tokens
+        last = last[(cu_seqlens[:-1] < cu_seqlens[-1]).sum().view(1) - 1]
+    return o, last

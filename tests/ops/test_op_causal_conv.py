@@ -1,0 +1,122 @@
+"""The convolution of Gated DeltaNet over texts and packed documents, and the gated norm after it, with gradients."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Where
+from op_harness import LAYOUTS, check, contiguous, wide
+from torch import Tensor
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_SPAN
+from ligermodels.ops.norm.gated_rms_norm import MAX_KERNEL_WIDTH
+
+
+def plain_conv(x: Tensor, weight: Tensor, earlier: Tensor | None = None) -> Tensor:
+    """By torch's convolution."""
+    width = weight.shape[1]
+    before = x.new_zeros(x.shape[0], width - 1, x.shape[2]) if earlier is None else earlier
+    y = F.conv1d(wide(torch.cat([before, x], dim=1)).mT, wide(weight)[:, None], groups=weight.shape[0])
+    return F.silu(y).mT.to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "width"), [(2, 1, 7, 4), (1, 2, 300, 3), (1, 9, 3, 1), (1, 9, 3, 5), (2, 6, 5, 2)]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_texts(where: Where, batch: int, tokens: int, channels: int, width: int, layout: Callable) -> None:
+    x = layout(torch.randn(batch, tokens, channels, device=where.device).to(where.dtype))
+    weight = torch.randn(channels, width, device=where.device).to(where.dtype)
+    check(lambda x, w: ops.causal_conv(x, w), plain_conv, [x, weight], frozen=layout is contiguous)
+    earlier = torch.randn(batch, width - 1, channels, device=where.device).to(where.dtype)
+    check(
+        lambda x, w: ops.causal_conv(x, w, earlier=earlier),
+        lambda x, w: plain_conv(x, w, earlier.to(x.dtype)),
+        [x, weight],
+    )
+    check(lambda x, w, e: ops.causal_conv(x, w, earlier=e), plain_conv, [x, weight, earlier])
+
+
+def test_texts_longer_than_a_program_takes(where: Where) -> None:
+    x = torch.randn(2, MAX_SPAN + 2, 5, device=where.device).to(where.dtype)
+    weight = torch.randn(5, 4, device=where.device).to(where.dtype)
+    check(lambda x, w: ops.causal_conv(x, w), plain_conv, [x, weight])
+
+
+@pytest.mark.parametrize("lengths", [[1, 5, 0, 2, MAX_SPAN - 8, 3, 1, 30], [MAX_SPAN, 2]])
+def test_packed_documents(where: Where, lengths: list[int]) -> None:
+    """Of one or two tokens, of none, and at the bounds of what a program takes."""
+    x = torch.randn(1, sum(lengths), 11, device=where.device).to(where.dtype)
+    weight = torch.randn(11, 4, device=where.device).to(where.dtype)
+    bounds = torch.tensor([0, *lengths], device=where.device).cumsum(0).int()
+
+    def apart(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([plain_conv(part, weight) for part in x.split(lengths, 1) if part.shape[1]], dim=1)
+
+    check(lambda x, w: ops.causal_conv(x, w, cu_seqlens=bounds), apart, [x, weight])
+
+
+def plain_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    y = wide(x) / (wide(x).square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return (y * wide(weight) * F.silu(wide(z))).to(x.dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 5, 64), (2, 7, 3, 100), (70, 2, 96), (2, 0, 3, 8)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gated_norm(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
+    x = layout(torch.randn(shape, device=where.device).mul(3).to(where.dtype))
+    z = layout(torch.randn(shape, device=where.device).mul(3).to(where.dtype))
+    weight = torch.randn(shape[-1], device=where.device)
+    op = lambda x, z, w: ops.gated_rms_norm(x, z, w, 1e-6)  # noqa: E731
+    check(op, plain_norm, [x, z, weight], frozen=layout is contiguous)
+    assert op(x, z, weight).is_contiguous()
+
+
+def test_gates_that_are_slices_of_wider_rows(where: Where) -> None:
+    """As of a projection whose rows hold more than the gate, of one token and of many."""
+    for batch, tokens in ((1, 1), (2, 33)):
+        row = torch.randn(batch, tokens, 130, device=where.device).mul(20).to(where.dtype)
+        x = torch.randn(batch, tokens, 6, 16, device=where.device).to(where.dtype)
+        z = row[..., 7:103].unflatten(-1, (6, 16))
+        weight = torch.randn(16, device=where.device)
+        check(lambda x, z, w: ops.gated_rms_norm(x, z, w, 1e-6), plain_norm, [x, z, weight])
+
+
+def test_rows_wider_than_the_kernel_holds(where: Where) -> None:
+    x, z = torch.randn(2, 1, 1, MAX_KERNEL_WIDTH + 1, device=where.device).to(where.dtype)
+    weight = torch.randn(MAX_KERNEL_WIDTH + 1, device=where.device)
+    torch.testing.assert_close(ops.gated_rms_norm(x, z, weight, 1e-6), plain_norm(x, z, weight))
+
+
+@pytest.mark.kernels
+def test_registration(kernels_device: torch.device) -> None:
+    x, weight = torch.randn(2, 5, 9, device=kernels_device), torch.randn(9, 4, device=kernels_device)
+    heads, scale = torch.randn(2, 5, 3, 3, device=kernels_device), torch.randn(3, device=kernels_device)
+    for name, arguments in {
+        "causal_conv_forward": (x, weight, None, None),
+        "causal_conv_backward": (x, x, weight, None, None, True, True),
+        "gated_rms_norm_forward": (heads, heads, scale, 1e-6),
+        "gated_rms_norm_backward": (heads, heads, heads, scale, 1, True, True, 1e-6),
+    }.items():
+        op = getattr(torch.ops.ligermodels, name).default
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_bad_input() -> None:
+    x, weight = torch.zeros(1, 3, 5), torch.zeros(5, 4)
+    parent = torch.zeros(3, dtype=torch.long)
+    with pytest.raises(InputError, match="causal_conv: weight must be"):
+        ops.causal_conv(x, weight[1:])
+    with pytest.raises(InputError, match="causal_conv: earlier must be"):
+        ops.causal_conv(x, weight, earlier=x[:, 1:])
+    with pytest.raises(InputError, match="causal_conv: tree's depth must be"):
+        ops.causal_conv(x, weight, tree=(parent, parent[1:]))
+    with pytest.raises(InputError, match="without earlier inputs or a tree"):
+        ops.causal_conv(x, weight, tree=(parent, parent), cu_seqlens=parent.int())
+    with pytest.raises(InputError, match="gated_rms_norm: z must be"):
+        ops.gated_rms_norm(x, x[:, :2], torch.zeros(5), 1e-6)
+    with pytest.raises(InputError, match="causal_conv_step: inputs must be contiguous"):
+        ops.causal_conv_step(x[:, :1], weight, torch.zeros(1, 5, 3).mT)

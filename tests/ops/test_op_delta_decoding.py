@@ -1,0 +1,251 @@
+"""Decoding by Gated DeltaNet: a token or a tree of tokens of each sequence, and the states that they change."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Where
+from op_harness import assert_as_good, contiguous, copies, middle_transposed, strided_rows
+from torch import Tensor
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+from ligermodels.ops.linear_attention.delta_tree import MAX_NODES
+
+SHAPES = [  # sequences, nodes, groups, heads, K, V
+    (1, 1, 1, 1, 16, 16),
+    (2, 5, 2, 6, 5, 7),
+    (3, 17, 2, 4, 24, 40),
+    (1, 64, 1, 2, 32, 70),
+]
+
+
+def tree(nodes: int, where: torch.device, chain: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """parent, depth and ancestors of a random tree whose nodes come after their parents."""
+    generator = torch.Generator().manual_seed(nodes)
+    parent, ancestors = torch.zeros(nodes, dtype=torch.long), torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        parent[node] = node - 1 if chain else torch.randint(max(node - 5, 0), node, (), generator=generator)
+        ancestors[node] |= ancestors[parent[node]]
+    return parent.to(where), (ancestors.sum(1) - 1).to(where), ancestors.to(where)
+
+
+def operands(where: Where, shape: tuple[int, ...], nodes: int | None = None) -> dict[str, Tensor]:
+    """Decays from nearly none to nearly all."""
+    batch, tokens, groups, heads, key_dim, width = shape
+    tokens = tokens if nodes is None else nodes
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(batch, tokens, *size, device=where.device).to(where.dtype)
+
+    return {
+        "q": strided_rows(normal(groups, key_dim)),
+        "k": middle_transposed(normal(groups, key_dim)),
+        "v": strided_rows(normal(heads, width)),
+        "g": -normal(heads).float().mul(2).exp(),
+        "beta": contiguous(normal(heads).float().sigmoid()),
+    }
+
+
+def a_state(where: Where, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape[0], *shape[3:], device=where.device)
+
+
+def double(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(zip(given, copies(list(given.values()), torch.float64), strict=True))
+
+
+def eager(given: dict[str, Tensor], state: Tensor, ancestors: Tensor, node: Tensor) -> tuple[Tensor, ...]:
+    """The reference in the dtypes of what it is given."""
+    o, updates = ops.gated_delta_rule_tree_reference(**given, initial_state=state, ancestors=ancestors)
+    return o, *updates, ops.tree_state(state, updates, node, ancestors)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_trees(where: Where, shape: tuple[int, ...]) -> None:
+    """Outputs, updates and the state after a node, against fp64; equal bits in a second run."""
+    given, state = operands(where, shape), a_state(where, shape)
+    _, _, ancestors = tree(shape[1], where.device)
+    node = torch.randint(shape[1], (shape[0],), device=where.device)
+    before = state.clone()
+    runs = []
+    for _ in range(2):
+        o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+        assert torch.equal(state, before)
+        after = state.clone()
+        ops.commit_tree(after, updates, node, ancestors)
+        runs.append((o, *updates, after))
+    truth = eager(double(given), state.double(), ancestors, node)
+    plain = eager(dict(zip(given, copies(list(given.values())), strict=True)), state, ancestors, node)
+    assert runs[0][0].dtype == where.dtype and runs[0][1].dtype == torch.float64
+    for i, (ours, again, other, true) in enumerate(zip(*runs, plain, truth, strict=True)):
+        assert torch.equal(ours, again)
+        assert_as_good(f"result {i}", ours, other, true)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_steps(where: Where, shape: tuple[int, ...]) -> None:
+    """Several in a row, in place, against fp64."""
+    state = a_state(where, shape)
+    exact, other, address = state.double(), state.clone(), state.data_ptr()
+    for _ in range(3):
+        given = operands(where, shape, nodes=1)
+        o = ops.gated_delta_rule_step(**given, state=state)
+        true = ops.gated_delta_rule_step_reference(**double(given), state=exact)
+        plain = ops.gated_delta_rule_step_reference(**given, state=other)
+        assert o.dtype == where.dtype and o.is_contiguous()
+        assert_as_good("o", o, plain, true)
+        assert_as_good("state", state, other, exact)
+    assert state.data_ptr() == address
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("nodes", [2, 19])
+def test_each_node_of_a_tree_is_its_path_in_steps(where: Where, nodes: int) -> None:
+    """Also after it is committed, and for the convolution and its inputs."""
+    shape = (2, nodes, 2, 4, 16, 12)
+    given, state = operands(where, shape), a_state(where, shape)
+    given["g"] = given["g"] / 20  # states that last
+    parent, depth, ancestors = tree(nodes, where.device)
+    x = strided_rows(torch.randn(2, nodes, 37, device=where.device).to(where.dtype))
+    weight = torch.randn(37, 4, device=where.device).to(where.dtype)
+    earlier = torch.randn(2, 3, 37, device=where.device).to(where.dtype)
+    o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    y = ops.causal_conv(x, weight, earlier=earlier, tree=(parent, depth))
+    close: Any = {"rtol": 1e-5 if where.dtype == torch.float32 else 1e-2, "atol": 2e-5}
+    if where.dtype != torch.float32:
+        close["atol"] = 4e-3
+    for node in range(nodes):
+        path = ancestors[node].nonzero().flatten().tolist()
+        stepped, inputs = state.clone(), earlier.clone()
+        for at in path:
+            alone = ops.gated_delta_rule_step(**{n: t[:, at : at + 1] for n, t in given.items()}, state=stepped)
+            convolved = ops.causal_conv_step(x[:, at : at + 1], weight, inputs)
+        torch.testing.assert_close(o[:, node], alone[:, 0], **close)
+        torch.testing.assert_close(y[:, node], convolved[:, 0], **close)
+        after, kept = state.clone(), earlier.clone()
+        chosen = torch.tensor([node, 0], device=where.device)  # the other sequence keeps the root alone
+        ops.commit_tree(after, updates, chosen, ancestors)
+        ops.commit_conv_inputs(kept, x, chosen, (parent, depth))
+        torch.testing.assert_close(after[0], stepped[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(kept[0], inputs[0])
+        assert torch.equal(kept[1], torch.cat([earlier[1], x[1, :1]])[1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decay", [0.0, -80.0])
+def test_long_chains_of_equal_keys(where: Where, decay: float) -> None:
+    """As many levels as nodes: what is not solved yet grows to 2^63, and none of it stays. Decays go to nothing."""
+    shape = (1, MAX_NODES, 1, 1, 16, 16)
+    given, state = operands(where, shape), a_state(where, shape)
+    given |= {"g": torch.full_like(given["g"], decay), "beta": torch.ones_like(given["beta"])}
+    given["k"] = given["k"][:, :1].expand_as(given["k"])
+    _, _, ancestors = tree(MAX_NODES, where.device, chain=True)
+    node = torch.tensor([MAX_NODES - 1], device=where.device)
+    truth = eager(double(given), state.double(), ancestors, node)
+    o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    ops.commit_tree(state, updates, node, ancestors)
+    for ours, true in ((o, truth[0]), (state, truth[-1])):
+        limit = max(1e-5, torch.finfo(ours.dtype).eps) * float(true.abs().max())
+        assert float((ours.double() - true).abs().max()) < limit
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("nodes", [MAX_NODES + 1, 3])
+def test_what_the_kernels_do_not_hold_goes_to_the_reference(where: Where, nodes: int) -> None:
+    shape = (1, nodes, 1, 1, 260 if nodes == 3 else 4, 5)
+    given, state = operands(where, shape), a_state(where, shape)
+    _, _, ancestors = tree(nodes, where.device)
+    node = torch.tensor([nodes - 1], device=where.device)
+    o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    wanted = eager(given, state, ancestors, node)
+    ops.commit_tree(state, updates, node, ancestors)
+    torch.testing.assert_close(o, wanted[0])
+    torch.testing.assert_close(state, wanted[-1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [1, 2, 4, 6])
+def test_steps_of_the_convolution(where: Where, width: int) -> None:
+    weight = torch.randn(300, width, device=where.device).to(where.dtype)
+    texts = torch.randn(2, 5 + width - 1, 300, device=where.device).to(where.dtype)
+    inputs, rest = texts[:, : width - 1].contiguous(), texts[:, width - 1 :]
+    found = torch.cat([ops.causal_conv_step(rest[:, t : t + 1], weight, inputs) for t in range(5)], dim=1)
+    wanted = ops.causal_conv_reference(rest, weight, earlier=texts[:, : width - 1])
+    exact = ops.causal_conv_reference(rest.double(), weight.double(), earlier=texts[:, : width - 1].double())
+    assert_as_good("y", found, wanted, exact)
+    assert torch.equal(inputs, texts[:, 5:])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+def test_gates(where: Where, tokens: int) -> None:
+    """Of projections that are slices of wider rows, from the smallest decay to overflowing ones."""
+    x = torch.randn(2, tokens, 13, device=where.device).mul(30).to(where.dtype)
+    a, b = x[..., 1:6], x[..., 6:11]
+    log_rate, bias = torch.randn(5, device=where.device), torch.randn(5, device=where.device)
+    with torch.no_grad():
+        found = ops.delta_gates(a, b, log_rate, bias)
+    wanted = ops.delta_gates_reference(a, b, log_rate, bias)
+    exact = ops.delta_gates_reference(*(t.double() for t in (a, b, log_rate, bias)))
+    for name, ours, other, true in zip(("g", "beta"), found, wanted, exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-37)
+        assert_as_good(name, ours, other, true)
+    log_rate.requires_grad_()
+    ops.delta_gates(a, b, log_rate, bias)[0].sum().backward()
+    assert log_rate.grad is not None
+
+
+@pytest.mark.kernels
+@torch.no_grad()
+def test_registration(kernels_device: torch.device) -> None:
+    where = Where(kernels_device, torch.float32)
+    shape = (2, 3, 1, 2, 8, 8)
+    given, state = operands(where, shape), a_state(where, shape)
+    parent, depth, ancestors = tree(3, kernels_device)
+    node = torch.tensor([1, 2], device=kernels_device)
+    one = {name: t[:, :1].contiguous() for name, t in given.items()}
+    x, weight = torch.randn(2, 3, 9, device=kernels_device), torch.randn(9, 4, device=kernels_device)
+    earlier = torch.randn(2, 3, 9, device=kernels_device)
+    _, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    for name, arguments in {
+        "gated_delta_rule_step": (*one.values(), state),
+        "gated_delta_rule_tree": (*given.values(), state, ancestors),
+        "commit_tree": (state, *updates, node, ancestors),
+        "causal_conv_step": (x[:, :1].contiguous(), weight, earlier),
+        "causal_conv_tree": (x, weight, earlier, parent, depth),
+        "commit_conv_inputs": (earlier, x, node, parent, depth),
+        "delta_gates": (given["g"], given["beta"], torch.zeros(2).to(node.device), torch.zeros(2).to(node.device)),
+    }.items():
+        op = getattr(torch.ops.ligermodels, name).default
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(1, 1, 2, 4)}, "gated_delta_rule_step: k must be"),
+        ({"state": torch.zeros(1, 4, 3, 5).double()}, "state must be torch.float32"),
+        ({"state": torch.zeros(1, 4, 5, 3).mT}, "state must be contiguous"),
+        ({"state": torch.zeros(1, 4, 3, 5, requires_grad=True)}, "has no gradient"),
+        ({"v": torch.zeros(1, 1, 3, 5)}, "a multiple of those of q and k"),
+    ],
+)
+def test_bad_operands(change: dict[str, Tensor], message: str) -> None:
+    given = {
+        "q": torch.zeros(1, 1, 2, 3),
+        "k": torch.zeros(1, 1, 2, 3),
+        "v": torch.zeros(1, 1, 4, 5),
+        "g": torch.zeros(1, 1, 4),
+        "beta": torch.zeros(1, 1, 4),
+        "state": torch.zeros(1, 4, 3, 5),
+    }
+    with pytest.raises(InputError, match=message):
+        ops.gated_delta_rule_step(**{**given, **change})
+    two = {name: t.expand(-1, 2, *t.shape[2:]) for name, t in given.items() if name != "state"}
+    with pytest.raises(InputError, match="q must be"):
+        ops.gated_delta_rule_step(**two, state=given["state"])
+    with pytest.raises(InputError, match="ancestors must be"):
+        ops.gated_delta_rule_tree(**two, state=given["state"], ancestors=torch.ones(3, 3, dtype=torch.bool))
