@@ -119,8 +119,17 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(module: ModuleLike) -> bool:
-    """Whether a parameter is a DTensor."""
-    return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+    """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
+    return any(hasattr(each, "device_mesh") or hasattr(each, "ds_id") for each in module.parameters())
+
+
+def check_not_partitioned(name: str, parameter: Tensor) -> None:
+    """InputError for a parameter that DeepSpeed's ZeRO-3 has partitioned: it is empty while nobody gathers it."""
+    if hasattr(parameter, "ds_id") and parameter.shape != parameter.ds_shape:
+        raise InputError(
+            f"{name}: is partitioned by DeepSpeed's ZeRO-3, and empty outside of forward passes; save the model within "
+            "deepspeed.zero.GatheredParameters(list(model.parameters())), and make it outside of deepspeed.zero.Init"
+        )
 
 
 def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
