@@ -125,7 +125,7 @@ def is_sharded(module: ModuleLike) -> bool:
 
 def check_not_partitioned(name: str, parameter: Tensor) -> None:
     """InputError for a parameter that DeepSpeed's ZeRO-3 has partitioned: it is empty while nobody gathers it."""
-    if hasattr(parameter, "ds_id") and parameter.shape != parameter.ds_shape:
+    if parameter.shape != getattr(parameter, "ds_shape", parameter.shape):
         raise InputError(
             f"{name}: is partitioned by DeepSpeed's ZeRO-3, and empty outside of forward passes; save the model within "
             "deepspeed.zero.GatheredParameters(list(model.parameters())), and make it outside of deepspeed.zero.Init"
