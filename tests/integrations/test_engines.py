@@ -1,5 +1,6 @@
 """The programs of docs/engines.md on two processes: the same losses, steps and checkpoint as one process's."""
 
+import json
 import os
 import re
 import subprocess
@@ -33,6 +34,7 @@ try:
     raise SystemExit("no error")
 except lm.errors.InputError as error:
     assert "decoder.embed.weight: is partitioned by DeepSpeed" in str(error), error
+print("tokens", model.eval().generate(input_ids[:1, :9], max_new_tokens=8).tolist())
 
 with deepspeed.zero"""
 DDP = {", plan=plan": "", "strategy=as_loaded": 'strategy="ddp"', "strategy=strategy": 'strategy="ddp"'}
@@ -107,5 +109,10 @@ def test_a_program_of_the_page(name: str, tied: bool, tmp_path: Path) -> None:
     for key, after in model.state_dict().items():
         step = after - before[key]
         assert (again.state_dict()[key] - after).norm() < 1e-2 * step.norm(), key
+    for rank, text in enumerate(said):
+        for tokens in re.findall(r"tokens (.*)", text):
+            prompt = batches()[-1][0][2 * rank : 2 * rank + 1, :9]
+            assert json.loads(tokens) == model.generate(prompt, max_new_tokens=8).tolist()
+    assert ("tokens" in said[1]) == (name == "ZeRO-3")
     prompt = batches()[0][0][:2, :9]
     assert torch.equal(again.generate(prompt, max_new_tokens=8), model.generate(prompt, max_new_tokens=8))
