@@ -369,6 +369,20 @@ def test_counts_are_those_of_a_padded_batch() -> None:
     torch.testing.assert_close(model(ids, labels=labels, attention_mask=mask, num_items_in_batch=count).loss, mean)
 
 
+@pytest.mark.parametrize("kind", [int, float, torch.tensor])
+def test_no_items_in_a_batch(kind: Any) -> None:
+    """Without any target the loss is 0, as are its gradients; with one, no items are an error, and so are fewer."""
+    base, ids = lm.from_config(LLAMA), draw()
+    heads = lm.MedusaModel.from_base(base, num_heads=2)
+    for model in (base.requires_grad_(), heads, lm.JointMedusa(heads)):
+        loss = model(ids, labels=ids.new_full(ids.shape, -100), num_items_in_batch=kind(0)).loss
+        loss.backward()
+        assert loss == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
+        for wrong in (0, -3):
+            with pytest.raises(InputError, match="num_items_in_batch: must be above 0"):
+                model(ids, labels=ids, num_items_in_batch=kind(wrong))
+
+
 def test_arguments_without_an_effect_are_errors() -> None:
     model, ids = lm.from_config(LLAMA), draw()
     heads = lm.MedusaModel.from_base(lm.from_config(LLAMA), num_heads=1)

@@ -1,5 +1,6 @@
 """`lm.parallelize`: plans, and FSDP2 and HSDP on two and four processes with gloo, beside one process."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from two_ranks import in_ranks
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
+from ligermodels.archs.decoder import Decoder
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError, InputError
@@ -125,19 +127,28 @@ def test_degrees(settings: dict[str, Any], world: int, wanted: Any) -> None:
         assert (degrees["replicate"], degrees["shard"]) == wanted
 
 
+def check_untouched(model: nn.Module) -> None:
+    decoder = next(m for m in model.modules() if isinstance(m, Decoder))
+    assert decoder.activation_checkpointing == "none"
+    assert not any(block._compiled_call_impl or block._forward_hooks for block in decoder.blocks)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
 def test_plans_that_a_model_does_not_fit() -> None:
     model = build("llama-3")
+    modes: dict[str, Any] = {"activation_checkpointing": "full", "compile": "blocks"}
     with pytest.raises(
         ConfigError, match=r"num_kv_heads .*: 2 cannot be split.* over 4 ranks.*work for this model: 1$"
     ):
-        lm.parallelize(model, lm.ParallelPlan(tensor=4))
+        lm.parallelize(model, lm.ParallelPlan(tensor=4, **modes))
     for name in ("context", "expert"):
         with pytest.raises(ConfigError, match=f"{name}: 2, and more than 1 is not supported yet"):
-            lm.parallelize(model, lm.ParallelPlan(**{name: 2}))
+            lm.parallelize(model, lm.ParallelPlan(**{name: 2}, **modes))
     with pytest.raises(ConfigError, match="there are 1; give shard 1"):
-        lm.parallelize(model, lm.ParallelPlan(shard=2))
+        lm.parallelize(model, lm.ParallelPlan(shard=2, **modes))
     with pytest.raises(InputError, match="needs a process group; start by torchrun"):
-        lm.parallelize(model, lm.ParallelPlan(param_dtype="bfloat16"))
+        lm.parallelize(model, lm.ParallelPlan(param_dtype="bfloat16", **modes))
+    check_untouched(model)
     assert lm.parallelize(model, lm.ParallelPlan(activation_checkpointing="full")) is model
     assert model.activation_checkpointing == "full" and not any(isinstance(m, FSDPModule) for m in model.modules())
 
@@ -159,7 +170,10 @@ def test_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         assert graphs
         check_equal(model, plain, lambda p: p.grad)
         with pytest.raises(ConfigError, match="compile: blocks of this model hold modules that stay float32"):
-            lm.parallelize(build("qwen3_5_text"), lm.ParallelPlan(compile="blocks"))
+            lm.parallelize(refused := build("qwen3_5_text"), lm.ParallelPlan(compile="blocks"))
+        check_untouched(refused)
+        with pytest.raises(InputError, match="deepcopy: FSDP2 does not copy what it has sharded"):
+            copy.deepcopy(model)
     finally:
         dist.destroy_process_group()
 
@@ -333,6 +347,11 @@ def by_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     base = lm.from_pretrained(folder / "llama-3", plan=lm.ParallelPlan(tensor=2))
     with pytest.raises(InputError, match="tensor: the base of this model has been spread by itself"):
         lm.parallelize(lm.MedusaModel.from_base(base, num_heads=2))
+    model = lm.from_pretrained(folder / "llama-3")
+    model.decoder.blocks[1].mlp.down = torch.nn.Sequential(model.decoder.blocks[1].mlp.down)
+    with pytest.raises(ConfigError, match=r"blocks.1.mlp.down \(Sequential\): is in the place of a linear layer"):
+        lm.parallelize(model, lm.ParallelPlan(tensor=2, activation_checkpointing="full", compile="blocks"))
+    check_untouched(model)
 
 
 @pytest.mark.parametrize("world", [2, 4])

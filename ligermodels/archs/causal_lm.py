@@ -169,6 +169,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
                 one, `attention_mask` may have padding on the right. Token ids are not checked then.
             tree: with a state, the new tokens are a tree of candidates.
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
+                Above 0; 0 only where no label is counted, whose loss is 0.
             last_hidden_state: (..., H) in place of inputs: the head alone is run. With `targets` (...), already
                 shifted, it returns their loss, with the options of `ops.linear_cross_entropy`.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,

@@ -24,6 +24,7 @@ from ligermodels.integrations.models import Inputs, Padding, head_forward
 from ligermodels.integrations.modules import within_adapter
 from ligermodels.integrations.token_statistics import OUTPUTS
 from ligermodels.layers import IGNORE_INDEX, Targets
+from ligermodels.layers.targets import per_item
 
 Trainer = TypeVar("Trainer")
 
@@ -227,8 +228,8 @@ def _fused_outputs(
         )
     statistics = {name: each[:, :-1] for name, each in statistics.items()}
     mask = shifted[:, :-1] != IGNORE_INDEX
-    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    loss, aux_loss = -statistics["log_probs"].sum() / count, None
+    count = mask.sum() if num_items_in_batch is None else num_items_in_batch
+    loss, aux_loss = per_item(-statistics["log_probs"].sum(), count), None
     if kwargs.get("output_router_logits"):
         config = model.config
         aux_loss = load_balancing_loss_func(

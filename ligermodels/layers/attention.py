@@ -136,8 +136,6 @@ class AttentionConfig(LayerConfig):
 
     def tensor_shard(self, ranks: int) -> AttentionConfig:
         """By key/value heads, each with its query heads."""
-        if self.shares_kv:
-            raise ConfigError("shares_kv: keys and values that later layers share have no rule for tensor parallelism")
         if self.qk_norm is not None and self.qk_norm.over == "projection":
             raise ConfigError("qk_norm: over the whole projection, not each head, has no rule for tensor parallelism")
         kv_heads = split_evenly("num_kv_heads (num_key_value_heads)", self.num_kv_heads, ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig
 from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.sharding import TensorSharding
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class DenseMoEConfig(LayerConfig):
             *(rename(f"{native}.{norm}.weight", f"{checkpoint}.{there[f'norm.{norm}']}.weight") for norm in norms),
         ]
 
+    def tensor_shard(self, ranks: int) -> DenseMoEConfig:
+        return replace(self, dense=self.dense.tensor_shard(ranks), experts=self.experts.tensor_shard(ranks))
+
     def info(self) -> dict[str, Any]:
         return {**self.dense.info(), "expert_size": self.experts.size, **_counts(self.experts)}
 
@@ -66,6 +70,7 @@ class DenseMoE(nn.Module):
     """dense_post_norm(dense(dense_norm(x))) + experts_post_norm(experts(experts_norm(x))), routed by x itself."""
 
     token_wise: ClassVar[bool] = True
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def __init__(self, hidden_size: int, config: DenseMoEConfig) -> None:
         super().__init__()

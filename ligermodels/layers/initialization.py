@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ligermodels.convert.shards import fill_shard, is_dtensor
 from ligermodels.errors import ConfigError
+from ligermodels.layers.sharding import check_not_partitioned
 
 
 class skip_init(TorchFunctionMode):
@@ -33,8 +34,11 @@ def owned_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of `module` by name, a shared one once: what checkpoints hold."""
+    """Parameters and persistent buffers of `module` by name, a shared one once: what checkpoints hold. InputError where
+    DeepSpeed has partitioned one."""
     found: dict[str, Tensor] = dict(module.named_parameters())
+    for name, parameter in found.items():
+        check_not_partitioned(name, parameter)
     kept = module.state_dict(keep_vars=True).keys()
     return found | {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
@@ -75,6 +79,8 @@ def whole_parameters(module: nn.Module, names: Collection[str]) -> Iterator[None
 @torch.no_grad()
 def initialize_own(module: nn.Module, std: float, name: str) -> None:
     """`initialize` for the tensors that `module` itself owns."""
+    for key, parameter in module.named_parameters(recurse=False):
+        check_not_partitioned(f"{name}.{key}", parameter)
     with whole_parameters(module, module._parameters):
         _initialize_own(module, std, name)
 

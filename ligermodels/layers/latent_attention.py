@@ -18,6 +18,7 @@ from ligermodels.layers.latent_cache import LatentCache, LayerLatents
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
+from ligermodels.layers.sharding import TensorSharding, split_evenly, used_in_parts
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,10 @@ class LatentAttentionConfig(LayerConfig):
                 found.append(rotated_first(f"{native}.{part}.{kind}", source, *order))
         return found
 
+    def tensor_shard(self, ranks: int) -> LatentAttentionConfig:
+        """By heads; latents are the same on all ranks."""
+        return replace(self, num_heads=split_evenly("num_heads (num_attention_heads)", self.num_heads, ranks))
+
     def with_attention_backend(self, name: str) -> LatentAttentionConfig:
         return replace(self, backend=name)
 
@@ -142,6 +147,11 @@ class LatentAttention(nn.Module):
     that latents are keys and values of one head that all queries share, and V is multiplied by what comes out of it.
     K and V are what `kv_b` makes of the unit vectors, in the prefill: whatever takes its place has to be linear.
     """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
+        **{"q": "columns", "q_b": "columns", "kv_b": "columns", "o": "rows"},
+        **{"q_a": "replicated", "kv_a": "replicated"},
+    }
 
     def __init__(self, hidden_size: int, config: LatentAttentionConfig) -> None:
         super().__init__()
@@ -173,6 +183,7 @@ class LatentAttention(nn.Module):
             state.fill(torch.cat([rotated[:, :, 0], latent], dim=-1), up)
         heads = self.kv_b(latent).unflatten(-1, (-1, config.plain_dim + config.value_dim))
         plain, v = heads.split([config.plain_dim, config.value_dim], dim=-1)
+        rotated = used_in_parts(self, rotated)
         k = torch.cat([rotated.to(plain.dtype).expand(-1, -1, plain.shape[2], -1), plain], dim=-1)
         options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "backend": config.backend}
         return cast(Tensor, self.o(ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options).flatten(2)))

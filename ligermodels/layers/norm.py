@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.errors import ConfigError
 from ligermodels.layers.sharding import TensorSharding, local
 
 
@@ -34,6 +35,12 @@ class NormConfig:
     def build(self, size: int) -> nn.Module:
         """x (..., size) -> its norm, of that shape and dtype."""
         return RMSNorm(size, self) if self.kind == "rms" else LayerNorm(size, self)
+
+    def build_for_heads(self, size: int) -> nn.Module:
+        """The norm of heads, (..., heads, size), of which tensor-parallel ranks have their own; "rms" alone."""
+        if self.kind != "rms":
+            raise ConfigError(f"kind: the norm of heads is 'rms', got {self.kind!r}")
+        return HeadRMSNorm(size, self)
 
     def build_before(self, size: int) -> nn.Module:
         """The norm before a sublayer, together with the residual addition before it where one kernel does both."""
@@ -69,12 +76,18 @@ class _Norm(nn.Module):
 class RMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis."""
 
+    of_heads: ClassVar[bool] = False
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
-        config = self.config
-        return ops.rms_norm(
-            x, local(self, self.weight), config.eps, offset=config.offset, casting_mode=config.casting_mode
-        )
+        config, weight = self.config, local(self, self.weight, partial=self.of_heads)
+        return ops.rms_norm(x, weight, config.eps, offset=config.offset, casting_mode=config.casting_mode)
+
+
+class HeadRMSNorm(RMSNorm):
+    """The norm of heads, of which tensor-parallel ranks have their own."""
+
+    of_heads: ClassVar[bool] = True
 
 
 class AddRMSNorm(RMSNorm):

@@ -15,6 +15,7 @@ from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.mlp import ACTIVATIONS
 from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.sharding import TensorSharding
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class PerLayerInputsConfig:
 
 class PerLayerInputs(nn.Module):
     """(norm(projection(x) / sqrt(H)) + sqrt(P) * embedding(token)) / sqrt(2), for all layers at once."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"projection": "replicated"}
 
     def __init__(self, hidden_size: int, config: PerLayerInputsConfig) -> None:
         super().__init__()
@@ -80,6 +83,10 @@ class PerLayerInputConfig(LayerConfig):
     ) -> list[WeightMapping]:
         return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in self.NAMES.items()]
 
+    def tensor_shard(self, ranks: int) -> PerLayerInputConfig:
+        """The same: it has few channels."""
+        return self
+
     def info(self) -> dict[str, Any]:
         return {"per_layer_input_size": self.size}
 
@@ -88,6 +95,7 @@ class PerLayerInput(nn.Module):
     """x + norm(projection(activation(gate(x)) * input of the layer))."""
 
     token_wise: ClassVar[bool] = True
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"gate": "replicated", "projection": "replicated"}
 
     def __init__(self, hidden_size: int, config: PerLayerInputConfig) -> None:
         super().__init__()

@@ -51,6 +51,13 @@ def on_all_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
     return cast(Tensor, _local_tensors().on_all_ranks(x, parameter)) if is_tensor_parallel(module) else x
 
 
+def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
+    """x, the same on all ranks, each of which uses it for its part of `module`: its gradient is summed over ranks."""
+    if not is_tensor_parallel(module):
+        return x
+    return cast(Tensor, _local_tensors().with_partial_gradients(x, module._tensor_mesh))
+
+
 def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
     """The sum of x, computed with what `local` gives of a sharded `parameter`, over ranks."""
     return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter)) if is_tensor_parallel(module) else x
@@ -86,7 +93,7 @@ def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters:
 
 def is_tensor_parallel(module: nn.Module) -> bool:
     """Whether `parallel.tensor_parallel` has distributed the parameters of this module."""
-    return bool(getattr(module, "_tensor_parallel", False))
+    return getattr(module, "_tensor_mesh", None) is not None
 
 
 def split_evenly(field: str, size: int, ranks: int) -> int:
@@ -119,8 +126,17 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(module: ModuleLike) -> bool:
-    """Whether a parameter is a DTensor."""
-    return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+    """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
+    return any(hasattr(each, "device_mesh") or hasattr(each, "ds_id") for each in module.parameters())
+
+
+def check_not_partitioned(name: str, parameter: Tensor) -> None:
+    """InputError for a parameter that DeepSpeed's ZeRO-3 has partitioned: it is empty while nobody gathers it."""
+    if parameter.shape != getattr(parameter, "ds_shape", parameter.shape):
+        raise InputError(
+            f"{name}: is partitioned by DeepSpeed's ZeRO-3, and empty outside of forward passes; save the model within "
+            "deepspeed.zero.GatheredParameters(list(model.parameters())), and make it outside of deepspeed.zero.Init"
+        )
 
 
 def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any, **options: Any) -> Result:

@@ -16,6 +16,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.attention import AttentionConfig
 from ligermodels.layers.context import ForwardContext, NeededTokens
 from ligermodels.layers.kv_cache import LayerKV
+from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import take_tokens
 
 
@@ -40,9 +41,6 @@ class SharedKVAttentionConfig(AttentionConfig):
 
     def build(self, hidden_size: int) -> nn.Module:
         return SharedKVAttention(hidden_size, self)
-
-    def tensor_shard(self, ranks: int) -> SharedKVAttentionConfig:
-        raise ConfigError("kv_from: attention to keys and values of another layer has no rule for tensor parallelism")
 
     @property
     def state_from(self) -> int | None:
@@ -82,13 +80,14 @@ class SharedKVAttention(nn.Module):
     of that layer."""
 
     token_wise: ClassVar[bool] = True
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q": "columns", "o": "rows"}
 
     def __init__(self, hidden_size: int, config: SharedKVAttentionConfig) -> None:
         super().__init__()
         self.config = config
         width = config.num_heads * config.head_dim
         self.q = nn.Linear(hidden_size, width, bias=config.bias)
-        self.q_norm = None if config.qk_norm is None else config.qk_norm.norm.build(config.head_dim)
+        self.q_norm = None if config.qk_norm is None else config.qk_norm.norm.build_for_heads(config.head_dim)
         self.o = nn.Linear(width, hidden_size, bias=config.o_bias)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:

@@ -126,7 +126,8 @@ class Targets:
             head: such as an `LMHead`.
             hidden: states (B, T, H), or (1, n, H) of `token_indices`.
             token_weights: (B, T), a weight for each label's term.
-            num_items_in_batch: divides the sum, in place of the number of targets; sets the reduction to "sum".
+            num_items_in_batch: divides the sum, in place of the number of targets; sets the reduction to "sum". See
+                `per_item`.
             reduction: "mean", "sum", or "none": (B, T).
             options: further options of the head's loss. return_rank: also return the ranks, return_predicted: the
                 predicted tokens, long (B, T), -1 without a target; return_z_loss: the z-loss, reduced as the loss.
@@ -147,7 +148,7 @@ class Targets:
             if name in ("return_rank", "return_predicted"):
                 results[name] = self._put_back(value, -1)
             elif num_items_in_batch is not None:
-                results[name] = value / num_items_in_batch
+                results[name] = per_item(value, num_items_in_batch)
             elif reduction == "none":
                 results[name] = self._put_back(value, 0.0)
         return tuple(results.values()) if len(results) > 1 else results["loss"]
@@ -193,6 +194,24 @@ class Targets:
             return x
         whole = x.new_full((self._any.numel(),), other)
         return whole.index_copy(0, self.token_indices, x[0]).view(self.values.shape[1:])
+
+
+def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:
+    """total / num_items_in_batch, scalars; 0 / 0 is 0: without a target in all batches there is no loss.
+
+    Raises InputError for a negative number, and for 0 where the total is another; of a tensor on a GPU that is a device
+    assertion.
+    """
+    message = "num_items_in_batch: must be above 0, the number of targets; 0 only where no label is counted"
+    if isinstance(num_items_in_batch, Tensor):
+        items = num_items_in_batch
+        assert_async((items > 0) | (items == 0) & (total == 0), f"{message}; got another tensor")
+        return total / items.masked_fill(items == 0, 1)
+    if not num_items_in_batch >= 0:
+        raise InputError(f"{message}; got {num_items_in_batch}")
+    if num_items_in_batch == 0:
+        assert_async(total == 0, f"{message}; got 0")
+    return total / (num_items_in_batch or 1)
 
 
 def take_tokens(x: Tensor, token_indices: Tensor) -> Tensor:

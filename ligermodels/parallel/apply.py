@@ -55,7 +55,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
             `model.to_empty(device=...)` gives it memory afterwards.
         plan: by default all ranks shard. On torchrun's processes the process group is started if need be.
 
-    Raises:
+    Raises, before the model is changed:
         ConfigError: the degrees do not make up the number of ranks, do not divide the model, or are not supported yet.
         InputError: there is no process group; or another plan than the one by which a part has been spread.
     """
@@ -69,17 +69,15 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     for name in NOT_YET:
         if getattr(plan, name) > 1:
             raise ConfigError(f"{name}: {getattr(plan, name)}, and more than 1 is not supported yet")
+    _check_compile(decoders, plan)
     _join_for(model)
     plan.degrees(world_size())
-    for decoder in decoders:
-        if plan.activation_checkpointing is not None:
-            decoder.activation_checkpointing = plan.activation_checkpointing
     if world_size() == 1 and not torch.distributed.is_initialized():
         if plan.param_dtype or plan.reduce_dtype:
             raise InputError(
                 "param_dtype, reduce_dtype: mixed precision is FSDP2's, which needs a process group; start by torchrun"
             )
-        _compile(decoders, plan)
+        _set_modes(decoders, plan)
         return model
     mesh = before.mesh if before else make_mesh(plan, _device_type(model))
     if plan.tensor > 1:
@@ -90,7 +88,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
             )
         if before is None:
             tensor_parallel(model, mesh["tensor"])
-    _compile(decoders, plan)
+    _set_modes(decoders, plan)
     fsdp(model, mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"], plan)
     _same_replicas(model, mesh)
     for module in (model, *decoders):
@@ -140,14 +138,18 @@ def _device_type(model: nn.Module) -> str:
     return kinds.pop() if kinds else rank_device().type
 
 
-def _compile(decoders: list[Decoder], plan: ParallelPlan) -> None:
-    if plan.compile == "none":
-        return
+def _check_compile(decoders: list[Decoder], plan: ParallelPlan) -> None:
+    blocks = [block for decoder in decoders for block in decoder.blocks]
+    if plan.compile != "none" and any(isinstance(m, FullPrecision) for block in blocks for m in block.modules()):
+        raise ConfigError(
+            "compile: blocks of this model hold modules that stay float32 and are gathered within the block, which "
+            "torch.compile cannot do; leave it 'none'"
+        )
+
+
+def _set_modes(decoders: list[Decoder], plan: ParallelPlan) -> None:
     for decoder in decoders:
-        for block in decoder.blocks:
-            if any(isinstance(module, FullPrecision) for module in block.modules()):
-                raise ConfigError(
-                    "compile: blocks of this model hold modules that stay float32 and are gathered within the block, "
-                    "which torch.compile cannot do; leave it 'none'"
-                )
+        if plan.activation_checkpointing is not None:
+            decoder.activation_checkpointing = plan.activation_checkpointing
+        for block in decoder.blocks if plan.compile != "none" else ():
             block.compile()

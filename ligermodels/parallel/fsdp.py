@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import Decoder
+from ligermodels.errors import InputError
 from ligermodels.layers import FullPrecision, LMHead
 from ligermodels.layers.sharding import reshard
 from ligermodels.parallel.plan import ParallelPlan
@@ -63,6 +64,14 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         if not isinstance(each, FSDPModule):
             group(each)
             each.register_forward_hook(_reshard_without_gradients)
+            vars(each)["__deepcopy__"] = _no_deepcopy  # torch's own says no more than that there is none
+
+
+def _no_deepcopy(_: Any) -> None:
+    raise InputError(
+        "copy.deepcopy: FSDP2 does not copy what it has sharded; of a CausalLM spread by a plan "
+        "ligermodels.speculative.joint.frozen_copy(model) gives a frozen copy, spread alike"
+    )
 
 
 def _reshard_without_gradients(module: nn.Module, *_: Any) -> None:

@@ -69,11 +69,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             module.register_parameter(name, parameters[id(parameter)])
     for module, _, kind in distributed:
         if kind is None:
-            module._tensor_parallel = True  # type: ignore[assignment]
+            module._tensor_mesh = mesh  # type: ignore[assignment]
         else:
             _add_hooks(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
-    bases[0]._tensor_mesh = mesh  # type: ignore[assignment]
 
 
 def check_tensor_parallel(config: DecoderConfig, ranks: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError
 from ligermodels.ops import adamw_step
+from ligermodels.ops.optimizer.adamw import Shard
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -42,8 +43,7 @@ class FusedAdamW(torch.optim.AdamW):
         Args:
             rounding: of parameters and states in bfloat16.
             seed: of "stochastic" rounding. The random bits depend on it, on the step and on the index of the parameter,
-                so a run is reproducible; a state dict does not hold it. On a CPU they do not depend on how parameters
-                are sharded, on a GPU they do.
+                so a run is reproducible, whatever the sharding; a state dict does not hold it.
 
         The other arguments are those of torch.optim.AdamW. Raises InputError for another rounding, and when no
         parameter requires a gradient.
@@ -166,10 +166,10 @@ def _local(x: Any) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _shard(parameter: Tensor) -> tuple[Sequence[int], Callable[[Tensor], Tensor]] | None:
+def _shard(parameter: Tensor) -> Shard | None:
     """Which part of the whole the local tensor of a sharded parameter is; None of a plain one."""
     box = local_box(parameter) if is_dtensor(parameter) else None
-    return None if box is None else (parameter.shape, box.of)
+    return None if box is None else Shard(parameter.shape, box.starts)
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ import torch
 from conftest import Where
 
 from ligermodels.errors import InputError
-from ligermodels.ops import adamw_step
+from ligermodels.ops import adamw_step, set_backend
+from ligermodels.ops.optimizer.adamw import Shard
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.training.fused_adamw import FusedAdamW
 
@@ -192,6 +193,37 @@ def test_a_weight_in_bfloat16_goes_where_one_in_float32_goes(where: Where) -> No
     assert torch.equal(again, p)
 
 
+@in_bfloat16
+@pytest.mark.parametrize(
+    "shape, starts, sizes",
+    [
+        ((5003,), (1999,), (3001,)),
+        ((5003,), (2000,), (1,)),
+        ((37, 129), (5, 0), (30, 129)),
+        ((37, 129), (0, 67), (37, 62)),
+        ((37, 130), (0, 65), (37, 65)),
+        ((12, 4112), (0, 2056), (12, 2056)),
+        ((5, 7, 33), (2, 3, 0), (3, 4, 33)),
+        ((5, 7, 33), (2, 0, 17), (3, 7, 16)),
+        ((5, 7, 33), (2, 3, 17), (1, 4, 16)),
+        ((5, 7, 33), (2, 3, 17), (1, 1, 16)),
+        ((8, 16), (8, 0), (0, 16)),
+        ((), (), ()),
+    ],
+    ids=str,
+)
+def test_a_shard_rounds_as_the_whole_does(
+    where: Where, shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    tensors = [torch.rand(shape, device=where.device).add(0.5).to(where.dtype) for _ in range(4)]
+    part = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    shards = [each[part].clone() for each in tensors]
+    adamw_step(*tensors, step=3, rounding_seeds=(7, 1), **NUMBERS)
+    adamw_step(*shards, step=3, rounding_seeds=(7, 1), shard=Shard(shape, starts), **NUMBERS)
+    for whole, found in zip(tensors, shards, strict=True):
+        assert torch.equal(whole[part], found)
+
+
 def test_a_copy_rounds_as_it_did() -> None:
     p = torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16))
     optimizer = FusedAdamW([p], lr=1e-4, rounding="stochastic", seed=3)
@@ -221,5 +253,8 @@ def test_bad_input() -> None:
     x = torch.zeros(4, 4)
     with pytest.raises(InputError, match=r"gradient must be floating of shape \(4, 4\)"):
         adamw_step(x, torch.zeros(4), x, x, step=1, **NUMBERS)
+    with set_backend("triton"), pytest.raises(InputError, match=r"shard: \(2, 2, 2\) of \(4, 4, 4\) is divided in dim"):
+        shard = [torch.zeros(2, 2, 2, dtype=torch.bfloat16) for _ in range(4)]
+        adamw_step(*shard, step=1, rounding_seeds=(1,), shard=Shard((4, 4, 4), (0, 2, 0)), **NUMBERS)
     with pytest.raises(InputError, match="exp_avg must be contiguous"):
         adamw_step(x, x, torch.zeros(4, 8)[:, ::2], x, step=1, **NUMBERS)

@@ -1,7 +1,9 @@
 """One step of AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), in one pass over memory."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +17,12 @@ from ligermodels.ops.runtime.tensors import check_tensor
 
 BLOCK = 2048
 
-Shard = tuple[Sequence[int], Callable[[Tensor], Tensor]]
-"""The shape of a whole tensor, and the function from it to a shard."""
+
+class Shard(NamedTuple):
+    """Which part of a whole tensor a shard is: the whole's shape, and the index in it of the shard's first element."""
+
+    shape: Sequence[int]
+    starts: Sequence[int]
 
 
 @torch.no_grad()
@@ -44,9 +50,8 @@ def adamw_step(
     are lost. With them what is in bfloat16 is rounded up or down at random, the likelier the nearer, so that it is
     right on average (https://arxiv.org/abs/2010.06192). Equal seeds, step and element give equal bits on one backend.
 
-    shard: where the parameter is a shard, the whole's shape and the function from the whole to the shard. An element of
-    the reference then gets the bits that it has in the whole. The kernel counts elements within the shard: with another
-    sharding its bits are others.
+    shard: where the parameter is a shard, which part of the whole. An element then gets the bits that it has in the
+    whole. The kernel takes shards in two dimensions at most, of which one is the first; InputError for others.
     """
     reject_dtensors("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
     for name, x in (("gradient", gradient), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
@@ -70,16 +75,38 @@ def adamw_step(
         else:
             _step_reference(*tensors, *numbers, key, shard)
     elif n := parameter.numel():
+        first, size, apart = (0, n, 0) if key is None or shard is None else _rows(shard, parameter.shape)
+        aligned = first % 4 == 0 and apart % 4 == 0
+        blocks = -(-(size if aligned else size + 3) // BLOCK)
         with torch.cuda.device_of(parameter):
-            _adamw_step_kernel[(-(-n // BLOCK),)](
-                *tensors, n, *numbers, key or 0, STOCHASTIC=key is not None, BLOCK=BLOCK, num_warps=8
-            )
+            _adamw_step_kernel[(n // size * blocks,)](
+                *tensors, size, blocks, first, apart, *numbers, key or 0,
+                STOCHASTIC=key is not None, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
 
 
 def _key(*numbers: int) -> int:
     """A key for generators of random numbers. Odd and of 63 bits always: Triton compiles one kernel for all of them."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1 | 1 << 62 | 1
+
+
+def _rows(shard: Shard, sizes: Sequence[int]) -> tuple[int, int, int]:
+    """A shard as rows of elements that follow one another in the whole: the number there of its first element, the
+    length of a row, and the distance there between the starts of rows (0 of a single one)."""
+    shape, starts = shard
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    divided = [dim for dim in range(len(shape)) if sizes[dim] != shape[dim]]
+    outer = next((dim for dim in range(len(shape)) if sizes[dim] != 1), 0)
+    inner = max(divided, default=0)
+    if [dim for dim in divided if outer < dim < inner]:
+        raise InputError(
+            f"adamw_step: shard: {tuple(sizes)} of {tuple(shape)} is divided in dimensions {divided}; at most the "
+            "first and one other may be, or round to nearest"
+        )
+    size = math.prod(sizes[inner:])
+    return first, size, 0 if size == math.prod(sizes) else math.prod(shape[inner:])
 
 
 def _step_reference(
@@ -105,9 +132,10 @@ def _step_reference(
 
 def _rounded_reference(x: Tensor, generator: torch.Generator, shard: Shard | None) -> Tensor:
     """x as float32 whose last 16 bits are 0: a random number of 16 bits is added, and they are cut off."""
-    shape, of_whole = (x.shape, None) if shard is None else shard
+    shape, starts = (x.shape, [0] * x.ndim) if shard is None else shard
     draws = torch.randint(2**16, tuple(shape), generator=generator, device=x.device, dtype=torch.int32)
-    draws = draws if of_whole is None else of_whole(draws)
+    for dim, (start, size) in enumerate(zip(starts, x.shape, strict=True)):
+        draws = draws.narrow(dim, start, size)
     rounded = (x.float().view(torch.int32) + draws >> 16 << 16).view(torch.float32)
     return torch.where(x.isnan(), x.float(), rounded)
 
@@ -121,22 +149,29 @@ def _rounded(x, draws):
 
 @kernel
 def _adamw_step_kernel(
-    parameter, gradient, exp_avg, exp_avg_sq, n, keep, size, root, beta1, beta2, eps, key, STOCHASTIC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parameter, gradient, exp_avg, exp_avg_sq, size, blocks, first, apart, keep, step_size, root, beta1, beta2, eps, key,
+    STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
+    """Rows of `size` elements, `blocks` programs each. In the whole the first one starts at element `first`, and each
+    `apart` after the one before."""
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    start = first + row * apart
+    # Elements of the whole draw by fours: a block begins with the first of four, before the row if that does not.
+    before = 0 if ALIGNED else start % 4
+    k = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = row * size + k - before
+    inside = (k >= before) & (k < size + before)
     p = tl.load(parameter + i, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(exp_avg + i, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq + i, mask=inside, other=0.0).to(tl.float32)
     m = m + (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
-    p = p * keep - size * m / (tl.sqrt(v) / root + eps)
+    p = p * keep - step_size * m / (tl.sqrt(v) / root + eps)
     if STOCHASTIC:
         # Philox gives four words of 32 bits at once, one for each of four elements: 16 bits for p, 8 for an average,
         # filled up with a half so that they are right to a five hundredth of a unit.
-        j = tl.program_id(0).to(tl.int64) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+        j = start // 4 + block.to(tl.int64) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         a, b, c, d = tl.randint4x(key, j)
         words = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (BLOCK,))
         if parameter.dtype.element_ty == tl.bfloat16:

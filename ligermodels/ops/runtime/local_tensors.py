@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 
@@ -30,6 +31,13 @@ def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:
         x = DTensor.from_local(x, parameter.device_mesh, everywhere, run_check=False)
     parts = [Partial() if isinstance(p, Shard) else Replicate() for p in parameter.placements]
     return _to_local(x.redistribute(placements=everywhere), parts)
+
+
+def with_partial_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The plain tensor x, the same on all ranks, whose gradient is the sum of those that ranks compute."""
+    everywhere = [Replicate()] * mesh.ndim
+    whole = DTensor.from_local(x, mesh, everywhere, run_check=False).redistribute(placements=everywhere)
+    return _to_local(whole, [Partial()] * mesh.ndim)
 
 
 def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
