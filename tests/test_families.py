@@ -200,6 +200,16 @@ def test_load_balancing_loss_counts_where_the_config_says_so(name: str, tmp_path
     assert relative_error(output.aux_loss, wanted.aux_loss) < TOLERANCE
     assert relative_error(output.loss, wanted.loss) < TOLERANCE
 
+    # In micro-batches each counts by its share of the targets.
+    labels = tokens().masked_fill(torch.arange(tokens().shape[1]) % 3 == 0, -100)
+    labels[1:] = labels[1:].masked_fill(torch.arange(tokens().shape[1]) % 2 == 0, -100)
+    parts = [(tokens()[rows], labels[rows]) for rows in (slice(0, 1), slice(1, None))]
+    counts = [int((each[:, 1:] != -100).sum()) for _, each in parts]
+    found = sum(model(ids, labels=each, num_items_in_batch=sum(counts)).loss for ids, each in parts)
+    outputs = [model(ids, labels=each) for ids, each in parts]
+    shares = [count / sum(counts) for count in counts]
+    assert relative_error(found, sum(s * each.loss for s, each in zip(shares, outputs, strict=True))) < TOLERANCE
+
 
 def test_the_rope_of_a_ministral3_that_names_none_goes_out_with_it(tmp_path: Path) -> None:
     """YaRN with queries that grow: readers must not take the absence of settings for the plain rope."""

@@ -169,7 +169,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
                 one, `attention_mask` may have padding on the right. Token ids are not checked then.
             tree: with a state, the new tokens are a tree of candidates.
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
-                Above 0; 0 only where no label is counted, whose loss is 0.
+                Above 0; 0 only where no label is counted, whose loss is 0. The load-balancing loss of a mixture of
+                experts then counts by this batch's share of the targets, so that over all micro-batches it counts once.
             last_hidden_state: (..., H) in place of inputs: the head alone is run. With `targets` (...), already
                 shifted, it returns their loss, with the options of `ops.linear_cross_entropy`.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
@@ -257,7 +258,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             output.aux_loss = load_balancing_loss(router_outputs)
             # Losses of single tokens have no share of it.
             if output.loss is not None and output.loss.ndim == 0 and self.config.router_aux_loss_coef:
-                output.loss = output.loss + self.config.router_aux_loss_coef * output.aux_loss
+                share = 1.0 if made is None else made.share(num_items_in_batch)
+                output.loss = output.loss + self.config.router_aux_loss_coef * share * output.aux_loss
         if return_logits or (return_logits is None and labels is None and not return_last_hidden_state):
             output.logits = self.head(hidden)
         return output

@@ -108,6 +108,12 @@ class Targets:
                 self._indices = self._any.argsort(descending=True, stable=True)[:count]
         return self._indices
 
+    def share(self, num_items_in_batch: Tensor | int | None) -> Tensor | float:
+        """That of the first loss in a batch of so many targets, of which this is a micro-batch; 1 without a number."""
+        if num_items_in_batch is None:
+            return 1.0
+        return per_item((self.values[0] != IGNORE_INDEX).sum(), num_items_in_batch)
+
     def loss(
         self,
         index: int,

@@ -132,7 +132,7 @@ def _joint_loss(
     first = targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items})
     total = first + heads_loss_weight * cast(Tensor, output.loss)
     if reference is None and out.aux_loss is not None:
-        total = total + base.config.router_aux_loss_coef * out.aux_loss
+        total = total + base.config.router_aux_loss_coef * targets.share(items) * out.aux_loss
     return batch.padded(replace(output, loss=total, base_loss=first.detach()))
 
 
