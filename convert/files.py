@@ -1,14 +1,13 @@
-"""Names of the files of a checkpoint, and folders that are written whole or not at all."""
+"""Names of the files of a checkpoint."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 from ligermodels.errors import CheckpointError
@@ -57,74 +56,11 @@ def read_index(folder: Path) -> dict[str, str]:
     raise CheckpointError(f"{path}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder")
 
 
-@contextmanager
-def written_whole(
-    folder: Path, needed: int, *, overwrite: bool = False, replaced: Collection[str] = CHECKPOINT
-) -> Iterator[Path]:
-    """A temporary folder to fill with about `needed` bytes of files, which become those of `folder` on leaving.
-
-    On any exception it is removed and `folder` is as before. `overwrite` replaces a checkpoint in `folder` (weights,
-    configs, tokenizer: what the patterns `replaced` match); other files stay.
-
-    Raises CheckpointError when `folder` is a file, holds something without `overwrite`, or cannot be written.
-    """
-    folder = folder.resolve()  # Of a link, what it points to is replaced.
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file; give a folder")
-    if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: is not empty; give another folder, or overwrite=True to replace a checkpoint")
-    # In the folder if it is there: it may be a mount, and its parent may be read-only.
-    parent = folder if folder.is_dir() else folder.parent
-    new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
-    temporary = parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
-    try:
-        temporary.mkdir(parents=True)
-        if shutil.disk_usage(temporary).free < needed:
-            raise OSError("the disk is too full")
-        yield temporary
-        for path in temporary.iterdir():
-            _sync(path)
-        with suppress(OSError):  # Not every file system can do this to a folder.
-            _sync(temporary)
-        if parent == folder:
-            _replace(folder, temporary, replaced)
-        else:
-            temporary.rename(folder)  # Fails if someone else has filled it meanwhile.
-        with suppress(OSError):
-            _sync(parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: cannot be written: {error}; it needs {needed:,} bytes{_free(parent)}; nothing was written"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for path in new_parents:
-            with suppress(OSError):  # Not empty: all went well, or another uses it.
-                path.rmdir()
+def matching(name: str, patterns: Collection[str]) -> bool:
+    """Whether a file's name matches one of the patterns."""
+    return _expression(tuple(patterns)).match(name) is not None
 
 
-def _replace(folder: Path, temporary: Path, patterns: Collection[str]) -> None:
-    new = {path.name for path in temporary.iterdir()}
-    if folders := [name for name in new if (folder / name).is_dir()]:
-        raise OSError(f"{folders[0]} is a folder there")
-    old = [path for path in folder.iterdir() if any(fnmatch.fnmatch(path.name, p) for p in patterns)]
-    for name in new:
-        (temporary / name).replace(folder / name)
-    for path in old:
-        if path.name not in new:
-            path.unlink()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free(path: Path) -> str:
-    try:
-        return f", {shutil.disk_usage(path).free:,} are free"
-    except OSError:
-        return ""
+@cache
+def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or "(?!)")

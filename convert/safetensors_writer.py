@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.convert.files import CHECKPOINT, INDEX, written_whole
+from ligermodels.convert.files import CHECKPOINT, INDEX
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.saving import written_whole
 from ligermodels.errors import CheckpointError, InputError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

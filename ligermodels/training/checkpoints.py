@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.files import written_whole
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.saving import written_whole
 from ligermodels.convert.shards import is_dtensor
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers.sharding import reshard
