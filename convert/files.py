@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ligermodels.errors import CheckpointError
 
@@ -43,17 +44,43 @@ CHECKPOINT = (*WEIGHTS, *COMPANIONS, *PROCESSORS)
 """Patterns of all the files of a checkpoint."""
 
 
+DIGESTS = "sha256"
+"""Where the metadata of an index has the digest of each shard, as written by `save_checkpoint`."""
+
+
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> shard, from the index of `folder`; CheckpointError when that is not an index."""
-    path = folder / INDEX
+    index = _index(folder).get("weight_map")
+    # Names only: an index must not reach outside of its folder.
+    if isinstance(index, dict) and index and all(_is_shard(file) for file in index.values()):
+        return dict(index)
+    raise CheckpointError(
+        f"{folder / INDEX}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder"
+    )
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Shard -> SHA-256, from the index of `folder`; none where it has none, as those of other writers."""
+    metadata = _index(folder).get("metadata")
+    digests = metadata.get(DIGESTS) if isinstance(metadata, dict) else None
+    if digests is None:
+        return {}
+    if isinstance(digests, dict) and all(_is_shard(file) and isinstance(d, str) for file, d in digests.items()):
+        return dict(digests)
+    raise CheckpointError(f"{folder / INDEX}: metadata: {DIGESTS}: must have a digest for each file of the folder")
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """What is in the index, nothing where that is no JSON object."""
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        # Names only: an index must not reach outside of its folder.
-        if index and all(file == os.path.basename(file) and file.endswith(".safetensors") for file in index.values()):
-            return dict(index)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        pass
-    raise CheckpointError(f"{path}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder")
+        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_shard(file: Any) -> bool:
+    return isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
 
 
 def matching(name: str, patterns: Collection[str]) -> bool:

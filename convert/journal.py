@@ -122,9 +122,9 @@ def _plan(journal: Path) -> tuple[list[str], list[str]]:
     """Names of the old files and of the new ones; OSError for a journal that none of ours is: it moves nothing."""
     try:
         plan = json.loads((journal / PLAN).read_text(encoding="utf-8"))
-        names: list[str] = [*plan["old"], *plan["new"]]
-        if all(name == os.path.basename(name) and name not in ("", ".", "..") for name in names):
-            return plan["old"], plan["new"]
+        old, new = plan["old"], plan["new"]
+        if isinstance(old, list) and isinstance(new, list) and all(map(_is_name, [*old, *new])):
+            return old, new
     except (ValueError, LookupError, TypeError):
         pass
     raise OSError(f"{journal / PLAN} does not name the files")
@@ -170,6 +170,10 @@ def _stamp(folder: Path) -> Any:
                     it = entry.stat()
                     found[entry.name] = it.st_ino, it.st_size, it.st_mtime_ns
     return found
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 def _first(names: Collection[str]) -> list[str]:

@@ -45,7 +45,8 @@ def written_whole(
         raise CheckpointError(f"{folder}: is a file; give a folder")
     # In the folder if it is there: it may be a mount, and its parent may be read-only.
     is_there = folder.is_dir()
-    parent, lock = (folder, folder / LOCK) if is_there else (folder.parent, folder.parent / f".{folder.name}.lock")
+    beside = folder.parent / f".{folder.name}.lock"
+    parent, lock = (folder, folder / LOCK) if is_there else (folder.parent, beside)
     new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
     temporary = parent / temporary_name(folder)
     try:
@@ -53,6 +54,9 @@ def written_whole(
         with locked(lock, wait=WAIT) as works:
             if works:  # else they may be another's who is alive
                 _remove_leftovers(folder, parent)
+                if is_there and beside.exists():  # of a save that was killed before there was a folder
+                    with suppress(Locked, OSError), locked(beside):
+                        _remove_leftovers(folder, folder.parent)
             finish(folder)
             if not overwrite and is_there and not is_empty(folder):
                 raise CheckpointError(
@@ -87,12 +91,12 @@ def written_whole(
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether `folder` holds nothing but what a killed save has left over, which the next one removes."""
+    """Whether `folder` holds nothing but locks, and what a killed save has left over, which the next one removes."""
     return all(_is_leftover(path.name, folder) for path in folder.iterdir())
 
 
 def _is_leftover(name: str, folder: Path) -> bool:
-    return name == LOCK or re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial", name) is not None
+    return re.fullmatch(rf"\.\w+\.lock|\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial", name) is not None
 
 
 def _remove_leftovers(folder: Path, parent: Path) -> None:

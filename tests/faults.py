@@ -1,7 +1,7 @@
 """Faults of a disk: at any change of the files below a folder the process is killed, or the call fails.
 
-Changes are seen by Python's audit hooks (opening for writing, mkdir, rename, unlink, rmdir, ...). What writes outside of
-Python, and contents, are counted where they end: `torn` cuts what such a call has written in half.
+Changes are seen by Python's audit hooks (opening for writing, mkdir, rename, unlink, rmdir, ...). What writes outside
+of Python, and contents, are counted where they end: a fault there cuts what has been written in half.
 """
 
 import errno

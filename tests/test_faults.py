@@ -1,10 +1,13 @@
-"""A save that is killed, or fails, at any change of the disk leaves the old checkpoint whole, or the new one, or one that
-is refused by name; and the next save succeeds and leaves nothing behind."""
+"""Saves that are killed, that fail, or that meet others: a folder holds the old checkpoint whole, or the new one, or is
+refused by name; and the next save succeeds and leaves nothing behind."""
 
 import hashlib
+import itertools
 import json
+import multiprocessing as mp
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,6 +21,7 @@ from zoo import LLAMA
 
 import ligermodels as lm
 from ligermodels.archs.lora import lora_layers
+from ligermodels.convert.journal import JOURNAL, PLAN
 from ligermodels.errors import CheckpointError, LigerModelsError
 from ligermodels.speculative.mtp_files import load_head, save_head
 from ligermodels.training import adamw
@@ -233,3 +237,126 @@ def loaded(scene: Scene, folder: Path) -> Any:
     except LigerModelsError as error:
         assert str(folder) in str(error), error
         return "refused", str(error).replace(str(folder), "")
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+
+def write_again_and_again(folder: Path, files: Path, sizes: list[str], stop: Any) -> None:
+    """In a process of its own: the model of OLD, then that of NEW, and so on."""
+    torch.set_num_threads(1)
+    for i in itertools.count():
+        if stop.is_set():
+            return
+        save_model(sizes[i % len(sizes)], (OLD, NEW)[i % 2], files, folder, overwrite=True)
+
+
+@pytest.fixture
+def spawned() -> Iterator[Callable[..., Any]]:
+    """Starts a process; those that are left are killed."""
+    context, found = mp.get_context("spawn"), []
+
+    def start(work: Callable[..., None], *arguments: Any) -> Any:
+        found.append(context.Process(target=work, args=arguments))
+        found[-1].start()
+        return found[-1]
+
+    yield start
+    for process in found:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("openings", [15, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [[SHARDED], [SHARDED, "5GB", "9KB"]], ids=["shards", "shards and one file"])
+def test_a_reader_gets_the_old_or_the_new(openings: int, sizes: list[str], tmp_path: Path, spawned: Any) -> None:
+    whole = []
+    for seed in (OLD, NEW):
+        sharded(seed, tmp_path / "files", tmp_path / f"{seed}")
+        whole.append(contents(tmp_path / f"{seed}"))
+    out = Path(shutil.copytree(tmp_path / f"{OLD}", tmp_path / "out"))
+    stop = mp.get_context("spawn").Event()
+    writer = spawned(write_again_and_again, out, tmp_path / "files", sizes, stop)
+    found = []
+    deadline = time.monotonic() + 120
+    while (len(found) < openings or len(set(found)) < 2) and time.monotonic() < deadline:
+        found.append(whole.index(weights_and_config(out)))
+    stop.set()
+    writer.join(60)
+    assert writer.exitcode == 0 and set(found) == {0, 1} and len(found) >= openings
+    assert everything(out) >= {"config.json", "tokenizer.json"} and not list(out.glob(".*"))
+
+
+def weights_and_config(folder: Path) -> Any:
+    """`contents`, but for files that are read when the model is open already."""
+    model = lm.from_pretrained(folder)
+    seed = model.export_spec.generation_config["eos_token_id"]
+    return model.hf_config["rope_theta"], {"eos_token_id": seed}, json.dumps({"seed": seed}), digest(model.state_dict())
+
+
+def hold(folder: Path, files: Path, started: Any, go: Any) -> None:
+    """Save the model of NEW, and pause while its last tensor is read."""
+    model = made(NEW, files)
+    export = type(model.export_spec.weight_map).export
+
+    def slow(self: Any, state: Any) -> Any:
+        *tensors, last = export(self, state)
+
+        def read() -> Tensor:
+            started.set()
+            go.wait(60)
+            return last.read()
+
+        return [*tensors, last._replace(read=read)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.export_spec.weight_map), "export", slow)
+        model.save_pretrained(folder, max_shard_size=SHARDED, overwrite=True)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["over another", "no folder"])
+def test_of_two_saves_at_once_one_is_refused(there: bool, tmp_path: Path, spawned: Any) -> None:
+    """And not when the first was killed."""
+    out, files = tmp_path / "out", tmp_path / "files"
+    if there:
+        sharded(OLD, files, out)
+    made(OLD, files), made(NEW, files)
+    context = mp.get_context("spawn")
+    started, go = context.Event(), context.Event()
+    process = spawned(hold, out, files, started, go)
+    assert started.wait(60)
+    with pytest.raises(CheckpointError, match="out: another is saving into it"):
+        sharded(OLD, files, out, overwrite=True)
+    go.set()
+    process.join(60)
+    assert process.exitcode == 0 and contents(out)[0] == 1e4 * NEW and not list(tmp_path.glob("**/.*"))
+    if not there:
+        shutil.rmtree(out)
+    go.clear(), started.clear()
+    process = spawned(hold, out, files, started, go)
+    assert started.wait(60)
+    process.kill()
+    process.join()
+    assert list(tmp_path.glob("**/.*.partial"))
+    sharded(OLD, files, out, overwrite=True)
+    assert contents(out)[0] == 1e4 * OLD and not list(tmp_path.glob("**/.*"))
+
+
+def test_a_journal_of_another_moves_nothing(tmp_path: Path) -> None:
+    """Nor does one that is a link, for the files would come from anywhere."""
+    out, files = tmp_path / "out", tmp_path / "files"
+    sharded(OLD, files, out)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for names in (["../elsewhere/mine"], [".."], [1], "config.json/..", {}, [["a"]]):
+        (elsewhere / PLAN).write_text(json.dumps({"old": [], "new": names}))
+        (elsewhere / "mine").write_text("mine")
+        shutil.copytree(elsewhere, out / JOURNAL)
+        before = everything(tmp_path)
+        with pytest.raises(CheckpointError, match=r"out: a process was killed while .*plan\.json does not name the f"):
+            lm.from_pretrained(out)
+        assert everything(tmp_path) == before
+        shutil.rmtree(out / JOURNAL)
+    (elsewhere / PLAN).write_text(json.dumps({"old": ["config.json"], "new": ["mine"]}))
+    (out / JOURNAL).symlink_to(elsewhere)
+    assert contents(out)[0] == 1e4 * OLD and (elsewhere / "mine").exists()

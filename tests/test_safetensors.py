@@ -1,6 +1,7 @@
 """Reading and writing checkpoint folders: exact to the byte, and nothing half-written or half-read on any failure."""
 
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ligermodels.convert import saving
+from ligermodels.convert.digests import check_digests
 from ligermodels.convert.files import INDEX, SINGLE
 from ligermodels.convert.safetensors_reader import DTYPES, Checkpoint
 from ligermodels.convert.safetensors_writer import Lazy, parse_size, save_checkpoint
@@ -84,8 +86,9 @@ def test_shards_are_named_as_transformers_does(tmp_path: Path, limit: int | str,
             assert sorted(file.keys()) == wanted
             assert file.metadata() == {"format": "pt"}
     if count > 1:
+        digests = {name: hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() for name in names}
         assert json.loads((tmp_path / "out" / INDEX).read_text()) == {
-            "metadata": {"total_size": 120},
+            "metadata": {"total_size": 120, "sha256": digests},
             "weight_map": {each: name for name, wanted in zip(names, shards, strict=True) for each in wanted},
         }
 
@@ -193,7 +196,7 @@ def test_disk_that_fills_up_while_writing(target: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
     try:
         with pytest.raises(
-            CheckpointError, match=rf"{os.strerror(errno.EFBIG)}.*needs 44,1\d\d bytes.*nothing was written"
+            CheckpointError, match=rf"{os.strerror(errno.EFBIG)}.*needs 44,4\d\d bytes.*nothing was written"
         ):
             write(target, [*lazy(floats("a", size=1000)), *lazy(floats("b", size=10_000))], max_shard_size=20_000)
     finally:
@@ -325,6 +328,31 @@ def test_damaged_files(sharded: Path) -> None:
     refused(sharded, rf"1 of 2 shards are missing: {SECOND}")
     path.mkdir()
     refused(sharded, rf"missing: {SECOND}")
+
+
+def test_digests_name_what_is_not_as_it_was_written(sharded: Path, tmp_path: Path) -> None:
+    done: list[tuple[int, int]] = []
+    assert check_digests(sharded, lambda *each: done.append(each)) == [FIRST, SECOND]
+    size = sum((sharded / name).stat().st_size for name in (FIRST, SECOND))
+    assert done[-1] == (size, size)
+    good = (sharded / SECOND).read_bytes()
+    (sharded / SECOND).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    Checkpoint(sharded).close()  # It has the right size.
+    with pytest.raises(CheckpointError, match=rf"model: 1 of 2 shards are not those that were written.*: {SECOND};"):
+        check_digests(sharded)
+    (sharded / SECOND).unlink()
+    with pytest.raises(CheckpointError, match=rf"{SECOND} \(No such file"):
+        check_digests(sharded)
+    index = json.loads((sharded / INDEX).read_text())
+    for digests in ({}, None):
+        (sharded / INDEX).write_text(json.dumps({**index, "metadata": {"sha256": digests}}))
+        assert check_digests(sharded) == []
+    for digests in ([], {"../model.safetensors": ""}, {FIRST: 1}):
+        (sharded / INDEX).write_text(json.dumps({**index, "metadata": {"sha256": digests}}))
+        with pytest.raises(CheckpointError, match=r"index\.json: metadata: sha256: must have a digest"):
+            check_digests(sharded)
+    save_checkpoint(tmp_path / "alone", lazy(floats("a")))
+    assert check_digests(tmp_path / "alone") == []
 
 
 def test_dtype_that_torch_lacks(tmp_path: Path) -> None:

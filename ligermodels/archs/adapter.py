@@ -181,6 +181,7 @@ def open_adapter(folder: Path) -> Iterator[tuple[dict[str, Any], Checkpoint]]:
 
     Raises ConfigError when there is no config, CheckpointError when there are no safetensors or they are damaged.
     """
+
     def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
         config = read_json(folder / ADAPTER_CONFIG)
         if not (folder / ADAPTER).is_file():

@@ -71,6 +71,7 @@ def load_head(
 ) -> Layout:
     """Fill `head`, an `MTPHead` on `base`, from the checkpoint, or the head alone, in `folder`; returns how it is
     stored there. On the meta device it is only checked. Errors as of `MTPModel.from_pretrained`."""
+
     def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
         return read_json(folder / CONFIG), opened.enter_context(Checkpoint(folder))
 
