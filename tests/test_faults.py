@@ -4,7 +4,6 @@ refused by name; and the next save succeeds and leaves nothing behind."""
 import hashlib
 import itertools
 import json
-import multiprocessing as mp
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -252,12 +251,12 @@ def write_again_and_again(folder: Path, files: Path, sizes: list[str], stop: Any
 
 
 @pytest.fixture
-def spawned() -> Iterator[Callable[..., Any]]:
+def spawned(children: Any) -> Iterator[Callable[..., Any]]:
     """Starts a process; those that are left are killed."""
-    context, found = mp.get_context("spawn"), []
+    found = []
 
     def start(work: Callable[..., None], *arguments: Any) -> Any:
-        found.append(context.Process(target=work, args=arguments))
+        found.append(children.Process(target=work, args=arguments))
         found[-1].start()
         return found[-1]
 
@@ -269,13 +268,15 @@ def spawned() -> Iterator[Callable[..., Any]]:
 
 @pytest.mark.parametrize("openings", [15, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [[SHARDED], [SHARDED, "5GB", "9KB"]], ids=["shards", "shards and one file"])
-def test_a_reader_gets_the_old_or_the_new(openings: int, sizes: list[str], tmp_path: Path, spawned: Any) -> None:
+def test_a_reader_gets_the_old_or_the_new(
+    openings: int, sizes: list[str], tmp_path: Path, children: Any, spawned: Any
+) -> None:
     whole = []
     for seed in (OLD, NEW):
         sharded(seed, tmp_path / "files", tmp_path / f"{seed}")
         whole.append(contents(tmp_path / f"{seed}"))
     out = Path(shutil.copytree(tmp_path / f"{OLD}", tmp_path / "out"))
-    stop = mp.get_context("spawn").Event()
+    stop = children.Event()
     writer = spawned(write_again_and_again, out, tmp_path / "files", sizes, stop)
     found = []
     deadline = time.monotonic() + 120
@@ -315,14 +316,13 @@ def hold(folder: Path, files: Path, started: Any, go: Any) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["over another", "no folder"])
-def test_of_two_saves_at_once_one_is_refused(there: bool, tmp_path: Path, spawned: Any) -> None:
+def test_of_two_saves_at_once_one_is_refused(there: bool, tmp_path: Path, children: Any, spawned: Any) -> None:
     """And not when the first was killed."""
     out, files = tmp_path / "out", tmp_path / "files"
     if there:
         sharded(OLD, files, out)
     made(OLD, files), made(NEW, files)
-    context = mp.get_context("spawn")
-    started, go = context.Event(), context.Event()
+    started, go = children.Event(), children.Event()
     process = spawned(hold, out, files, started, go)
     assert started.wait(60)
     with pytest.raises(CheckpointError, match="out: another is saving into it"):
