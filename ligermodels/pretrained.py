@@ -25,11 +25,11 @@ from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
-from ligermodels.convert.journal import reading
 from ligermodels.convert.loading import FileReader, Spec
 from ligermodels.convert.placement import DeviceLike, DeviceMap, DtypeLike, resolve_device, resolve_dtype
 from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError

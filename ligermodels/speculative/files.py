@@ -18,9 +18,9 @@ from ligermodels.archs.state_dict import StateDict
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec, as_json
 from ligermodels.convert.files import INDEX, SINGLE
-from ligermodels.convert.journal import reading
 from ligermodels.convert.loading import FileReader
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.saving import written_whole
