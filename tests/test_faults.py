@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +21,10 @@ from zoo import LLAMA
 
 import ligermodels as lm
 from ligermodels.archs.lora import lora_layers
+from ligermodels.convert.files import INDEX
 from ligermodels.convert.journal import JOURNAL, PLAN
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, LigerModelsError
 from ligermodels.speculative.mtp_files import load_head, save_head
 from ligermodels.training import adamw
@@ -340,6 +344,25 @@ def test_of_two_saves_at_once_one_is_refused(there: bool, tmp_path: Path, childr
     assert list(tmp_path.glob("**/.*.partial"))
     sharded(OLD, files, out, overwrite=True)
     assert contents(out)[0] == 1e4 * OLD and not list(tmp_path.glob("**/.*"))
+
+
+@pytest.mark.parametrize("first", [Tokenizer, lm.from_pretrained, lm.from_config, Checkpoint])
+def test_whoever_opens_a_folder_first_finishes_a_save_that_was_killed(first: Any, tmp_path: Path) -> None:
+    files, left = tmp_path / "files", []
+    sharded(OLD, files, tmp_path / "old")
+    for at in range(1, 100):
+        out = Path(shutil.copytree(tmp_path / "old", tmp_path / f"{at}"))
+        with faulty(out, at) as disk:
+            whole(NEW, files, out, overwrite=True)
+        if not disk.struck:
+            break
+        if (out / JOURNAL).exists():
+            missing = [name for name in ("config.json", "tokenizer.json", INDEX) if not (out / name).exists()]
+            left.append(len(missing))
+            with suppress(CheckpointError):  # What is there in place of a tokenizer is none.
+                first(out)
+            assert not (out / JOURNAL).exists() and contents(out)[0] == 1e4 * NEW
+    assert {0, 1, 2, 3} <= set(left)
 
 
 def test_a_journal_of_another_moves_nothing(tmp_path: Path) -> None:
