@@ -17,6 +17,7 @@ import pytest
 import torch
 from faults import Fault, faulty, moments
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from zoo import LLAMA
 
 import ligermodels as lm
@@ -344,6 +345,41 @@ def test_of_two_saves_at_once_one_is_refused(there: bool, tmp_path: Path, childr
     assert list(tmp_path.glob("**/.*.partial"))
     sharded(OLD, files, out, overwrite=True)
     assert contents(out)[0] == 1e4 * OLD and not list(tmp_path.glob("**/.*"))
+
+
+@pytest.mark.parametrize("wanted", [4, pytest.param(None, marks=pytest.mark.slow)], ids=["sample", "all"])
+@pytest.mark.parametrize("sizes", [(SHARDED, SHARDED), ("5GB", SHARDED), (SHARDED, "5GB"), ("5GB", "5GB")], ids=str)
+def test_transformers_finds_the_old_or_the_new_or_none(
+    sizes: tuple[str, str], wanted: int | None, tmp_path: Path
+) -> None:
+    """Of a folder in which a save was killed while it replaced files, and that nothing here has opened since."""
+    files, out = tmp_path / "files", tmp_path / "out"
+    save_model(sizes[0], OLD, files, tmp_path / "old")
+    shutil.copytree(tmp_path / "old", out)
+    kept = {}
+    before = theirs(out)
+    for at in itertools.count(1):
+        shutil.copytree(tmp_path / "old", tmp_path / f"{at}")
+        with faulty(tmp_path / f"{at}", at) as disk:
+            save_model(sizes[1], NEW, files, tmp_path / f"{at}", overwrite=True)
+        if (tmp_path / f"{at}" / JOURNAL).exists():
+            kept[len(kept) + 1] = tmp_path / f"{at}"
+        if not disk.struck:
+            break
+    after = theirs(tmp_path / f"{at}")
+    assert None not in (before, after) and before != after and len(kept) > 8
+    found = [theirs(kept[i]) for i in moments(len(kept), wanted)]
+    assert set(found) <= {before, after, None} and found[0] == before and found[-1] == after
+
+
+def theirs(folder: Path) -> Any:
+    """What transformers loads, None where it finds no checkpoint."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    eos = model.generation_config.eos_token_id
+    return model.config.rope_parameters["rope_theta"], eos, digest(model.state_dict())
 
 
 @pytest.mark.parametrize("first", [Tokenizer, lm.from_pretrained, lm.from_config, Checkpoint])
