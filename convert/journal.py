@@ -60,7 +60,7 @@ def replace_files(folder: Path, temporary: Path, replaced: Collection[str]) -> N
     try:
         finish(folder)
     except BaseException:
-        if not any((journal / OLD).iterdir()) and all((journal / name).exists() for name in new):
+        if all((journal / name).exists() for name in new) and not any((journal / OLD).iterdir()):
             journal.rename(temporary)
         raise
 
@@ -73,8 +73,10 @@ def settle(folder: Path) -> None:
     journal, deadline = folder / JOURNAL, time.monotonic() + WAIT
     while is_folder(journal):
         try:
-            with locked(folder / LOCK):
-                finish(folder)
+            with locked(folder / LOCK) as works:
+                if works or time.monotonic() > deadline:  # else it may be another's who is alive
+                    finish(folder)
+            time.sleep(0 if works else POLL)
         except Locked:
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{folder}: its files are being replaced by another process; try again") from None

@@ -15,6 +15,7 @@ from ligermodels.convert.journal import (
     finish,
     is_folder,
     replace_files,
+    settle,
     sync,
     sync_folder,
     temporary_name,
@@ -57,7 +58,7 @@ def written_whole(
                 if is_there and beside.exists():  # of a save that was killed before there was a folder
                     with suppress(Locked, OSError), locked(beside):
                         _remove_leftovers(folder, folder.parent)
-            finish(folder)
+            (finish if works else settle)(folder)
             if not overwrite and is_there and not is_empty(folder):
                 raise CheckpointError(
                     f"{folder}: is not empty; give another folder, or overwrite=True to replace a checkpoint"

@@ -1,9 +1,12 @@
 """Saves that are killed, that fail, or that meet others: a folder holds the old checkpoint whole, or the new one, or is
 refused by name; and the next save succeeds and leaves nothing behind."""
 
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from zoo import LLAMA
 
 import ligermodels as lm
 from ligermodels.archs.lora import lora_layers
+from ligermodels.convert import journal
 from ligermodels.convert.files import INDEX
 from ligermodels.convert.journal import JOURNAL, PLAN
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -399,6 +403,29 @@ def test_whoever_opens_a_folder_first_finishes_a_save_that_was_killed(first: Any
                 first(out)
             assert not (out / JOURNAL).exists() and contents(out)[0] == 1e4 * NEW
     assert {0, 1, 2, 3} <= set(left)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that takes too long counts as killed. What may be another's who is alive is not removed."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(journal, "WAIT", 0.1)
+    out, files = tmp_path / "out", tmp_path / "files"
+    whole(OLD, files, out)
+    for at in itertools.count(1):
+        with faulty(out, at) as disk:
+            whole(NEW, files, out, overwrite=True)
+        if (out / JOURNAL).exists() or not disk.struck:
+            break
+        assert contents(out)[0] == 1e4 * OLD
+    left = {path.name for path in out.glob("*.partial")}
+    began = time.monotonic()
+    assert contents(out)[0] == 1e4 * NEW and time.monotonic() - began > 0.1 and left
+    sharded(OLD, files, out, overwrite=True)
+    assert contents(out)[0] == 1e4 * OLD and {path.name for path in out.glob(".*")} == left
 
 
 def test_a_journal_of_another_moves_nothing(tmp_path: Path) -> None:
