@@ -1,15 +1,15 @@
-"""Names of the files of a checkpoint, and folders that are written whole or not at all."""
+"""Names of the files of a checkpoint."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ligermodels.errors import CheckpointError
 
@@ -44,87 +44,50 @@ CHECKPOINT = (*WEIGHTS, *COMPANIONS, *PROCESSORS)
 """Patterns of all the files of a checkpoint."""
 
 
+DIGESTS = "sha256"
+"""Where the metadata of an index has the digest of each shard, as written by `save_checkpoint`."""
+
+
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> shard, from the index of `folder`; CheckpointError when that is not an index."""
-    path = folder / INDEX
+    index = _index(folder).get("weight_map")
+    # Names only: an index must not reach outside of its folder.
+    if isinstance(index, dict) and index and all(_is_shard(file) for file in index.values()):
+        return dict(index)
+    raise CheckpointError(
+        f"{folder / INDEX}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder"
+    )
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Shard -> SHA-256, from the index of `folder`; none where it has none, as those of other writers."""
+    metadata = _index(folder).get("metadata")
+    digests = metadata.get(DIGESTS) if isinstance(metadata, dict) else None
+    if digests is None:
+        return {}
+    if isinstance(digests, dict) and all(_is_shard(file) and isinstance(d, str) for file, d in digests.items()):
+        return dict(digests)
+    raise CheckpointError(f"{folder / INDEX}: metadata: {DIGESTS}: must have a digest for each file of the folder")
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """What is in the index, nothing where that is no JSON object."""
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        # Names only: an index must not reach outside of its folder.
-        if index and all(file == os.path.basename(file) and file.endswith(".safetensors") for file in index.values()):
-            return dict(index)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        pass
-    raise CheckpointError(f"{path}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder")
+        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-@contextmanager
-def written_whole(
-    folder: Path, needed: int, *, overwrite: bool = False, replaced: Collection[str] = CHECKPOINT
-) -> Iterator[Path]:
-    """A temporary folder to fill with about `needed` bytes of files, which become those of `folder` on leaving.
-
-    On any exception it is removed and `folder` is as before. `overwrite` replaces a checkpoint in `folder` (weights,
-    configs, tokenizer: what the patterns `replaced` match); other files stay.
-
-    Raises CheckpointError when `folder` is a file, holds something without `overwrite`, or cannot be written.
-    """
-    folder = folder.resolve()  # Of a link, what it points to is replaced.
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file; give a folder")
-    if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: is not empty; give another folder, or overwrite=True to replace a checkpoint")
-    # In the folder if it is there: it may be a mount, and its parent may be read-only.
-    parent = folder if folder.is_dir() else folder.parent
-    new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
-    temporary = parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
-    try:
-        temporary.mkdir(parents=True)
-        if shutil.disk_usage(temporary).free < needed:
-            raise OSError("the disk is too full")
-        yield temporary
-        for path in temporary.iterdir():
-            _sync(path)
-        with suppress(OSError):  # Not every file system can do this to a folder.
-            _sync(temporary)
-        if parent == folder:
-            _replace(folder, temporary, replaced)
-        else:
-            temporary.rename(folder)  # Fails if someone else has filled it meanwhile.
-        with suppress(OSError):
-            _sync(parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: cannot be written: {error}; it needs {needed:,} bytes{_free(parent)}; nothing was written"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for path in new_parents:
-            with suppress(OSError):  # Not empty: all went well, or another uses it.
-                path.rmdir()
+def _is_shard(file: Any) -> bool:
+    return isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
 
 
-def _replace(folder: Path, temporary: Path, patterns: Collection[str]) -> None:
-    new = {path.name for path in temporary.iterdir()}
-    if folders := [name for name in new if (folder / name).is_dir()]:
-        raise OSError(f"{folders[0]} is a folder there")
-    old = [path for path in folder.iterdir() if any(fnmatch.fnmatch(path.name, p) for p in patterns)]
-    for name in new:
-        (temporary / name).replace(folder / name)
-    for path in old:
-        if path.name not in new:
-            path.unlink()
+def matching(name: str, patterns: Collection[str]) -> bool:
+    """Whether a file's name matches one of the patterns."""
+    return _expression(tuple(patterns)).match(name) is not None
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free(path: Path) -> str:
-    try:
-        return f", {shutil.disk_usage(path).free:,} are free"
-    except OSError:
-        return ""
+@cache
+def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or "(?!)")

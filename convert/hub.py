@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
+from ligermodels.convert.journal import settle
 from ligermodels.errors import CheckpointError, HubError
 
 # The first class that an error is of tells what to say; some are subclasses of later ones.
@@ -98,6 +99,7 @@ def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
         raise CheckpointError("the name of the checkpoint is empty; give a folder or a repo id")
     path = Path(name).expanduser()
     if path.is_dir():
+        settle(path)
         return path
     if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or path.exists():
         raise CheckpointError(f"{name}: {'is not a' if path.exists() else 'no such'} folder")

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ligermodels.convert.files import INDEX, SINGLE, read_index
+from ligermodels.convert.reading import reading
 from ligermodels.errors import CheckpointError
 
 # The names of the format, https://github.com/huggingface/safetensors; torch may be too old to have some of the dtypes.
@@ -63,7 +64,8 @@ class Header(NamedTuple):
 class Checkpoint:
     """The safetensors of a folder: the file `single`, else the shards that `model.safetensors.index.json` names.
 
-    A context manager: leaving it closes the files. `headers` maps tensor name to `Header`.
+    A context manager: leaving it closes the files. `headers` maps tensor name to `Header`. Its files are those of one
+    save, and stay so when the folder is written anew.
 
     Raises CheckpointError, naming the file, when weights are missing, truncated, damaged or contradict the index.
     """
@@ -73,7 +75,12 @@ class Checkpoint:
         self.headers: dict[str, Header] = {}
         # Each open file, and its bytes mapped into memory: private, so that writing to them changes no file.
         self._files: dict[str, tuple[FileIO, torch.UntypedStorage]] = {}
-        self._open_files = ExitStack()
+        with reading(self.folder, lambda opened: self._open_all(single, opened)) as opened:
+            self._open_files = opened.pop_all()
+
+    def _open_all(self, single: str, opened: ExitStack) -> ExitStack:
+        """Open the files, which stay open until the stack is closed, and fill `headers`."""
+        self.headers, self._files = {}, {}
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
         # As in transformers: a single file wins over an index.
@@ -86,22 +93,21 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.folder}: {len(missing)} of {len(files)} shards are missing: {missing[0]} first; fetch them"
             )
-        with self._open_files:
-            for file in files:
-                self._open(file)
-            for name, file in index.items():
-                if name not in self.headers or self.headers[name].file != file:
-                    raise CheckpointError(
-                        f"{self.folder / INDEX}: says that {file} holds {name!r}, which it does not; fetch both again"
-                    )
-            self._open_files = self._open_files.pop_all()
+        for file in files:
+            self._open(file, opened)
+        for name, file in index.items():
+            if name not in self.headers or self.headers[name].file != file:
+                raise CheckpointError(
+                    f"{self.folder / INDEX}: says that {file} holds {name!r}, which it does not; fetch both again"
+                )
+        return opened
 
-    def _open(self, file: str) -> None:
+    def _open(self, file: str, stack: ExitStack) -> None:
         path = self.folder / file
         with _explained(path):
             with safe_open(path, framework="pt"):
                 pass  # Refuses a file that is damaged or too short; what follows can rely on its header.
-            opened = self._open_files.enter_context(FileIO(path))
+            opened = stack.enter_context(FileIO(path))
             size = os.fstat(opened.fileno()).st_size
             mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
             self._files[file] = opened, mapped.untyped_storage()

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.convert.files import CHECKPOINT, INDEX, written_whole
+from ligermodels.convert.digests import digest_of
+from ligermodels.convert.files import CHECKPOINT, DIGESTS, INDEX
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.saving import written_whole
 from ligermodels.errors import CheckpointError, InputError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -40,6 +43,8 @@ def save_checkpoint(
     ranks: Ranks | None = None,
 ) -> None:
     """Write `model.safetensors`, or shards of at most `max_shard_size` and their index, named as transformers does.
+
+    The metadata of the index has the SHA-256 of each shard, see `digests.check_digests`.
 
     Args:
         folder: created with its parents if need be.
@@ -68,26 +73,37 @@ def save_checkpoint(
         filename_pattern=f"{name}{{suffix}}.safetensors",
         max_shard_size=limit,
     )
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        files = {**files, INDEX: json.dumps(index, indent=2, sort_keys=True) + "\n"}
-    temporary = Path()
+    shards = list(split.filename_to_tensors) if split.is_sharded else []
+
+    def index(digests: Mapping[str, str]) -> str:
+        metadata = {**split.metadata, DIGESTS: digests}
+        return (
+            json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True) + "\n"
+        )
+
+    temporary, digests = Path(), dict[str, Future[str]]()
     with ExitStack() as opened:
         with ranks.step(where):
             if ranks.writes:
                 needed = split.metadata["total_size"] + sum(map(_size, files.values()))
+                needed += _size(index(dict.fromkeys(shards, "0" * 64))) if shards else 0
                 temporary = opened.enter_context(
                     written_whole(Path(folder), needed, overwrite=overwrite, replaced=replaced)
                 )
                 for file, content in files.items():
                     _write(temporary / file, content)
+        hashing = opened.enter_context(ThreadPoolExecutor(1, "digest"))  # while the next shard is fetched
         for file, keys in split.filename_to_tensors.items():
             with ranks.step(where):
                 fetched = ranks.fetch({key: by_name[key][2] for key in keys})
                 if ranks.writes:
                     _write_shard(temporary / file, fetched)
+                    if shards:
+                        digests[file] = hashing.submit(digest_of, temporary / file)
                 del fetched
         with ranks.step(where):
+            if digests:
+                _write(temporary / INDEX, index({file: digest.result() for file, digest in digests.items()}))
             if check is not None and ranks.writes:
                 check(temporary)
             opened.close()  # The files become those of `folder`.

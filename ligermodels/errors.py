@@ -19,6 +19,10 @@ class CheckpointError(LigerModelsError, ValueError):
     """A checkpoint's files or tensors are missing, damaged or do not fit the model."""
 
 
+class CheckpointWarning(UserWarning):
+    """The newest checkpoint of a run is damaged, and an older one is used."""
+
+
 class HubError(LigerModelsError, OSError):
     """A repository could not be found, reached or read on the Hugging Face hub."""
 

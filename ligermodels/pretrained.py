@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,9 +25,11 @@ from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
-from ligermodels.convert.loading import Spec
+from ligermodels.convert.loading import FileReader, Spec
 from ligermodels.convert.placement import DeviceLike, DeviceMap, DtypeLike, resolve_device, resolve_dtype
-from ligermodels.convert.quantization import without_quantization
+from ligermodels.convert.quantization import Quantization, without_quantization
+from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, ConfigError
@@ -96,23 +99,24 @@ def from_pretrained(
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    found, quantization = without_quantization(read_json(folder / "config.json"))
-    hf_config, _ = without_heads(found)
-    family, kind = family_of(hf_config), kind or dtype_of(hf_config)
-    if nested := family.text is not None:
-        with Checkpoint(folder) as files:
-            hf_config = tied_as_stored(hf_config, family, dequantized(files, quantization, kind))
-    config = _with_attention(family.decoder_config(hf_config), attention)
-    with Checkpoint(folder) as files:
-        checkpoint, model = dequantized(files, quantization, kind), _skeleton(config)
+    with reading(folder, partial(_open, folder, kind), Ranks() if plan is None else Ranks.of_group()) as read:
+        found, hf_config, checkpoint, kind = read.stored_config, read.hf_config, read.checkpoint, read.dtype
+        config = _with_attention(read.config, attention)
+        model = _skeleton(config)
         weight_map = choose_layout(found, config, checkpoint.headers, persistent_tensors(model))
         extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
         repo_id = None if Path(name_or_path).expanduser().is_dir() else os.fspath(name_or_path)
-        processors = _present(folder, PROCESSORS)
         source = SourceCheckpoint(
-            folder.absolute(), found, weight_map, sorted(extra), nested, processors, repo_id, quantization
+            folder.absolute(),
+            found,
+            weight_map,
+            sorted(extra),
+            family_of(hf_config).text is not None,
+            read.companions.processors,
+            repo_id,
+            read.quantization,
         )
-        model.export_spec = replace(_export_spec(hf_config, config, folder, weight_map), source=source)
+        model.export_spec = replace(_export_spec(hf_config, config, weight_map, read.companions), source=source)
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
         if prepare is not None:
             prepare(model)
@@ -146,7 +150,7 @@ def from_config(
     `from_pretrained`.
     """
     place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
-    folder = None
+    about = None
     if isinstance(config, Mapping):
         hf_config = dict(config)
     elif isinstance(config, HasConfigDict):
@@ -155,11 +159,12 @@ def from_config(
         hf_config = read_json(Path(config))
     else:
         folder = hub.resolve(config, weights=False)
-        hf_config = read_json(folder / "config.json")
+        with reading(folder, lambda _: (read_json(folder / "config.json"), _Companions.of(folder))) as read:
+            hf_config, about = read
     hf_config, _ = without_quantization(hf_config)
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
-    model = _skeleton(composed, _export_spec(hf_config, composed, folder, family.weight_maps(composed)[0]))
+    model = _skeleton(composed, _export_spec(hf_config, composed, family.weight_maps(composed)[0], about))
     _allocate(model, kind or dtype_of(hf_config), place, plan)
     model.reset_parameters()
     return model
@@ -198,7 +203,7 @@ def from_transformers(
     hf_config, _ = without_quantization(hf_model.config.to_dict())
     family = family_of(hf_config)
     config = _with_attention(family.decoder_config(hf_config), attention)
-    spec = _export_spec(hf_config, config, None, family.weight_maps(config)[0])
+    spec = _export_spec(hf_config, config, family.weight_maps(config)[0])
     generation = getattr(hf_model, "generation_config", None)
     if generation is not None:
         spec = replace(spec, generation_config=generation.to_diff_dict())
@@ -259,24 +264,66 @@ def _skeleton(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM
         raise ConfigError(f"config.json: hidden_size, or a size beside it, is too large: {reason}") from None
 
 
+class _Companions(NamedTuple):
+    """Beside the weights of a checkpoint: generation_config.json, and name -> path of the tokenizer's files, and of
+    those of more than text."""
+
+    generation_config: dict[str, Any] | None
+    tokenizer: Mapping[str, Path]
+    processors: Mapping[str, Path]
+
+    @classmethod
+    def of(cls, folder: Path) -> _Companions:
+        """ConfigError for a generation_config.json that is none."""
+        found = _present(folder, COMPANIONS)
+        found.pop("config.json", None)
+        generation = found.pop("generation_config.json", None)
+        return cls(None if generation is None else read_json(generation), found, _present(folder, PROCESSORS))
+
+
+class _Opened(NamedTuple):
+    """What is read of a checkpoint: config.json; that of the model alone, and what it composes to; the weights, in
+    `dtype` where they are quantised; and the files beside them."""
+
+    stored_config: dict[str, Any]
+    hf_config: dict[str, Any]
+    config: DecoderConfig
+    checkpoint: FileReader
+    dtype: torch.dtype
+    quantization: Quantization | None
+    companions: _Companions
+
+
+def _open(folder: Path, dtype: torch.dtype | None, opened: ExitStack) -> _Opened:
+    """The checkpoint in `folder`, whose files are closed with `opened`; `dtype` is config.json's by default. Raises as
+    `from_pretrained`."""
+    stored_config, quantization = without_quantization(read_json(folder / "config.json"))
+    hf_config, _ = without_heads(stored_config)
+    family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
+    # Errors of the config come before those of the weights, unless these say what the config leaves open.
+    config = family.decoder_config(hf_config) if family.text is None else None
+    checkpoint = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
+    if config is None:
+        hf_config = tied_as_stored(hf_config, family, checkpoint)
+        config = family.decoder_config(hf_config)
+    return _Opened(stored_config, hf_config, config, checkpoint, dtype, quantization, _Companions.of(folder))
+
+
 def _export_spec(
-    hf_config: dict[str, Any], config: DecoderConfig, folder: Path | None, weight_map: WeightMap
+    hf_config: dict[str, Any], config: DecoderConfig, weight_map: WeightMap, about: _Companions | None = None
 ) -> ExportSpec:
     """What the model goes back out as: the layout it came in, or that of the language model alone."""
     text = family_of(hf_config).text
     if text is not None:
         hf_config = text(hf_config)
         weight_map = family_of(hf_config).weight_maps(config)[0]
-    files = _present(folder, COMPANIONS) if folder else {}
-    files.pop("config.json", None)
-    generation = files.pop("generation_config.json", None)
     return ExportSpec(
         hf_config=hf_config,
         weight_map=weight_map,
-        generation_config=None if generation is None else read_json(generation),
+        generation_config=None if about is None else about.generation_config,
         default_theta=family_of(hf_config).default_theta,
         attribute_map=family_of(hf_config).attribute_map,
-        files=files,
+        files={} if about is None else about.tokenizer,
     )
 
 

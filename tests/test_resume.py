@@ -2,9 +2,11 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typer.testing import CliRunner, Result
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.data import fingerprint
-from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
+from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, InputError, TrainingError
 from ligermodels.speculative import evaluation
 from ligermodels.training import Console, MedusaRecipe, loop, medusa, read_recipe, train_heads
 from ligermodels.training.checkpoints import Checkpoints
@@ -394,3 +396,88 @@ def test_data_and_base_are_known_by_their_content(base: Path, data: Path, tmp_pa
     (tmp_path / "template.jinja").write_text("{{ messages }}")
     with pytest.raises(CheckpointError, match=r"chat_template: .*template\.jinja is new"):
         train_heads(elsewhere.changed({"chat_template": str(tmp_path / "template.jinja")}), out, resume=True)
+
+
+def test_a_folder_has_one_run_at_a_time(base: Path, data: Path, tmp_path: Path, children: Any) -> None:
+    """The other one changes nothing; one that was killed does not keep the folder."""
+    recipe = recipe_for(base, data, steps=400, evaluate_every=None, report_every=1, checkpoint_every=100)
+    file, out = write_recipe(recipe, tmp_path / "recipe.yaml"), tmp_path / "new" / "out"
+    child = children.Process(target=command, args=("--recipe", str(file), "--out", str(out)))
+    child.start()
+    deadline = time.monotonic() + 60
+    while not losses(out) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match="out: another run has it; wait for its end"):
+            train_heads(recipe, out, resume=resume)
+    found = CliRunner().invoke(app, ["medusa", "train", "--recipe", str(file), "--out", str(out), "--resume"])
+    assert found.exit_code == 1 and "another run has it" in found.stderr
+    assert child.is_alive() and losses(out)
+    child.kill()
+    child.join()
+    (out / ".run.lock").touch()
+    short = recipe.changed({"steps": 2, "checkpoint_every": None})
+    assert train_heads(short, out).finished and not list(out.glob(".*"))
+    with pytest.raises(ConfigError):  # Before there is anything to write, nothing is left.
+        train_heads(recipe.changed({"base": None}), tmp_path / "none" / "out")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(CheckpointError, match=r"recipe\.yaml: cannot be written"):
+        train_heads(recipe, file)
+
+
+def damaged(step: Path) -> None:
+    """One byte of a tensor is another."""
+    path = step / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def renamed(name: str) -> Callable[[Path], object]:
+    return lambda step: step.rename(step.with_name(name))
+
+
+@pytest.mark.parametrize(
+    ("harm", "warning", "left"),
+    [
+        (damaged, r"checkpoint of step 3: .*step-4/__0_0\.distcp: is damaged", {"damaged-step-4"}),
+        (lambda step: (step / "manifest.json").unlink(), r"step-4/manifest\.json: no such file", {"damaged-step-4"}),
+        (renamed("step-5"), r"step-5/run\.json: is the checkpoint of step 4, under another", {"damaged-step-5"}),
+        (renamed("mine"), None, {"mine"}),
+    ],
+    ids=["a byte", "no manifest", "another step", "another name"],
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    base: Path, data: Path, tmp_path: Path, harm: Callable[[Path], object], warning: str | None, left: set[str]
+) -> None:
+    recipe, out = recipe_for(base, data, steps=5, checkpoint_every=1, evaluate_every=None), tmp_path / "out"
+    train_heads(recipe, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(loop, "on_device", Moment(loop.on_device, 9, interrupt))  # The first batch of step 5.
+        train_heads(recipe, out)
+    checkpoints = out / "checkpoints"
+    assert Checkpoints(checkpoints).steps() == [3, 4]
+    harm(checkpoints / "step-4")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train_heads(recipe, out, resume=True).finished
+    told = [str(each.message) for each in caught if each.category is CheckpointWarning]
+    assert len(told) == (warning is not None) and all(re.search(str(warning), each) for each in told)
+    assert losses(out) == losses(tmp_path / "whole") and equal_heads(out, tmp_path / "whole")
+    # It does not count among the newest, of which two are kept.
+    assert {path.name for path in checkpoints.iterdir()} == {"step-4", "step-5", *left}
+
+
+def test_checkpoints_of_which_none_is_whole_are_refused(base: Path, data: Path, tmp_path: Path) -> None:
+    recipe, out = recipe_for(base, data, steps=2, checkpoint_every=1, evaluate_every=None), tmp_path / "out"
+    train_heads(recipe, out)
+    for step in (1, 2):
+        damaged(out / "checkpoints" / f"step-{step}")
+    with pytest.raises(CheckpointError, match=r"step-2/__0_0\.distcp: is damaged.*no other is whole"):
+        train_heads(recipe, out, resume=True)
+    for step in (1, 2):
+        renamed(f"old-{step}")(out / "checkpoints" / f"step-{step}")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="holds no checkpoint by its name, step-N, but old-1, old-2; give"):
+        train_heads(recipe, out, resume=True)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

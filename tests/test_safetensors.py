@@ -1,6 +1,7 @@
 """Reading and writing checkpoint folders: exact to the byte, and nothing half-written or half-read on any failure."""
 
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -16,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ligermodels.convert import files as files_module
+from ligermodels.convert import saving
+from ligermodels.convert.digests import check_digests
 from ligermodels.convert.files import INDEX, SINGLE
 from ligermodels.convert.safetensors_reader import DTYPES, Checkpoint
 from ligermodels.convert.safetensors_writer import Lazy, parse_size, save_checkpoint
@@ -84,8 +86,9 @@ def test_shards_are_named_as_transformers_does(tmp_path: Path, limit: int | str,
             assert sorted(file.keys()) == wanted
             assert file.metadata() == {"format": "pt"}
     if count > 1:
+        digests = {name: hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() for name in names}
         assert json.loads((tmp_path / "out" / INDEX).read_text()) == {
-            "metadata": {"total_size": 120},
+            "metadata": {"total_size": 120, "sha256": digests},
             "weight_map": {each: name for name, wanted in zip(names, shards, strict=True) for each in wanted},
         }
 
@@ -181,7 +184,7 @@ def write(target: Path, tensors: list[Lazy], **options: Any) -> None:
 
 def test_full_disk_is_noticed_before_writing(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil._ntuple_diskusage(1000, 900, 100)  # type: ignore[attr-defined]
-    monkeypatch.setattr(files_module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage)
     unread: Lazy = ("a", (1000,), torch.float32, lambda: pytest.fail("was read"))
     with pytest.raises(CheckpointError, match=r"disk is too full; it needs 4,001 bytes, 100 are free"):
         write(target, [unread])
@@ -193,7 +196,7 @@ def test_disk_that_fills_up_while_writing(target: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
     try:
         with pytest.raises(
-            CheckpointError, match=rf"{os.strerror(errno.EFBIG)}.*needs 44,1\d\d bytes.*nothing was written"
+            CheckpointError, match=rf"{os.strerror(errno.EFBIG)}.*needs 44,4\d\d bytes.*nothing was written"
         ):
             write(target, [*lazy(floats("a", size=1000)), *lazy(floats("b", size=10_000))], max_shard_size=20_000)
     finally:
@@ -230,7 +233,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     before = tree(tmp_path)
     for path, message in [
         ("file", "file: is a file"),
-        ("file/out", "Not a directory"),
+        ("file/out", "cannot be written: .*exists: '.*file'; .*nothing was written"),
         ("used", "config.json is a folder"),
     ]:
         with pytest.raises(CheckpointError, match=message):
@@ -325,6 +328,31 @@ def test_damaged_files(sharded: Path) -> None:
     refused(sharded, rf"1 of 2 shards are missing: {SECOND}")
     path.mkdir()
     refused(sharded, rf"missing: {SECOND}")
+
+
+def test_digests_name_what_is_not_as_it_was_written(sharded: Path, tmp_path: Path) -> None:
+    done: list[tuple[int, int]] = []
+    assert check_digests(sharded, lambda *each: done.append(each)) == [FIRST, SECOND]
+    size = sum((sharded / name).stat().st_size for name in (FIRST, SECOND))
+    assert done[-1] == (size, size)
+    good = (sharded / SECOND).read_bytes()
+    (sharded / SECOND).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    Checkpoint(sharded).close()  # It has the right size.
+    with pytest.raises(CheckpointError, match=rf"model: 1 of 2 shards are not those that were written.*: {SECOND};"):
+        check_digests(sharded)
+    (sharded / SECOND).unlink()
+    with pytest.raises(CheckpointError, match=rf"{SECOND} \(No such file"):
+        check_digests(sharded)
+    index = json.loads((sharded / INDEX).read_text())
+    for digests in ({}, None):
+        (sharded / INDEX).write_text(json.dumps({**index, "metadata": {"sha256": digests}}))
+        assert check_digests(sharded) == []
+    for digests in ([], {"../model.safetensors": ""}, {FIRST: 1}):
+        (sharded / INDEX).write_text(json.dumps({**index, "metadata": {"sha256": digests}}))
+        with pytest.raises(CheckpointError, match=r"index\.json: metadata: sha256: must have a digest"):
+            check_digests(sharded)
+    save_checkpoint(tmp_path / "alone", lazy(floats("a")))
+    assert check_digests(tmp_path / "alone") == []
 
 
 def test_dtype_that_torch_lacks(tmp_path: Path) -> None:

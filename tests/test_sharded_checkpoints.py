@@ -1,11 +1,14 @@
 """Checkpoints of DTensors, read and written by two ranks."""
 
+import re
 import resource
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faults import faulty
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,14 +16,16 @@ from two_ranks import in_two_ranks
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
+from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import SINGLE
 from ligermodels.convert.mappings import concat, grouped_qkv, interleaved_gate_up, rename
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, ConfigError
 
 WEIGHTS = WeightMap(
     [
@@ -144,6 +149,52 @@ def fails(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     spec.save(out, state)  # Ranks are still in step.
 
 
+def overwrites(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """A disk that fails at any of some changes on the rank that writes: all raise, and what was there stays."""
+    new = sharded(mesh, {name: tensor + 1 for name, tensor in whole_state().items()})
+    spec = ExportSpec({"model_type": "new"}, WEIGHTS)
+    before = {path: path.read_bytes() for path in (folder / "out").iterdir()}
+    distributed.barrier()
+    struck = torch.zeros(1)
+    for at in (3, 12, 16, 20, 24, 28):
+        wanted = "out: cannot be written" if rank == 0 else "out: not written, rank 0 failed: "
+        with faulty(folder / "out" if rank == 0 else folder / "none", at, "error") as disk:
+            try:
+                spec.save(folder / "out", new, max_shard_size=100, overwrite=True)
+                failed = False
+            except CheckpointError as error:
+                failed = re.search(wanted, str(error)) is not None
+        assert failed == (rank != 0 or disk.struck)
+        struck += failed
+        distributed.barrier()
+        assert {path: path.read_bytes() for path in (folder / "out").iterdir()} == before
+        distributed.barrier()
+    assert struck == 6
+
+
+def read_together(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """A save between what one rank reads and what the other does: both read again, and get the new one."""
+    ranks, turns = Ranks.of_group(), 0
+
+    def open_files(opened: ExitStack) -> Any:
+        nonlocal turns
+        turns += 1
+        if turns == 1 and rank == 1:
+            distributed.barrier()  # Rank 0 has read the old one.
+            ExportSpec({"model_type": "new"}, WEIGHTS).save(folder / "out", whole_state(), overwrite=True)
+        found = read_json(folder / "out" / "config.json")["model_type"]
+        if turns == 1 and rank == 0:
+            distributed.barrier()
+        return found
+
+    with reading(folder / "out", open_files, ranks) as found:
+        assert (found, turns) == ("new", 2)
+    lost = reading(folder / "out", lambda _: read_json(folder / "none.json") if rank == 0 else None, ranks)
+    error, wanted = (ConfigError, "no such file") if rank == 0 else (CheckpointError, "rank 0 failed: .*no such file")
+    with pytest.raises(error, match=wanted), lost:
+        pass
+
+
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
@@ -175,3 +226,13 @@ def test_a_failure_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     in_two_ranks(fails, tmp_path)
     assert load_file(tmp_path / "out" / SINGLE).keys() == WEIGHTS.sources()
     assert {path.name for path in tmp_path.iterdir()} == {"out", "used", "rendezvous"}
+
+
+def test_ranks_overwrite_a_checkpoint_or_leave_it(tmp_path: Path) -> None:
+    ExportSpec({"model_type": "old"}, WEIGHTS).save(tmp_path / "out", whole_state(), max_shard_size=100)
+    in_two_ranks(overwrites, tmp_path)
+
+
+def test_ranks_read_the_same_save(tmp_path: Path) -> None:
+    ExportSpec({"model_type": "old"}, WEIGHTS).save(tmp_path / "out", whole_state())
+    in_two_ranks(read_together, tmp_path)

@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
@@ -180,13 +181,17 @@ def open_adapter(folder: Path) -> Iterator[tuple[dict[str, Any], Checkpoint]]:
 
     Raises ConfigError when there is no config, CheckpointError when there are no safetensors or they are damaged.
     """
-    config = read_json(folder / ADAPTER_CONFIG)
-    if not (folder / ADAPTER).is_file():
-        raise CheckpointError(
-            f"{folder}: no {ADAPTER}; pickles (adapter_model.bin) are not loaded: save it by PEFT anew"
-        )
-    with Checkpoint(folder, single=ADAPTER) as checkpoint:
-        yield config, checkpoint
+
+    def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
+        config = read_json(folder / ADAPTER_CONFIG)
+        if not (folder / ADAPTER).is_file():
+            raise CheckpointError(
+                f"{folder}: no {ADAPTER}; pickles (adapter_model.bin) are not loaded: save it by PEFT anew"
+            )
+        return config, opened.enter_context(Checkpoint(folder, single=ADAPTER))
+
+    with reading(folder, open_both) as found:
+        yield found
 
 
 def adapted_paths(config: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import typer
 
 from ligermodels.cli import models
 from ligermodels.cli.options import AsJson
-from ligermodels.console import print_json, readable_bytes, show_table
+from ligermodels.console import print_json, progress, readable_bytes, show_table
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -38,10 +38,15 @@ def info(
     weights: Annotated[
         bool, typer.Option("--weights", help="Of a hub id: download the weights and inspect them too.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the weight files with the digests in their index.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the architecture, sizes and memory of a checkpoint, or of an adapter or of heads; loads no weights."""
     found = describe(path, weights)
+    if check:
+        found |= checked(path)
     if as_json:
         print_json(found)
         return
@@ -75,6 +80,18 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     if models.holds_adapter(folder):
         found["adapter"] = adapter_facts(folder)
     return found
+
+
+def checked(path: str) -> dict[str, int]:
+    """How many weight files are those that were written, and how many have no digest that would tell; CheckpointError
+    that names those that are not."""
+    from ligermodels.convert.digests import check_digests
+
+    folder = models.locate(path, weights=False)
+    with progress("checking", in_bytes=True) as update:
+        files = check_digests(folder, update)
+    weights = {each.name for kind in ("*.safetensors", "*.pt") for each in folder.glob(kind)}
+    return {"files_as_written": len(files), "files_without_digest": len(weights - set(files))}
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:

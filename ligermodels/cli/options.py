@@ -81,7 +81,9 @@ def require_free(folder: Path, overwrite: bool, *, is_run: bool = False) -> None
         raise CheckpointError(
             f"{folder}: holds checkpoints of a run; --resume continues from the newest, --overwrite starts over"
         )
-    if not overwrite and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    from ligermodels.convert.saving import is_empty
+
+    if not overwrite and folder.exists() and not (folder.is_dir() and is_empty(folder)):
         raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or --overwrite")
 
 

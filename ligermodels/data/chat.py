@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ligermodels.convert.config_json import read_json, short
+from ligermodels.convert.journal import settle
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 
@@ -78,6 +79,7 @@ class ChatTemplate:
         chat_template.json. Raises CheckpointError when there is none.
         """
         folder = Path(folder)
+        settle(folder)
         tokens: dict[str, str] = {}
         config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):

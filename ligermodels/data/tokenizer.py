@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
+from ligermodels.convert.journal import settle
 from ligermodels.errors import CheckpointError
 
 
@@ -14,6 +15,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint `folder`; CheckpointError when it has no usable tokenizer.json."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        settle(Path(folder))
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file; text needs a checkpoint with its tokenizer")

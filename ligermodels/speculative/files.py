@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from ligermodels.archs.state_dict import StateDict
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec, as_json
-from ligermodels.convert.files import INDEX, SINGLE, written_whole
+from ligermodels.convert.files import INDEX, SINGLE
 from ligermodels.convert.loading import FileReader
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
+from ligermodels.convert.saving import written_whole
 from ligermodels.convert.weight_map import LazyTensor, WeightMap
 from ligermodels.errors import CheckpointError
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
@@ -171,30 +174,34 @@ def open_heads(folder: Path) -> Iterator[Heads]:
 
     Raises CheckpointError when there are no heads, in no format known, or files are damaged.
     """
+    with reading(folder, partial(_found, folder)) as found:
+        yield found
+
+
+def _found(folder: Path, opened: ExitStack) -> Heads:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     for file in dict.fromkeys(profile.file for profile in PROFILES.values()):
         if not ((folder / file).is_file() or (file == SINGLE and (folder / INDEX).is_file())):
             continue
-        with _opened(folder, file) as reader:
-            names = list(reader.headers)
-            found = {
-                name: counts
-                for name, profile in PROFILES.items()
-                if profile.file == file and (counts := profile.count(names)) is not None
-            }
-            if not found:
-                continue
-            if "token_map" in names:
-                raise CheckpointError(
-                    f"{folder}: its heads have a truncated vocabulary (token_map), which is not implemented; "
-                    "heads here need logits of every token"
-                )
-            nearest = min(found, key=lambda name: PROFILES[name].distance(found[name], names, config))
-            profile = PROFILES[nearest]
-            yield Heads(profile, *found[nearest], profile.has_biases(names), reader)
-            return
+        reader = opened.enter_context(_opened(folder, file))
+        names = list(reader.headers)
+        found = {
+            name: counts
+            for name, profile in PROFILES.items()
+            if profile.file == file and (counts := profile.count(names)) is not None
+        }
+        if not found:
+            continue
+        if "token_map" in names:
+            raise CheckpointError(
+                f"{folder}: its heads have a truncated vocabulary (token_map), which is not implemented; "
+                "heads here need logits of every token"
+            )
+        nearest = min(found, key=lambda name: PROFILES[name].distance(found[name], names, config))
+        profile = PROFILES[nearest]
+        return Heads(profile, *found[nearest], profile.has_biases(names), reader)
     examples = ", ".join(f"{p.linear.format(head=0, layer=0, part='weight')!r}" for p in PROFILES.values())
     raise NoHeadsError(f"{folder}: no Medusa heads: no tensor is named like one of {examples}")
 

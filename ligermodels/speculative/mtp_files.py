@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
@@ -69,9 +71,13 @@ def load_head(
 ) -> Layout:
     """Fill `head`, an `MTPHead` on `base`, from the checkpoint, or the head alone, in `folder`; returns how it is
     stored there. On the meta device it is only checked. Errors as of `MTPModel.from_pretrained`."""
-    _, quantization = without_quantization(read_json(folder / CONFIG))
+
+    def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
+        return read_json(folder / CONFIG), opened.enter_context(Checkpoint(folder))
+
     state, layouts = _state(head), Layout.all_of(base)
-    with Checkpoint(folder) as files:
+    with reading(folder, open_both) as (config, files):
+        _, quantization = without_quantization(config)
         reader = dequantized(files, quantization, base.dtype)
         nearest = nearest_layout([each.weight_map for each in layouts], reader.headers, state)
         layout = next(each for each in layouts if each.weight_map is nearest)

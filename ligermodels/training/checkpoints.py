@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.files import written_whole
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.saving import written_whole
 from ligermodels.convert.shards import is_dtensor
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
 from ligermodels.layers.sharding import reshard
 
 NAME = re.compile(r"step-(\d+)")
@@ -56,6 +56,7 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         self._group: Ranks | None = None
+        self._damaged: set[int] = set()
 
     @property
     def _ranks(self) -> Ranks:
@@ -71,6 +72,43 @@ class Checkpoints:
             return []
         names = [NAME.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(int(name[1]) for name in names if name)
+
+    def newest(self) -> tuple[int, dict[str, Any]] | None:
+        """Step and `about` of the newest checkpoint that is whole, None where there is none at all.
+
+        A CheckpointWarning says why newer ones are not; `load` puts those aside. Raises CheckpointError when none is
+        whole, or what is in the folder has lost its name.
+        """
+        wrong: list[str] = []
+        for step in reversed(self.steps()):
+            path = self._folder / f"step-{step}"
+            try:
+                _verify(path)
+                about = _read_json(path / RUN)
+                if about.get("step") != step:
+                    raise _unusable(path / RUN, f"is the checkpoint of step {about.get('step')}, under another name")
+            except CheckpointError as error:
+                wrong.append(str(error))
+                self._damaged.add(step)
+                continue
+            for each in wrong:
+                warnings.warn(f"going back to the checkpoint of step {step}: {each}", CheckpointWarning, stacklevel=2)
+            return step, about
+        if wrong:
+            raise CheckpointError(f"{wrong[0]}; no other is whole, so start over, or put back what was there")
+        if others := self._others():
+            raise CheckpointError(
+                f"{self._folder}: holds no checkpoint by its name, step-N, but {', '.join(others[:3])}; give what is "
+                "to be resumed its name back, or start over"
+            )
+        return None
+
+    def _others(self) -> list[str]:
+        """Names of what is no checkpoint, nor left over from writing one."""
+        if not self._folder.is_dir():
+            return []
+        names = sorted(path.name for path in self._folder.iterdir())
+        return [name for name in names if not (NAME.fullmatch(name) or name.startswith("."))]
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, run: Mapping[str, Any]) -> None:
         """Copy trained parameters, optimizer state and random-generator states to the host; write them in a thread.
@@ -99,8 +137,7 @@ class Checkpoints:
         with ExitStack() as opened:
             with ranks.step(str(target)):
                 if ranks.writes:
-                    for path in self._folder.glob(".*.partial"):  # of processes that were killed
-                        shutil.rmtree(path, ignore_errors=True)
+                    self._remove_leftovers()
                     self._remove(target)
                     size = sum(tensor.nbytes for tensor in tensors.values())
                     temporary = opened.enter_context(written_whole(target, size))
@@ -127,6 +164,22 @@ class Checkpoints:
                 opened.close()  # The folder gets its name.
                 if ranks.writes:
                     self._remove_old()
+
+    def _remove_leftovers(self) -> None:
+        """Those of processes that were killed: only one that is alive has a run's folder, see `folder.alone_in`."""
+        for path in self._folder.glob(".*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self._folder.glob(".*.lock"):
+            path.unlink(missing_ok=True)
+
+    def _put_damaged_aside(self) -> None:
+        """Else they would be taken for the newest ones, and others be removed instead."""
+        for step in self._damaged:
+            path, aside = self._folder / f"step-{step}", self._folder / f"damaged-step-{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            if path.exists():
+                path.rename(aside)
+        self._damaged.clear()
 
     def _remove_old(self) -> None:
         for old in self.steps()[: -self._keep]:
@@ -191,6 +244,7 @@ class Checkpoints:
                 restore(tensors[name])
         with ranks.step(str(path), ""):
             if ranks.writes:
+                self._put_damaged_aside()
                 self._remove_old()  # the process that wrote this one may have been killed before it did so
 
 

@@ -62,7 +62,7 @@ def export_adapter(
     Args:
         run: the folder of the run, which may be going on, or have been stopped or killed.
         out, overwrite: as of `save_adapter`.
-        step: of the checkpoint, by default of the newest.
+        step: of the checkpoint, by default of the newest that is whole.
         base: the base model, a folder or a hub id, by default the one in the run's recipe.
 
     Raises:
@@ -79,7 +79,9 @@ def export_adapter(
     if not steps or step not in (None, *steps):
         wanted = "" if step is None else f" of step {step}"
         raise CheckpointError(f"{folder}: no checkpoint{wanted}; there are: {', '.join(map(str, steps)) or 'none'}")
-    step = steps[-1] if step is None else step
+    if step is None:
+        found = checkpoints.newest()
+        step = steps[-1] if found is None else found[0]
     recipe = recipe if base is None else recipe.changed({"base": base})
     prepare = partial(FineTuningJob.prepare, recipe)
     model = Base.find(recipe).load(recipe, device="meta", attention="auto", prepare=prepare)

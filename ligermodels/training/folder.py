@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import yaml
 
 from ligermodels.convert.config_json import read_json
+from ligermodels.convert.locks import Locked, locked
 from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import BY_CONTENT, Content
@@ -20,6 +23,33 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 """Files of a run before its export. CONTENT is written first and marks the folder as a run's."""
+LOCK = ".run.lock"
+"""Held as long as a run is alive."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Have `folder`, which is made if need be, for one run: its lock is held, which a process that dies gives back.
+
+    Raises CheckpointError when another run has it, or it cannot be made.
+    """
+    made = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    with ExitStack() as held:
+        held.callback(_remove_empty, made)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(folder / LOCK))
+        except Locked:
+            raise CheckpointError(f"{folder}: another run has it; wait for its end, or give another folder") from None
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be written: {error}; give another folder") from error
+        yield
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # Not empty: the run has written something.
+            folder.rmdir()
 
 
 def has_checkpoints(folder: Path) -> bool:
@@ -32,9 +62,9 @@ def require_resumable(folder: Path) -> None:
     if has_checkpoints(folder) or not folder.exists():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
-    names_of_files = {name for name in names if not (name.startswith(".") and name.endswith(".partial"))}
+    names_of_files = {name for name in names if not (name.startswith(".") and name.endswith((".partial", ".lock")))}
     interrupted = CONTENT in names and names_of_files <= {RECIPE, CONTENT, METRICS, CHECKPOINTS, TENSORBOARD}
-    if not interrupted and not names <= {_partial(CONTENT)}:
+    if not interrupted and not names <= {_partial(CONTENT), LOCK}:
         raise CheckpointError(
             f"{folder}: holds no checkpoint to resume from, but something else; if that is a finished run there is "
             "nothing left to do, otherwise give another folder, or --overwrite to start over"

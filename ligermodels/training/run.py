@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -27,7 +27,7 @@ from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import data_share, join, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.folder import CHECKPOINTS, prepare
+from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare
 from ligermodels.training.inputs import content_of, documents_of, require_same_content, same_recipe
 from ligermodels.training.interruption import AgreedStop, Interrupted, sigterm, until
 from ligermodels.training.job import Evaluation, JobFactory
@@ -84,6 +84,9 @@ def run_job(
     a GPU of the same kind where the backward of attention is deterministic. On SIGTERM the current step is finished, an
     evaluation is abandoned (and repeated on resuming), a checkpoint is written, and the outcome is not `finished`.
 
+    Only one run at a time has a folder. Of checkpoints that are damaged, or of another step than they say, it resumes
+    from the one before, with a warning.
+
     The last step's checkpoint is written before the export, and removed after it if the recipe keeps none.
 
     On the processes of torchrun the model is spread by the recipe's `parallel`, see `parallelize`, and each step's
@@ -99,12 +102,16 @@ def run_job(
         ConfigError: the recipe has no base or data, a dtype that cannot be trained in, or a tokenizer that does not fit
             the base; or is not that of the checkpoint.
         InputError: the data cannot be read, has more unusable lines than allowed, or is not what the run started with.
-        CheckpointError: the base, its tokenizer or template, or a checkpoint of the run is unusable; or the base is not
-            the one that the run started with.
+        CheckpointError: the base, its tokenizer or template, or every checkpoint of the run is unusable; or the base is
+            not the one that the run started with; or another run has the folder, or it cannot be written.
         TrainingError: the loss is not finite, or there is nothing to learn in the data; or another rank has ended.
     """
-    joined = join(device)
+    joined, held = join(device), ExitStack()
     try:
+        ranks = Ranks.of_group()
+        with ranks.step(str(out), ""):
+            if ranks.writes:
+                held.enter_context(alone_in(Path(out)))
         run = _Run(recipe, Path(out), resume, console or Console())
         run.load(job, device, attention)
         outcome = run.train()
@@ -119,6 +126,7 @@ def run_job(
             f"checkpoint with resume ({str(error).splitlines()[0]})"
         ) from error
     finally:
+        held.close()
         if joined:
             dist.destroy_process_group()
 
@@ -141,9 +149,8 @@ class _Run:
         self.micro_batch_size, self.accumulation_steps = recipe.micro_batches(self.data_size)
         self.checkpoints = Checkpoints(out / CHECKPOINTS, recipe.keep_checkpoints)
         self.start, self.targets, self.about = 0, 0, dict[str, Any]()
-        if resume and (found := self._first(self.checkpoints.steps)):
-            self.start = found[-1]
-            self.about = self._first(lambda: self.checkpoints.about(self.start))
+        if resume and (found := self._first(self.checkpoints.newest)):
+            self.start, self.about = found
             self.targets = self.about.get("targets", 0)
             recipe = same_recipe(recipe, self.about["recipe"])
         elif recipe.date is None:
