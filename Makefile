@@ -1,11 +1,11 @@
-# make demo | test | test-integrations | lint | format | matrix | bench. Each first makes .venv, again whenever what it installs changes.
+# make demo | test | test-integrations | lint | format | matrix | docs | package | bench. Each first makes .venv, again whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow test-integrations test-transformers4 lint format matrix bench
+.PHONY: demo test test-slow test-integrations test-transformers4 lint format matrix docs package bench
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -39,6 +39,16 @@ format: $(READY)
 matrix: $(READY)
 	$(BIN)/python tests/matrix.py
 
+# The site, in build/site. A page outside the nav, a broken link or an unknown name is an error.
+docs: $(BIN)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+# What an index would get, in dist/. That it is complete and works once installed is tests/test_project.py.
+package: $(BIN)/.package
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
 # All benchmarks, or those of BENCH (BENCH="ops attention"), added to benchmarks/results/; then the report in docs/.
 bench: $(READY)
 	@$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('make bench needs a CUDA GPU; torch sees none')"
@@ -53,6 +63,14 @@ $(READY): pyproject.toml constraints.txt
 
 $(BIN)/.integrations: $(READY)
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[integrations]'
+	@touch $@
+
+$(BIN)/.docs: $(READY)
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
+$(BIN)/.package: $(READY)
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[package]'
 	@touch $@
 
 build/transformers4/.ready: constraints.txt

@@ -2,8 +2,9 @@
 
 All parameters are trained or, in cases of a `lora_rank`, LoRA on all linear layers of the blocks: beside transformers
 that of PEFT. Every provider is first checked, without LoRA: with the weights of a model of a few layers that
-transformers saved, its loss and gradient must be those of transformers in fp32. With `--floor` each case begins with the least time
-of its step, from limits measured here (`benchmarks.floor`); with `--profile` ours ends with its kernels by class.
+transformers saved, its loss and gradient must be those of transformers in fp32. With `--floor` each case begins with
+the least time of its step, from limits measured here (`benchmarks.floor`); with `--profile` ours ends with its kernels
+by class.
 """
 
 from __future__ import annotations
