@@ -41,7 +41,7 @@ matrix: $(READY)
 
 # The site, in build/site. A page outside the nav, a broken link or an unknown name is an error.
 docs: $(BIN)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # What an index would get, in dist/. That it is complete and works once installed is tests/test_project.py.
 package: $(BIN)/.package
