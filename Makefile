@@ -1,11 +1,13 @@
-# make demo | test | test-integrations | lint | format | matrix | docs | package | bench. Each first makes .venv, again whenever what it installs changes.
+# make demo | test | test-integrations | lint | format | matrix | docs | package | bench. Each first makes .venv, again
+# whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
 PYTHON ?= python3
 JOBS ?= 2
+OTHER ?= python3.13
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow test-integrations test-transformers4 lint format matrix docs package bench
+.PHONY: demo test test-slow test-integrations test-transformers4 test-python lint format matrix docs package bench
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -25,6 +27,10 @@ test-integrations: $(BIN)/.integrations
 # Exports opened by the last transformers before 5.
 test-transformers4: $(READY) build/transformers4/.ready
 	LIGERMODELS_OTHER_PYTHON="$(CURDIR)/build/transformers4/bin/python" $(BIN)/pytest tests/test_other_transformers.py
+
+# The tests on another Python, with the newest packages that it has beside the pinned torch: make test-python OTHER=python3.10
+test-python: build/$(notdir $(OTHER))/.ready
+	$(<D)/bin/pytest -n $(JOBS) --dist worksteal -m "not slow" --ignore tests/integrations
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -76,4 +82,10 @@ $(BIN)/.package: $(READY)
 build/transformers4/.ready: constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install $(shell grep '^torch==' constraints.txt) transformers==4.57.6
+	@touch $@
+
+build/$(notdir $(OTHER))/.ready: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(OTHER) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(shell grep '^torch==' constraints.txt) setuptools
+	$(@D)/bin/python -m pip install --no-build-isolation -e '.[dev]'
 	@touch $@
