@@ -139,6 +139,8 @@ def _short(commit: str) -> str:
 def page(found: Mapping[str, list[Record]]) -> str:
     """docs/results.md."""
     measured = results(found)
+    if not measured:
+        return "# Results\n\nNo case has been measured beside a peer.\n"
     lines = ["| | ligermodels | fastest peer | speed | memory | commit | command |", "|---|---|---|---|---|---|---|"]
     for r in measured:
         memory = "" if r.memory is None else f"{r.memory:.2f}"
