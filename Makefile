@@ -1,11 +1,13 @@
-# make demo | test | test-integrations | lint | format | matrix | bench. Each first makes .venv, again whenever what it installs changes.
+# make demo | test | test-integrations | lint | format | matrix | docs | package | bench. Each first makes .venv, again
+# whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
 PYTHON ?= python3
 JOBS ?= 2
+OTHER ?= python3.13
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow test-integrations test-transformers4 lint format matrix bench
+.PHONY: demo test test-slow test-integrations test-transformers4 test-python lint format matrix docs package bench
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -26,6 +28,10 @@ test-integrations: $(BIN)/.integrations
 test-transformers4: $(READY) build/transformers4/.ready
 	LIGERMODELS_OTHER_PYTHON="$(CURDIR)/build/transformers4/bin/python" $(BIN)/pytest tests/test_other_transformers.py
 
+# The tests on another Python, with the newest packages that it has beside the pinned torch: make test-python OTHER=python3.10
+test-python: build/$(notdir $(OTHER))/.ready
+	$(<D)/bin/pytest -n $(JOBS) --dist worksteal -m "not slow" --ignore tests/integrations
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,6 +44,16 @@ format: $(READY)
 
 matrix: $(READY)
 	$(BIN)/python tests/matrix.py
+
+# The site, in build/site. A page outside the nav, a broken link or an unknown name is an error.
+docs: $(BIN)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# What an index would get, in dist/. That it is complete and works once installed is tests/test_project.py.
+package: $(BIN)/.package
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 
 # All benchmarks, or those of BENCH (BENCH="ops attention"), added to benchmarks/results/; then the report in docs/.
 bench: $(READY)
@@ -55,7 +71,21 @@ $(BIN)/.integrations: $(READY)
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[integrations]'
 	@touch $@
 
+$(BIN)/.docs: $(READY)
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
+$(BIN)/.package: $(READY)
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[package]'
+	@touch $@
+
 build/transformers4/.ready: constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install $(shell grep '^torch==' constraints.txt) transformers==4.57.6
+	@touch $@
+
+build/$(notdir $(OTHER))/.ready: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(OTHER) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(shell grep '^torch==' constraints.txt) setuptools
+	$(@D)/bin/python -m pip install --no-build-isolation -e '.[dev]'
 	@touch $@

@@ -1,4 +1,8 @@
-"""Results as horizontal bars, providers side by side."""
+"""Results as pictures: of each case how fast every provider is, over the fastest peer of the same run.
+
+All pictures have that one axis, logarithmic where it spans much, and one colour for a provider. Records of different
+runs are never beside one another: a case shows the last run beside the most peers.
+"""
 
 from __future__ import annotations
 
@@ -10,97 +14,191 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from benchmarks.targets import latest
+from benchmarks.runs import broadest_run, is_peer
 
 Record = dict[str, Any]
 
 
+class Panel(NamedTuple):
+    """What is compared: the first of `keys` that the records of a run share; `lower` values are better, or higher."""
+
+    keys: tuple[str, ...]
+    title: str
+    lower: bool = False
+
+
 class Plot(NamedTuple):
-    """A picture of the records of a benchmark that `keep` wants: a panel for each key of `panels`, with its title; the
-    first key among several that a record has. `line`: where the limit is."""
+    """A picture of the records of a benchmark that `keep` wants. `reference`: the provider at 1; else the best peer."""
 
     benchmark: str
-    panels: dict[tuple[str, ...], str]
+    panels: tuple[Panel, ...]
     keep: Callable[[Record], bool] = lambda record: True
-    line: float | None = None
+    reference: str | None = None
 
 
-def _memory_bound(record: Record) -> bool:
-    return " 16384x" in record["case"] and "both_of_copy" in record
-
-
+SPEED = Panel(("tokens_per_s",), "speed: tokens/s")
+MEMORY = Panel(("peak_gib",), "memory: peak, GiB", lower=True)
 PLOTS = {
     "ops": Plot(
         "ops",
-        {
-            ("forward_row_of_copy", "forward_of_copy"): "forward, share of the copy rate (in a row, where recorded)",
-            ("both_row_of_copy", "both_of_copy"): "forward + backward, the same",
-        },
-        _memory_bound,
-        1.0,
+        (
+            Panel(("forward_row_of_copy", "forward_of_copy"), "speed: forward, share of the copy rate"),
+            Panel(("both_row_of_copy", "both_of_copy"), "speed: forward + backward, share of the copy rate"),
+        ),
+        lambda record: " 16384x" in record["case"] and "both_of_copy" in record,
     ),
     "small": Plot(
         "ops",
-        {("eager_us",): "forward + backward called from Python, µs", ("graph_us",): "in a CUDA graph, µs"},
+        (
+            Panel(("eager_us",), "speed: forward + backward called from Python, µs", lower=True),
+            Panel(("graph_us",), "speed: in a CUDA graph, µs", lower=True),
+        ),
         lambda record: record["case"].startswith("small "),
     ),
     "attention": Plot(
-        "attention", {("forward_tflops",): "forward, TFLOP/s", ("backward_tflops",): "backward, TFLOP/s"}
+        "attention",
+        (
+            Panel(("forward_tflops",), "speed: forward, TFLOP/s"),
+            Panel(("backward_tflops",), "speed: backward, TFLOP/s"),
+        ),
     ),
-    "training": Plot("training", {("tokens_per_s",): "full fine-tuning, tokens/s", ("peak_gib",): "peak memory, GiB"}),
-    "decoding": Plot("decoding", {("step_ms",): "a decoding step, ms"}),
-    "medusa": Plot("medusa", {("tokens_per_s",): "Medusa stage 1, tokens/s", ("peak_gib",): "peak memory, GiB"}),
+    "training": Plot("training", (SPEED, MEMORY), lambda record: record["provider"] != "bare step"),
+    "nativize": Plot("nativize", (SPEED, MEMORY)),
+    "decoding": Plot("decoding", (Panel(("step_ms",), "speed: a decoding step, ms", lower=True),), reference="gemms"),
+    "medusa": Plot("medusa", (SPEED, MEMORY)),
 }
 """Name of the picture -> what it shows."""
 
+COLOURS = {
+    "ligermodels": "#d62728",
+    "ligermodels + torch.compile": "#ff9896",
+    "ligermodels shared": "#8c1b1b",
+    "ligermodels stage 2": "#c49c94",
+    "ligermodels without a graph": "#ff9896",
+    "medusa tree step": "#8c1b1b",
+    "transformers + nativize": "#e377c2",
+    "liger": "#1f77b4",
+    "liger_cloned": "#9ecae1",
+    "transformers + liger": "#1f77b4",
+    "torch": "#ff7f0e",
+    "torch_chunked": "#bcbd22",
+    "torch.compile": "#9467bd",
+    "transformers": "#ff7f0e",
+    "transformers + torch.compile": "#9467bd",
+    "quack": "#2ca02c",
+    "flash-attn-4": "#17becf",
+    "sdpa cudnn": "#1b9e77",
+    "sdpa flash": "#7f7f7f",
+    "gemms": "#000000",
+}
+"""Of every provider, in all pictures. Plain transformers is torch's eager code, and Liger's kernels are Liger's."""
+OTHER = "#aaaaaa"
 
-def _value(record: Record, keys: tuple[str, ...]) -> float | None:
-    return next((float(record[key]) for key in keys if key in record), None)
+
+class Group(NamedTuple):
+    """A case's records of one run, one for each provider."""
+
+    case: str
+    records: list[Record]
+
+
+def groups(plot: Plot, records: list[Record]) -> list[Group]:
+    """The cases that have something to compare."""
+    kept = [r for r in records if plot.keep(r)]
+    found = []
+    for case in dict.fromkeys(r["case"] for r in kept):
+        for key in plot.panels[0].keys:
+            group = Group(case, broadest_run((r for r in kept if r["case"] == case), key))
+            if ratios(plot, plot.panels[0], group)[0]:
+                found.append(group)
+                break
+    return found
+
+
+def ratios(plot: Plot, panel: Panel, group: Group) -> tuple[dict[str, float], str]:
+    """Provider -> how much better than the best peer it is (above 1) or worse; and the values of ours and of that peer
+    as text. Empty where there are no two that were measured alike."""
+    records = [r for r in group.records if any(key in r for key in panel.keys)]
+    key = next((key for key in panel.keys if all(key in r for r in records)), None)
+    values = {r["provider"]: float(r[key]) for r in records} if key is not None else {}
+    peers = [v for p, v in values.items() if (is_peer(p) if plot.reference is None else p == plot.reference)]
+    if len(values) < 2 or not peers:
+        return {}, ""
+    best = min(peers) if panel.lower else max(peers)
+    ours = next((values[p] for p in values if p.startswith("ligermodels") or p.endswith("nativize")), None)
+    text = " · ".join(_number(value) for value in (ours, best) if value is not None)
+    return {p: best / value if panel.lower else value / best for p, value in values.items()}, text
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def draw(found: Mapping[str, list[Record]], folder: Path) -> list[str]:
     """Write the pictures that there are results for; their names."""
     drawn = []
     for name, plot in PLOTS.items():
-        kept = [r for r in latest(found[plot.benchmark]) if plot.keep(r)]
-        kept = [r for r in kept if any(_value(r, keys) is not None for keys in plot.panels)]
-        if kept:
-            _picture(plot, kept, folder / f"{name}.png")
+        if shown := groups(plot, found.get(plot.benchmark, [])):
+            _picture(name, plot, shown, folder / f"{name}.png")
             drawn.append(name)
     return drawn
 
 
-def _picture(plot: Plot, records: list[Record], path: Path) -> None:
-    """Bars of one case stand together, in the order of the providers, with nothing where one is missing."""
-    providers = sorted(dict.fromkeys(r["provider"] for r in records), key=lambda p: not p.startswith("ligermodels"))
-    colours = {provider: f"C{index}" for index, provider in enumerate(providers)}
-    places: list[tuple[float, Record]] = []
-    ticks: dict[str, float] = {}
-    top = 0.0
-    for case in dict.fromkeys(r["case"] for r in records):
-        group = sorted((r for r in records if r["case"] == case), key=lambda r: providers.index(r["provider"]))
-        places += [(top + i, r) for i, r in enumerate(group)]
-        ticks[case] = top + (len(group) - 1) / 2
-        top += len(group) + 1
+def _picture(name: str, plot: Plot, shown: list[Group], path: Path) -> None:
     figure, panels = plt.subplots(
-        1, len(plot.panels), figsize=(13, 1.2 + 0.19 * top), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axes, (keys, title) in zip(panels[0], plot.panels.items(), strict=True):
-        for provider in providers:
-            bars = [(y, _value(r, keys)) for y, r in places if r["provider"] == provider]
-            known = [(y, value) for y, value in bars if value is not None]
-            drawn = axes.barh([y for y, _ in known], [v for _, v in known], 1, label=provider, color=colours[provider])
-            axes.bar_label(drawn, [f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for _, v in known], fontsize=6, padding=2)
-        if plot.line is not None:
-            axes.axvline(plot.line, color="black", linewidth=0.8)
-        axes.set_title(title, fontsize=10)
-        axes.margins(x=0.12)
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-    panels[0][0].set_yticks(list(ticks.values()), list(ticks), fontsize=8)
-    panels[0][0].set_ylim(top - 0.5, -1)
-    entries = {label: bar for axes in panels[0] for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        1, len(plot.panels), figsize=(7 * len(plot.panels) + 1.5, 1.9 + 0.24 * len(shown)), squeeze=False, sharey=True,
+        layout="constrained",
+    )  # fmt: skip
+    for axes, panel in zip(panels[0], plot.panels, strict=True):
+        _draw_panel(axes, plot, panel, shown)
+    panels[0][0].set_yticks(range(len(shown)), [group.case for group in shown], fontsize=8)
+    panels[0][0].set_ylim(len(shown) - 0.5, -0.5)
+    of = "the best peer" if plot.reference is None else "the GEMMs alone"
+    figure.suptitle(f"{name}, over {of} of the same run (at 1; right of it is better): {origin(shown)}", fontsize=10)
+    entries = {label: dot for axes in panels[0] for dot, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def _draw_panel(axes: Axes, plot: Plot, panel: Panel, shown: list[Group]) -> None:
+    texts, reached = [], [1.0]
+    providers = dict.fromkeys(r["provider"] for group in shown for r in group.records)
+    places: dict[str, list[tuple[float, int]]] = {provider: [] for provider in providers}
+    for y, group in enumerate(shown):
+        found, text = ratios(plot, panel, group)
+        texts.append(text)
+        reached += found.values()
+        for provider, ratio in found.items():
+            places[provider].append((ratio, y))
+    for provider, dots in places.items():
+        ours = not is_peer(provider)
+        axes.scatter(
+            [x for x, _ in dots], [y for _, y in dots], s=46 if ours else 30, marker="D" if ours else "o",
+            color=COLOURS.get(provider, OTHER), label=provider, zorder=3 if ours else 2, alpha=0.9,
+        )  # fmt: skip
+    axes.axvline(1.0, color="black", linewidth=0.8, zorder=1)
+    if max(reached) / min(reached) > 3:
+        axes.set_xscale("log", base=2)
+    else:
+        axes.set_xlim(min(0.8, min(reached) - 0.03), max(1.2, max(reached) + 0.03))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_title(f"{panel.title}\n(numbers: ours · what is at 1)", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(range(len(shown)), texts, fontsize=7)
+    right.tick_params(length=0)
+
+
+def origin(shown: list[Group]) -> str:
+    """GPU and dates of the records."""
+    records = [r for group in shown for r in group.records]
+    gpus = dict.fromkeys(str(r["gpu"]) for r in records if "gpu" in r)
+    dates = sorted({str(r["date"]) for r in records if r.get("date")})
+    span = [] if not dates else [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"]
+    return ", ".join([*gpus, *span]) or "GPU not recorded"

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.report`: the recorded results as plots and as docs/benchmark-tables.md."""
+"""`python -m benchmarks.report`: the recorded results as plots, docs/benchmark-tables.md, docs/results.md and the table
+of the README."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from benchmarks.measure import RESULTS
 
 Record = dict[str, Any]
 DOCS = RESULTS.parent.parent / "docs"
-NAMES = ("ops", "attention", "training", "decoding", "medusa", "loading")
+NAMES = ("ops", "attention", "training", "nativize", "decoding", "medusa", "loading")
 """The benchmarks, whose results are in NAME-GPU.jsonl."""
 
 
@@ -37,14 +38,16 @@ def _named(record: Record) -> Record:
 
 def write(results: Path, gpu: str, out: Path) -> list[Path]:
     """The page and the plots of the results in a folder; what was written."""
-    from benchmarks import plots, tables  # These need matplotlib.
+    from benchmarks import plots, summary, tables  # These need matplotlib.
 
     found = read(results, gpu)
     out.mkdir(parents=True, exist_ok=True)
     drawn = plots.draw(found, out)
     page = out / "benchmark-tables.md"
     page.write_text(tables.page(found, drawn), encoding="utf-8")
-    return [page, *(out / f"{name}.png" for name in drawn)]
+    front = out / "results.md"
+    front.write_text(summary.page(found), encoding="utf-8")
+    return [page, front, *(out / f"{name}.png" for name in drawn)]
 
 
 def main() -> None:
@@ -55,6 +58,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DOCS, help="where pages and plots go")
     arguments = parser.parse_args()
     print(*write(arguments.results, arguments.gpu, arguments.out), sep="\n")
+    if arguments.out == DOCS:
+        from benchmarks import summary
+
+        summary.write_front(DOCS.parent / "README.md", read(arguments.results, arguments.gpu))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -34,7 +36,11 @@ def is_first_rank() -> bool:
 
 def say(message: str) -> None:
     """Print a line on standard error, apart from the command's results."""
-    console(stderr=True).print(message, soft_wrap=True)
+    screen = console(stderr=True)
+    if screen.is_jupyter:  # rich would show a block of HTML for each line
+        print(message, file=sys.stderr)
+    else:
+        screen.print(message, soft_wrap=True)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> None:
@@ -67,8 +73,12 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def progress(what: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
-    """A progress bar on standard error, moved by calling what is yielded. Off a terminal, a line for each note."""
+    """A progress bar on standard error, moved by calling what is yielded. Off a terminal, a line for each note; in a
+    notebook, one line that is rewritten in place."""
     screen = console(stderr=True)
+    if screen.is_jupyter:
+        yield _notebook_line(what, in_bytes)
+        return
     if not screen.is_terminal:
         yield lambda done, total, note="": say(f"{what}: {done} of {total}, {note}") if note else None
         return
@@ -78,6 +88,25 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
     with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task(what, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+
+
+def _notebook_line(what: str, in_bytes: bool) -> ProgressUpdate:
+    """Notebooks show every line that is written, one below the other, but can replace what they display."""
+    from IPython.display import display  # type: ignore[import-not-found, unused-ignore]  # there, in a notebook
+
+    shown, last = display({"text/plain": f"{what} ..."}, raw=True, display_id=True), -math.inf
+
+    def update(done: int, total: int, note: str = "") -> None:
+        nonlocal last
+        if done < total and time.monotonic() - last < 0.1:  # each is a message to the browser
+            return
+        last = time.monotonic()
+        amounts = [readable_bytes(n) if in_bytes else f"{n:,}" for n in (done, total)]
+        bar = "█" * (20 * done // max(total, 1))
+        text = f"{what} {bar:░<20} {' of '.join(amounts)}{note and ', '}{note}"
+        shown.update({"text/plain": text}, raw=True)
+
+    return update
 
 
 def readable_bytes(count: float) -> str:

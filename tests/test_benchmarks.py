@@ -33,8 +33,10 @@ from benchmarks import (  # noqa: E402  # noqa: E402
     measure,
     ops,
     peers,
+    plots,
     profile,
     report,
+    summary,
     targets,
     training,
 )
@@ -423,8 +425,50 @@ def test_the_report_of_the_stored_results(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 500 for path in written)
     page = written[0].read_text(encoding="utf-8")
     assert "| llama-3-8b 4x4096 | ligermodels |" in page
-    for picture in (path.name for path in written[1:]):
+    assert written[1].name == "results.md"
+    for picture in (path.name for path in written[2:]):
         assert f"({picture})" in page
+
+
+def test_the_front_pages_have_the_stored_results() -> None:
+    """No number in the README or in docs/results.md but those of the records."""
+    found = report.read(measure.RESULTS, "h200")
+    assert (report.DOCS / "results.md").read_text(encoding="utf-8") == summary.page(found)
+    assert summary.front(found) in (report.DOCS.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_only_records_of_one_run_are_compared() -> None:
+    """Ours of a later run is not set beside a peer of an earlier one, nor a run of few peers above one of more; the
+    best peer of each measure is at 1."""
+    case = "llama-3-8b 4x4096"
+    runs = {
+        "a": {"ligermodels": (90.0, 20.0), "transformers": (45.0, 8.0), "transformers + liger": (60.0, 10.0)},
+        "b": {"ligermodels": (100.0, 20.0), "transformers": (50.0, 8.0), "transformers + liger": (80.0, 10.0)},
+        "c": {"ligermodels": (200.0, 20.0), "transformers": (40.0, 8.0)},
+        "d": {"ligermodels": (300.0, 20.0)},
+    }
+    records = [
+        {"case": case, "provider": p, "commit": run, "tokens_per_s": speed, "peak_gib": memory, "gpu": "G", "date": "1"}
+        for run, providers in runs.items()
+        for p, (speed, memory) in providers.items()
+    ]
+    plot = plots.PLOTS["training"]
+    (group,) = plots.groups(plot, records)
+    speeds, text = plots.ratios(plot, plot.panels[0], group)
+    assert (speeds, text) == ({"ligermodels": 1.25, "transformers": 0.625, "transformers + liger": 1.0}, "100 · 80")
+    memory, text = plots.ratios(plot, plot.panels[1], group)
+    assert (memory, text) == ({"ligermodels": 0.4, "transformers": 1.0, "transformers + liger": 0.8}, "20 · 8")
+    (result,) = summary.results({"training": records})
+    assert (result.ours["commit"], result.peer["provider"]) == ("b", "transformers + liger")
+    assert (result.speed, result.memory) == (1.25, 0.5)
+
+
+def test_every_provider_has_a_colour_and_every_picture_a_gpu_and_a_date() -> None:
+    found = report.read(measure.RESULTS, "h200")
+    for name, plot in plots.PLOTS.items():
+        shown = plots.groups(plot, found[plot.benchmark])
+        assert shown and {r["provider"] for group in shown for r in group.records} <= plots.COLOURS.keys(), name
+        assert "NVIDIA H200" in plots.origin(shown) and "2026-" in plots.origin(shown)
 
 
 def test_a_report_takes_the_last_record_and_misses_no_field(tmp_path: Path) -> None:
@@ -444,8 +488,10 @@ def test_a_report_takes_the_last_record_and_misses_no_field(tmp_path: Path) -> N
     measure.write(tmp_path / "apart" / "ops-h200.jsonl", [old, theirs | {"eager_us": 20.0}])
     assert targets.targets(report.read(tmp_path / "apart", "h200")) == []
     names = [path.name for path in report.write(tmp_path / "in", "h200", tmp_path / "out")]
-    assert names == ["benchmark-tables.md", "small.png"]
-    assert report.write(tmp_path / "nothing", "h200", tmp_path / "empty") == [tmp_path / "empty" / names[0]]
+    assert names == ["benchmark-tables.md", "results.md", "small.png"]
+    assert report.write(tmp_path / "nothing", "h200", tmp_path / "empty") == [
+        tmp_path / "empty" / name for name in names[:2]
+    ]
 
 
 def test_every_command_of_the_whole_is_one_that_its_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:

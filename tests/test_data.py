@@ -465,3 +465,20 @@ def test_the_data_stays_on_disk(tmp_path: Path, tokenizer: Tokenizer) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(found) >= 4000 + math.floor(10e6 / corpus.PIECE) and peak < 12e6, peak
+
+
+def test_a_tokenizer_by_the_name_of_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id as well as a folder, and never the weights."""
+    tokenizer_of("qwen2.5", tmp_path)
+    asked = []
+    monkeypatch.setattr(
+        "ligermodels.data.tokenizer.resolve", lambda name, **options: asked.append((name, options)) or tmp_path
+    )
+    found = Tokenizer.from_pretrained("owner/name", revision="v1", local_files_only=True)
+    assert found.encode("the whole") == Tokenizer(tmp_path).encode("the whole") != []
+    assert asked == [("owner/name", {"weights": False, "revision": "v1", "local_files_only": True})]
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: no such file"):
+        Tokenizer.from_pretrained(tmp_path.parent)
+    with pytest.raises(CheckpointError, match="nothing-there"):
+        Tokenizer.from_pretrained(tmp_path / "nothing-there")

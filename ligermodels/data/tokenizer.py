@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
+from ligermodels.convert.hub import resolve
 from ligermodels.convert.journal import settle
 from ligermodels.errors import CheckpointError
 
@@ -26,6 +28,20 @@ class Tokenizer:
         # Some are saved with truncation or padding enabled.
         self.backend.no_truncation()
         self.backend.no_padding()
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **hub: Any) -> "Tokenizer":
+        """The tokenizer of a checkpoint: a local folder or a hub id, whose weights are not fetched.
+
+        Args:
+            name_or_path: as of `lm.from_pretrained`.
+            hub: `revision`, `token`, `cache_dir`, `local_files_only`, as of `lm.from_pretrained`.
+
+        Raises:
+            CheckpointError: no such local folder, or no usable tokenizer.json in it.
+            HubError: the repository cannot be found or fetched.
+        """
+        return cls(resolve(name_or_path, weights=False, **hub))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds (usually a BOS)."""

@@ -44,7 +44,7 @@ def generate(
             it returns True.
         streamer: as transformers' `TextStreamer`: `put` is called with the prompts (B, T) and then with the tokens (B,)
             of each step, on the CPU; `end` at the end.
-        The others, and errors, are those of `Decoding`.
+        options: the other arguments, and the errors, are those of `Decoding`.
 
     Returns:
         Long (B, T + n) on the model's device: the prompts, padded on the left, then the n <= max_new_tokens new tokens

@@ -110,6 +110,7 @@ class _NormView:
 
     weight: Tensor
     config: NormConfig
+    of_heads: bool = False
 
 
 def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = None) -> Tensor:

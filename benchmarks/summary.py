@@ -1,0 +1,164 @@
+"""docs/results.md and the table of the README: a few rows, each of one run, beside the fastest peer of that run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.runs import broadest_run, is_peer
+
+Record = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A case of a benchmark, by a provider of ours, and the command that measures it. `key` is what is compared: tokens
+    per second, or a time. `front`: the row is in the README too."""
+
+    what: str
+    benchmark: str
+    case: str
+    key: str
+    command: str
+    ours: str = "ligermodels"
+    front: bool = False
+
+
+TOKENS = "tokens_per_s"
+STEP = "full fine-tuning step, {}"
+ROWS = (
+    Row(STEP.format("Llama-3-8B 4 x 4096"), "training", "llama-3-8b 4x4096", TOKENS, 'training "llama-3-8b 4x4096"',
+        front=True),
+    Row(STEP.format("Llama-3-8B 1 x 4096"), "training", "llama-3-8b 1x4096", TOKENS, 'training "llama-3-8b 1x4096"'),
+    Row(STEP.format("Llama-3.2-1B 4 x 4096"), "training", "llama-3.2-1b 4x4096", TOKENS,
+        'training "llama-3.2-1b 4x4096"', front=True),
+    Row(STEP.format("Gemma-2-2B 2 x 4096"), "training", "gemma-2-2b 2x4096", TOKENS, 'training "gemma-2-2b 2x4096"',
+        front=True),
+    Row("LoRA step of rank 16, Llama-3-8B 4 x 4096", "training", "llama-3-8b 4x4096 LoRA 16", TOKENS,
+        'training "llama-3-8b 4x4096 LoRA 16"', front=True),
+    Row("`lm.nativize`d transformers model, Llama-3-8B 4 x 4096", "nativize", "llama-3-8b 4x4096", TOKENS,
+        'training "llama-3-8b 4x4096" --providers "transformers + nativize" "transformers + liger"',
+        ours="transformers + nativize", front=True),
+    Row("Medusa stage 1, 5 heads, Llama-3-8B 4 x 4096", "medusa", "llama-3-8b 5 heads 4x4096 0% ignored", TOKENS,
+        "medusa", front=True),
+    Row("same, half of the labels ignored", "medusa", "llama-3-8b 5 heads 4x4096 50% ignored", TOKENS,
+        "medusa --ignored 0.5"),
+    Row("greedy decoding, Llama-3-8B, one sequence, beside transformers' `generate` as it is", "decoding",
+        "llama-3-8b batch 1", "step_ms",
+        "decoding --transformers"),
+    Row("loading Llama-3-8B from the page cache to the GPU", "loading", "to bfloat16 on cuda", "load_s",
+        "loading FOLDER", front=True),
+    Row("linear + cross entropy, 8192 x 4096 x 128256", "ops", "linear_cross_entropy 8192x4096x128256", "both_ms",
+        "linear_cross_entropy"),
+    Row("log-probabilities of tokens, 8192 x 4096 x 151936", "ops", "linear_log_probs 8192x4096x151936", "both_ms",
+        "linear_log_probs"),
+    Row("same, frozen head", "ops", "linear_log_probs 8192x4096x151936 frozen head", "both_ms", "linear_log_probs"),
+)  # fmt: skip
+
+MARKS = ("<!-- results: written by `python -m benchmarks.report` -->\n", "<!-- end of results -->\n")
+
+HEAD = """# Results
+
+Written by `python -m benchmarks.report` from the records in `benchmarks/results/`. One
+{gpu}, bf16, torch {torch}, Triton {triton}, transformers {transformers}. The two sides of a row are of one run, at the
+commit named; the peer is the fastest that was measured there. Ratios above 1: faster, or less memory. The
+records are of the commits named: `make bench` measures the present code on your GPU.
+
+"""
+
+TAIL = """
+A command is `python -m benchmarks` and what stands in the last column (`python -m benchmarks.training ...`; ops:
+`python -m benchmarks linear_log_probs`). What each counts is said by its `--help`.
+
+![training](training.png)
+
+- [The log](benchmarks.md): how these numbers came about, what was tried and removed, lower bounds, memory-bound ops.
+- [The tables](benchmark-tables.md): the last record of every case and provider, and the targets.
+- Where a peer is faster, it shows above: `torch.compile` computes log-probabilities faster where its logits, several
+  times the memory, fit.
+"""
+
+
+class Result(NamedTuple):
+    """A row as measured: both records, and by how much ours is faster and smaller (memory: None where not recorded)."""
+
+    row: Row
+    ours: Record
+    peer: Record
+    speed: float
+    memory: float | None
+
+
+def results(found: Mapping[str, list[Record]]) -> list[Result]:
+    """Of each row that has one, the last run beside the most peers."""
+    measured = (_measured(row, found.get(row.benchmark, [])) for row in ROWS)
+    return [result for result in measured if result is not None]
+
+
+def _measured(row: Row, records: list[Record]) -> Result | None:
+    lower = row.key != TOKENS
+    run = {r["provider"]: r for r in broadest_run((r for r in records if r["case"] == row.case), row.key)}
+    ours, peers = run.get(row.ours), [r for provider, r in run.items() if is_peer(provider)]
+    if ours is None or not peers:
+        return None
+    peer = (min if lower else max)(peers, key=lambda r: float(r[row.key]))
+    speed = peer[row.key] / ours[row.key] if lower else ours[row.key] / peer[row.key]
+    memory = (_gib(ours), _gib(peer))
+    return Result(row, ours, peer, speed, memory[1] / memory[0] if memory[0] and memory[1] else None)
+
+
+def _gib(record: Record) -> float | None:
+    return record["peak_gib"] if "peak_gib" in record else record["peak_mib"] / 1024 if "peak_mib" in record else None
+
+
+def _text(result: Result, record: Record) -> str:
+    value, gib = float(record[result.row.key]), _gib(record)
+    text = {TOKENS: f"{value:,.0f} tok/s", "load_s": f"{value:.2f} s"}.get(result.row.key, f"{value:.3g} ms")
+    return text if gib is None else f"{text}, {gib:.1f} GiB"
+
+
+def front(found: Mapping[str, list[Record]]) -> str:
+    """The table of the README, in Markdown, between its marks."""
+    chosen = [result for result in results(found) if result.row.front]
+    lines = ["| | ligermodels | fastest peer of the same run | ratio |", "|---|---|---|---|"]
+    for r in chosen:
+        what = r.row.what[0].upper() + r.row.what[1:]
+        lines.append(f"| {what} | {_text(r, r.ours)} | {_text(r, r.peer)} ({_peer_name(r)}) | **{r.speed:.2f}** |")
+    return MARKS[0] + "\n".join(lines) + "\n" + MARKS[1]
+
+
+def _peer_name(result: Result) -> str:
+    name: str = str(result.peer["provider"]).replace("torch_chunked", "torch, by chunks")
+    return name.replace("liger", "Liger").replace("transformers +", "transformers with")
+
+
+def _short(commit: str) -> str:
+    return commit[:7] if len(commit) == 40 else commit
+
+
+def page(found: Mapping[str, list[Record]]) -> str:
+    """docs/results.md."""
+    measured = results(found)
+    if not measured:
+        return "# Results\n\nNo case has been measured beside a peer.\n"
+    lines = ["| | ligermodels | fastest peer | speed | memory | commit | command |", "|---|---|---|---|---|---|---|"]
+    for r in measured:
+        memory = "" if r.memory is None else f"{r.memory:.2f}"
+        commit = f"{_short(r.ours.get('commit', ''))}{', ' + r.ours['date'] if 'date' in r.ours else ''}"
+        dot = "" if r.row.benchmark == "ops" else "."
+        lines.append(
+            f"| {r.row.what} | {_text(r, r.ours)} | {_text(r, r.peer)}, {_peer_name(r)} | **{r.speed:.2f}** | {memory} "
+            f"| {commit} | `{dot}{r.row.command}` |"
+        )
+    versions = {
+        key: " and ".join(sorted({str(r.ours[key]) for r in measured if key in r.ours}))
+        for key in ("gpu", "torch", "triton", "transformers")
+    }
+    return HEAD.format(**versions) + "\n".join(lines) + "\n" + TAIL
+
+
+def write_front(readme: Path, found: Mapping[str, list[Record]]) -> None:
+    """Put the table in the place of the one in a README."""
+    text = readme.read_text(encoding="utf-8")
+    before, rest = text.split(MARKS[0])
+    readme.write_text(before + front(found) + rest.split(MARKS[1])[1], encoding="utf-8")
