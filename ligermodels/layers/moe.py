@@ -22,6 +22,7 @@ from ligermodels.convert.mappings import (
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
+from ligermodels.layers.context_parallel import SequenceShard
 from ligermodels.layers.mlp import GatedActivation, MLPConfig
 from ligermodels.layers.router import Router, RouterConfig, softmax
 from ligermodels.layers.sharding import TensorSharding, local, on_all_ranks, on_first_rank, split_evenly, sum_over_ranks
@@ -154,6 +155,7 @@ class MoE(nn.Module):
         "down_bias": "replicated",
         "shared_gate": "replicated",
     }
+    context_parallel: ClassVar[bool] = True  # the load-balancing loss sums over ranks
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -226,7 +228,9 @@ def mix_experts(
     return (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(rows.dtype)
 
 
-def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | None = None) -> Tensor:
+def load_balancing_loss(
+    router_outputs: Sequence[RouterOutput], mask: Tensor | None = None, shard: SequenceShard | None = None
+) -> Tensor:
     """Auxiliary loss that is least, top_k, when all experts are chosen alike (Fedus et al., 2021, equations 4 to 6).
 
     num_experts * sum over experts of (choices a token) * (mean probability), both over the tokens of all layers. The
@@ -236,6 +240,7 @@ def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | N
     Args:
         router_outputs: those of each layer, as `Decoder.forward` gives them.
         mask: bool, as many elements as tokens, in any shape; False for tokens that do not count, such as padding.
+        shard: the tokens are a part of those that the loss is of: see `layers.context_parallel`.
 
     Returns a float32 scalar; it is zero when the mask lets no token through. The gradient is that of the probabilities.
     Raises InputError when there are no layers, or shapes do not fit.
@@ -247,15 +252,18 @@ def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | N
         shapes = [(tuple(logits.shape), k) for logits, k in router_outputs]
         raise InputError(f"router_outputs: all layers must have the same (tokens, experts) and top_k, got {shapes}")
     tokens, num_experts = first.shape
+    mask = shard.is_token(first.device) if shard is not None and mask is None else mask
     if mask is not None and mask.numel() != tokens:
         raise InputError(f"mask: must have one element for each of {tokens} tokens, got shape {tuple(mask.shape)}")
     counts = first.new_ones(tokens, 1) if mask is None else mask.reshape(-1, 1)
     counts = counts.to(torch.promote_types(first.dtype, torch.float32))
-    total = (counts.sum() * len(router_outputs)).clamp(min=1)
+    over_ranks: Callable[[Tensor], Tensor] = (lambda x: x) if shard is None else shard.sum
+    total = (over_ranks(counts.sum()) * len(router_outputs)).clamp(min=1)
     choices, chances = [], []
     for logits, _ in router_outputs:
         probabilities = softmax(logits)
         chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1)
         choices.append((chosen * counts).sum(0))
         chances.append((probabilities * counts).sum(0))
-    return num_experts * (sum(choices) / total * (sum(chances) / total)).sum()
+    chosen, probable = over_ranks(torch.stack([sum(choices), sum(chances)])).unbind()  # type: ignore[list-item]
+    return num_experts * (chosen / total * (probable / total)).sum()
