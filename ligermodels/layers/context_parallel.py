@@ -80,7 +80,7 @@ class SequenceShard:
         return cast(Tensor, _Sum.apply(x, self.mesh.get_group()))
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """From the x (rows, 2 * chunk, ...) of all ranks to that of all tokens, (rows, 2 n * chunk, ...) with padding."""
+        """From the x (rows, 2 * chunk, ...) of all ranks to all tokens, (rows, 2 n * chunk, ...), with padding."""
         ranks = _Gather.apply(x.unflatten(1, (2, -1)), self.mesh.get_group())  # (n, rows, 2, chunk, ...)
         chunks = torch.cat([ranks[:, :, 0], ranks[:, :, 1].flip(0)])
         return chunks.transpose(0, 1).flatten(1, 2)
