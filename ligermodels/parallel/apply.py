@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,15 +15,13 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import FullPrecision
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
+from ligermodels.parallel.expert import check_expert_parallel, expert_parallel
 from ligermodels.parallel.fsdp import fsdp
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import Meshes, Parallelism, join, parallelism_of, rank_device, world_size
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
 
 Model = TypeVar("Model", bound=nn.Module)
-
-NOT_YET = ("expert",)
-"""Degrees that are not carried out yet: an error above 1."""
 
 
 def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
@@ -44,7 +42,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         plan: by default all ranks shard. On torchrun's processes the process group is started if need be.
 
     Raises:
-        ConfigError: the degrees do not make up the number of ranks, do not divide the model, or are not supported yet.
+        ConfigError: the degrees do not make up the number of ranks, or do not divide the model.
         InputError: there is no process group; or another plan than the one by which a part has been spread.
     """
     before = parallelism_of(model)
@@ -56,9 +54,8 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         check_tensor_parallel(decoder.config, plan.tensor)
         if plan.context > 1:
             check_context_parallel(decoder)
-    for name in NOT_YET:
-        if getattr(plan, name) > 1:
-            raise ConfigError(f"{name}: {getattr(plan, name)}, and more than 1 is not supported yet")
+    if plan.expert > 1:
+        check_expert_parallel(model, plan.expert)
     _join_for(model)
     plan.degrees(world_size())
     for decoder in decoders:
@@ -80,13 +77,14 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
             )
         if before is None:
             tensor_parallel(model, meshes.parameters["tensor"])
+    if plan.expert > 1 and before is None:
+        expert_parallel(model, cast(DeviceMesh, meshes.experts)["expert"])
     if plan.context > 1:
         for decoder in decoders:
             decoder._context_mesh = meshes.ranks["context"]
     _compile(decoders, plan)
-    mesh = meshes.parameters
-    fsdp(model, mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"], plan)
-    _same_replicas(model, mesh)
+    fsdp(model, _sharding(meshes.parameters), plan, None if meshes.experts is None else _sharding(meshes.experts))
+    _same_replicas(model, meshes.parameters)
     for module in (model, *decoders):
         vars(module)["_parallelism"] = Parallelism(plan, meshes)
     return model
@@ -112,6 +110,11 @@ def parallel_copy(model: CausalLM) -> CausalLM:
         for name, tensor in persistent_tensors(model).items():
             there[name].copy_(tensor)
     return found.requires_grad_(False).eval()
+
+
+def _sharding(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions that FSDP2 has."""
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 
 @torch.no_grad()

@@ -68,22 +68,26 @@ class Meshes(NamedTuple):
     ranks: its dimensions are the plan's AXES.
     parameters: that which parameters are distributed over, ("replicate", "shard", "tensor"): the ranks of a context
         have the same weights, and so divide them as those do that have data of their own.
+    experts: that of parameters of experts, ("replicate", "shard", "expert"); None where these are as the others.
     """
 
     ranks: DeviceMesh
     parameters: DeviceMesh
+    experts: DeviceMesh | None = None
 
     @classmethod
     def of(cls, plan: ParallelPlan, device_type: str) -> Meshes:
         """ConfigError as of `ParallelPlan.degrees`, InputError without a process group."""
-        ranks = _mesh(plan, device_type)
-        if ranks["context"].size() == 1:
-            return cls(ranks, ranks)
+        ranks = parameters = _mesh(plan, device_type)
         replicate, shard, context, tensor = ranks.shape
-        names = tuple(name for name in plan.AXES if name != "context")
-        return cls(
-            ranks, dist.init_device_mesh(device_type, (replicate, shard * context, tensor), mesh_dim_names=names)
-        )
+        experts = None
+        if context > 1:
+            sizes = replicate, shard * context, tensor
+            parameters = dist.init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+        if plan.expert > 1:
+            sizes = replicate, shard * context // plan.expert, plan.expert
+            experts = dist.init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard", "expert"))
+        return cls(ranks, parameters, experts)
 
 
 class Parallelism(NamedTuple):
