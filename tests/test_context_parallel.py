@@ -60,9 +60,7 @@ def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         mode = ("none", "selective", "full")[i % 3]
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name), lm.parallelize(build(name), plan)
-        for kind, inputs in inputs_of_all_kinds().items():
-            if name == "phi3" and kind == "padded":
-                continue  # which is an error there
+        for inputs in list(inputs_of_all_kinds().values())[i % 2 :: 2]:
             check_pass(model, plain, inputs)
         check_training(model, plain, torch.optim.SGD, tensor=2)
 

@@ -77,11 +77,11 @@ class SequenceShard:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks."""
-        return cast(Tensor, _Sum.apply(x, self.mesh.get_group()))
+        return cast(Tensor, _Sum.apply(x, self.mesh))
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """From the x (rows, 2 * chunk, ...) of all ranks to all tokens, (rows, 2 n * chunk, ...), with padding."""
-        ranks = _Gather.apply(x.unflatten(1, (2, -1)), self.mesh.get_group())  # (n, rows, 2, chunk, ...)
+        ranks = _Gather.apply(x.unflatten(1, (2, -1)), self.mesh)  # (n, rows, 2, chunk, ...)
         chunks = torch.cat([ranks[:, :, 0], ranks[:, :, 1].flip(0)])
         return chunks.transpose(0, 1).flatten(1, 2)
 
@@ -143,33 +143,36 @@ class _Gather(torch.autograd.Function):
     """x of each rank -> (n, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        found = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        _all_gather(found, x.contiguous(), group=group)
+    def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
+        ctx.mesh = mesh
+        found = x.new_empty(mesh.size() * x.shape[0], *x.shape[1:])
+        if not x.is_meta:
+            _all_gather(found, x.contiguous(), group=mesh.get_group())
         return found.unflatten(0, (-1, x.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         dx = dy.new_empty(dy.shape[1:])
-        _reduce_scatter(dx, dy.flatten(0, 1).contiguous(), group=ctx.group)
+        if not dy.is_meta:
+            _reduce_scatter(dx, dy.flatten(0, 1).contiguous(), group=ctx.mesh.get_group())
         return dx, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
+    def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
+        ctx.mesh = mesh
+        return _summed(x, mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _summed(dy, ctx.group), None
+        return _summed(dy, ctx.mesh), None
 
 
-def _summed(x: Tensor, group: Any) -> Tensor:
+def _summed(x: Tensor, mesh: Any) -> Tensor:
     found = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(found, group=group)
+    if not found.is_meta:
+        dist.all_reduce(found, group=mesh.get_group())
     return found

@@ -84,7 +84,7 @@ class ParallelPlan(BaseModel):
         if found["shard"] * found["context"] % self.expert:
             ranks = found["shard"] * found["context"]
             raise ConfigError(
-                f"expert: {self.expert} does not divide the {ranks} ranks (shard x context) of a copy of the model, among "
-                "which experts are spread"
+                f"expert: {self.expert} does not divide the {ranks} ranks (shard x context) that a copy of the model, "
+                "experts included, is spread over"
             )
         return found
