@@ -21,6 +21,7 @@ from zoo import CONFIGS, make_checkpoint
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.parallel.apply import parallel_copy
 from ligermodels.training import FusedAdamW
 from ligermodels.training.checkpoints import Checkpoints
 
@@ -58,7 +59,11 @@ def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
                 each.zero_grad()
                 each(**batch(0)).loss.backward()
             check_equal(model, plain, lambda p: p.grad)
+    copied = parallel_copy(model)
+    check_equal(copied, plain, lambda p: p.detach(), rtol=1e-3, atol=1e-4)
     ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(copied(ids).logits, model(ids).logits)
     assert torch.equal(*(each.generate(ids, max_new_tokens=4, eos_token_id=None) for each in (model, plain)))
 
 

@@ -56,6 +56,8 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
             check_context_parallel(decoder)
     if plan.expert > 1:
         check_expert_parallel(model, plan.expert)
+    if plan.context > 1 and not decoders:
+        raise ConfigError(f"context: a {type(model).__name__} has no native decoder, whose sequences could be divided")
     _join_for(model)
     plan.degrees(world_size())
     for decoder in decoders:
@@ -77,7 +79,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
             )
         if before is None:
             tensor_parallel(model, meshes.parameters["tensor"])
-    if plan.expert > 1 and before is None:
+    if plan.expert > 1:
         expert_parallel(model, cast(DeviceMesh, meshes.experts)["expert"])
     if plan.context > 1:
         for decoder in decoders:

@@ -35,13 +35,16 @@ def check_expert_parallel(model: nn.Module, ranks: int) -> None:
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Spread the experts of a model over the ranks of `mesh`, of one dimension, in place: each has as many.
 
-    Of values the first rank's are taken. What else the model has stays whole, for FSDP2 over all ranks.
+    Of values the first rank's are taken. What else the model has stays whole, for FSDP2 over all ranks; what has been
+    spread already stays as it is.
     """
     for _, module in mixtures(model):
+        if module._expert_mesh is not None:
+            continue
         for name, parameter in _of_experts(module).items():
             spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
             module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
-        module._expert_mesh = mesh  # type: ignore[assignment]
+        module._expert_mesh = mesh
 
 
 def _of_experts(module: nn.Module) -> dict[str, nn.Parameter]:
