@@ -145,6 +145,8 @@ def test_plans_that_a_model_does_not_fit() -> None:
     ):
         with pytest.raises(ConfigError, match=wrong):
             lm.ParallelPlan(expert=2, **other)
+    with pytest.raises(ConfigError, match="context: a Linear has no native decoder"):
+        lm.parallelize(nn.Linear(2, 2), lm.ParallelPlan(context=2))
     with pytest.raises(ConfigError, match="context 2 does not divide the 1 ranks"):
         lm.parallelize(model, lm.ParallelPlan(context=2))
     with pytest.raises(ConfigError, match="there are 1; give shard 1"):
