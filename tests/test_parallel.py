@@ -141,9 +141,24 @@ def test_plans_that_a_model_does_not_fit() -> None:
         ConfigError, match=r"num_kv_heads .*: 2 cannot be split.* over 4 ranks.*work for this model: 1$"
     ):
         lm.parallelize(model, lm.ParallelPlan(tensor=4, **modes))
-    for name in ("context", "expert"):
-        with pytest.raises(ConfigError, match=f"{name}: 2, and more than 1 is not supported yet"):
-            lm.parallelize(model, lm.ParallelPlan(**{name: 2}, **modes))
+    with pytest.raises(ConfigError, match="expert: the model has no mixture of experts"):
+        lm.parallelize(model, lm.ParallelPlan(expert=2, activation_checkpointing="full"))
+    with pytest.raises(
+        ConfigError, match=r"expert: decoder.blocks.*gate_up: num_experts: 6 cannot be split evenly over 4"
+    ):
+        lm.parallelize(build("qwen3_moe"), lm.ParallelPlan(expert=4))
+    with pytest.raises(ConfigError, match="expert: 2 does not divide the 1 ranks"):
+        lm.parallelize(build("qwen3_moe"), lm.ParallelPlan(expert=2))
+    for other, wrong in (
+        ({"tensor": 2}, "expert: is not supported beside tensor"),
+        ({"compile": "blocks"}, "compile: "),
+    ):
+        with pytest.raises(ConfigError, match=wrong):
+            lm.ParallelPlan(expert=2, **other)
+    with pytest.raises(ConfigError, match="context: a Linear has no native decoder"):
+        lm.parallelize(nn.Linear(2, 2), lm.ParallelPlan(context=2))
+    with pytest.raises(ConfigError, match="context 2 does not divide the 1 ranks"):
+        lm.parallelize(model, lm.ParallelPlan(context=2, **modes))
     with pytest.raises(ConfigError, match="there are 1; give shard 1"):
         lm.parallelize(model, lm.ParallelPlan(shard=2, **modes))
     with pytest.raises(InputError, match="needs a process group; start by torchrun"):

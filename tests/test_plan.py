@@ -1,6 +1,7 @@
 """`ligermodels plan`: memory against peaks measured on a GPU, the arithmetic of costs, and the command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
     assert sharded.weights == whole.weights // 8
     assert sharded.optimizer_states == whole.optimizer_states // 8
     assert sharded.activations == whole.activations
+    divided = step_memory(model, 1, 256, shard=2, context=4)
+    assert divided.weights == sharded.weights and divided.optimizer_states == sharded.optimizer_states
+    # Of the tokens a quarter, but for the keys and values, which are of all.
+    more, less = (step_memory(model, 1, 512, **each).activations for each in ({}, {"shard": 2, "context": 4}))
+    of_tokens, kept = more - whole.activations, less - divided.activations
+    mixers = [block.mixer.info() for block in model.config.blocks]
+    keys_values = 256 * sum(2 * each["kv_heads"] * each["head_dim"] * 2 for each in mixers)
+    assert of_tokens / 4 < kept < of_tokens / 4 + 1.5 * keys_values < of_tokens / 2
     assert whole.gathered == 0 < sharded.gathered < whole.weights + whole.optimizer_states
     adafactor = step_memory(model, 1, 256, optimizer="adafactor")
     assert adafactor.optimizer_states < whole.optimizer_states / 100
@@ -89,12 +98,21 @@ def test_costs_by_hand() -> None:
     assert full.flops == 3 * 10 * (8 * 100 + 4.5 * 2 * 4 * 6)
     several = step_cost(size, 10, 4, {"replicate": 4, "shard": 2, "tensor": 2}, hardware=hardware)
     assert several.flops == one.flops / 2
-    assert several.sent == {"shard": 3 * 100 / 2, "replicate": 2 * 50 * 3 / 4, "tensor": 4 * 2 * (10 * 5 * 2 * 2) / 2}
+    assert several.sent == {
+        "shard": 3 * 100 / 2,
+        "replicate": 2 * 50 * 3 / 4,
+        "context": 0,
+        "tensor": 4 * 2 * (10 * 5 * 2 * 2) / 2,
+    }
     # four neighbours are within a host, all sixteen are not
-    assert several.sent_s == {"shard": 1.5, "replicate": 7.5, "tensor": 8.0}
+    assert several.sent_s == {"shard": 1.5, "replicate": 7.5, "context": 0.0, "tensor": 8.0}
     assert several.seconds == pytest.approx(max(several.compute_s, 9.0) + 8.0)
-    with pytest.raises(InputError, match="context"):
-        step_cost(size, 10, 4, {"context": 2})
+    divided = step_cost(replace(size, keys_values=8), 10, 4, {"shard": 2, "context": 2}, hardware=hardware)
+    assert divided.flops == one.flops / 2
+    assert divided.sent == {"shard": 3 * 200 * 3 / 4, "replicate": 0, "context": 2 * 10 * 8 * 2 / 2, "tensor": 0}
+    assert divided.seconds == pytest.approx(max(divided.compute_s, 4.5) + 1.6)
+    with pytest.raises(InputError, match="expert: the cost"):
+        step_cost(size, 10, 4, {"expert": 2})
     with pytest.raises(InputError, match="tokens"):
         step_cost(size, 0, 4, {})
 
@@ -121,12 +139,15 @@ def test_the_plans_that_fit() -> None:
     assert [each.cost.seconds for each in found] == sorted(each.cost.seconds for each in found)
     assert found[0].activation_checkpointing == "none"
     assert model.activation_checkpointing == "none"
+    long = 32 * 2048  # fewer sequences than GPUs
+    divided = candidates(model, 4, int(80e9), 2 * long, long)
+    assert {(each.replicate * each.shard, each.context) for each in divided} == {(2, 2)}
     alone = candidates(model, 1, int(17e9), 8192, 8192)
     assert {each.activation_checkpointing for each in alone} == {"full", "selective"}
     with pytest.raises(ConfigError, match=r"no plan fits: one sequence of 2048 tokens.*more GPUs.*LoRA"):
         candidates(model, 1, int(4e9), 2048, 2048)
-    with pytest.raises(InputError, match=r"tokens: 6144 must be a multiple of seq_len x gpus"):
-        candidates(model, 4, int(4e9), 3 * 2048, 2048)
+    with pytest.raises(InputError, match=r"tokens: 10240 must be a multiple of seq_len x gpus"):
+        candidates(model, 4, int(4e9), 5 * 2048, 2048)
     with pytest.raises(InputError, match="meta device"):
         step_memory(lm.from_config({**BASE, "model_type": "llama"}), 1, 8)
 

@@ -20,6 +20,7 @@ from ligermodels.generation import DecodingState
 from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
 from ligermodels.layers.checkpointing import ActivationCheckpointing
+from ligermodels.layers.context_parallel import shard_of
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
 from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options, named_results
 from ligermodels.layers.lora import check_merged
@@ -227,10 +228,11 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             bounds = token_indices.cu_seqlens
         else:
             bounds = None if state is not None else document_bounds(shape, position_ids, cu_seqlens)
+        shard = None if state is not None else shard_of(self.decoder, *shape, packed=bounds is not None)
         made: Targets | None = None
         if labels is not None:
-            every = bool(return_logits) or return_last_hidden_state
-            made = Targets(labels, (1,), vocab_size=self.config.vocab_size, cu_seqlens=bounds, every_token=every)
+            every, size = bool(return_logits) or return_last_hidden_state, self.config.vocab_size
+            made = Targets(labels, (1,), vocab_size=size, cu_seqlens=bounds, every_token=every, shard=shard)
         router_outputs: list[RouterOutput] = []
         hidden = self.decoder(
             input_ids,
@@ -243,7 +245,11 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             token_indices=token_indices if made is None else made,
             router_outputs=router_outputs,
         )
-        output = CausalLMOutput(last_hidden_state=hidden if return_last_hidden_state else None)
+        with_logits = return_logits or (return_logits is None and labels is None and not return_last_hidden_state)
+        whole = hidden
+        if made is not None and shard is not None and (with_logits or return_last_hidden_state):
+            whole = shard.gather(hidden)
+        output = CausalLMOutput(last_hidden_state=whole if return_last_hidden_state else None)
         if made is not None and return_log_probs:
             output.log_probs, output.entropy, output.predicted = made.log_probs(
                 0, self.head, hidden, return_entropy=return_entropy, return_predicted=return_predicted, **loss_options
@@ -255,13 +261,13 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             output.loss, output.z_loss = results["loss"], results.get("return_z_loss")
             output.predicted = results.get("return_predicted")
         if router_outputs and (made is not None or isinstance(token_indices, Targets)):
-            output.aux_loss = load_balancing_loss(router_outputs)
+            output.aux_loss = load_balancing_loss(router_outputs, shard=shard)
             # Losses of single tokens have no share of it.
-            if output.loss is not None and output.loss.ndim == 0 and self.config.router_aux_loss_coef:
-                share = 1.0 if made is None else made.share(num_items_in_batch)
-                output.loss = output.loss + self.config.router_aux_loss_coef * share * output.aux_loss
-        if return_logits or (return_logits is None and labels is None and not return_last_hidden_state):
-            output.logits = self.head(hidden)
+            weight = self.config.router_aux_loss_coef
+            if weight and made is not None and output.loss is not None and output.loss.ndim == 0:
+                output.loss = output.loss + weight * made.share(num_items_in_batch) * output.aux_loss
+        if with_logits:
+            output.logits = self.head(whole)
         return output
 
     if TYPE_CHECKING:

@@ -30,8 +30,10 @@ from ligermodels.layers import (
     TreeTokens,
 )
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
+from ligermodels.layers.context_parallel import shard_of
 from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.sharding import TensorSharding
+from ligermodels.layers.targets import take_tokens
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Decoder(nn.Module):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     _tensor_ranks = 1  # that `parallel.tensor` divides it over
+    _context_mesh: Any = None  # of the ranks that divide each sequence, see `layers.context_parallel`
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -154,9 +157,25 @@ class Decoder(nn.Module):
             seq_lens: long (B,), in a prefill: the tokens of each sequence; the rest of its row is padding.
             tree: the new tokens are a tree of candidates.
             token_indices: long (n,), indices of the flattened B * T: the states of these tokens alone are computed as
-                far as that is possible, and returned, (1, n, H). `Targets` stand for the tokens that have one.
+                far as that is possible, and returned, (1, n, H). `Targets` stand for the tokens that have one. With a
+                `shard`, what is returned is of its tokens.
             router_outputs: gets the `RouterOutput` of every mixture of experts.
         """
+        inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        batch, length = inputs.shape[:2]
+        if state is not None:
+            state.check(batch, length)
+        cache_seqlens = None if state is None else state.cache_seqlens
+        if cu_seqlens is not None:
+            position_ids = None if position_ids is None else position_ids.reshape(1, -1)
+        if position_ids is None:
+            position_ids = _positions(length, inputs.device, cu_seqlens, cache_seqlens, seq_lens, tree)
+        given, shard = getattr(token_indices, "shard", None), None
+        if state is None:
+            shard = shard_of(self, batch, length, packed=cu_seqlens is not None) if given is None else given
+        if shard is not None:
+            input_ids = None if input_ids is None else shard.take(input_ids)
+            inputs_embeds = None if inputs_embeds is None else shard.take(inputs_embeds)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         per_layer_inputs = None
         if self.config.per_layer_inputs is not None:
@@ -164,21 +183,19 @@ class Decoder(nn.Module):
                 raise InputError("inputs_embeds: this model has inputs for each layer by token too; give input_ids")
             per_layer_inputs = cast(PerLayerInputs, self.per_layer_inputs)(input_ids, x)
         x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
-        batch, length = x.shape[:2]
-        if state is not None:
-            state.check(batch, length)
         if cu_seqlens is not None:
-            x = x.reshape(1, batch * length, -1)
-            position_ids = None if position_ids is None else position_ids.reshape(1, -1)
+            x = x.reshape(1, -1, x.shape[-1])
             per_layer_inputs = None if per_layer_inputs is None else per_layer_inputs.flatten(0, 1)[None]
-        cache_seqlens = None if state is None else state.cache_seqlens
-        if position_ids is None:
-            position_ids = _positions(length, x.device, cu_seqlens, cache_seqlens, seq_lens, tree)
         ropes = cast(Iterable[RotaryEmbedding], self.ropes)
         tables = {rope.config: rope(position_ids, x.dtype) for rope in ropes}
+        if shard is not None:  # scalings may go by the highest position of a row, which other ranks may have
+            position_ids = shard.take(position_ids)
+            tables = {rope: (shard.take(cos), shard.take(sin)) for rope, (cos, sin) in tables.items()}
+        wanted = token_indices
+        token_indices = None if shard is not None and given is None else token_indices
         keys_values: dict[int, KeysValues] = {}
         context = ForwardContext(
-            tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids, keys_values, per_layer_inputs
+            tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids, keys_values, per_layer_inputs, shard=shard
         )
         last = None if token_indices is None else _last_block_of_all_tokens(self.blocks)
         for i, block in enumerate(self.blocks):
@@ -198,9 +215,14 @@ class Decoder(nn.Module):
                 context = context.of_tokens(indices, *shape)
         if state is not None:
             state.after(length, seq_lens, tree)
-        if token_indices is None:
+        if token_indices is None and shard is None:
             x = x.view(batch, length, -1)
-        return cast(Tensor, self.norm(x))
+        x = self.norm(x)
+        if shard is None or given is not None:
+            return x
+        x = shard.gather(x)
+        wanted = wanted.token_indices if isinstance(wanted, Targets) else wanted
+        return x if wanted is None else take_tokens(x, wanted)
 
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""

@@ -54,7 +54,17 @@ def plan(
     if as_json:
         print_json(rows)
         return
-    columns = ("replicate", "shard", "checkpointing", "micro-batch", "memory", "states", "activations", "tokens/s")
+    columns = (
+        "replicate",
+        "shard",
+        "context",
+        "checkpointing",
+        "micro-batch",
+        "memory",
+        "states",
+        "activations",
+        "tokens/s",
+    )
     show_table(columns, [_row(each) for each in rows], numbers=range(len(columns)))
     best = rows[0]
     flags = f"--activation-checkpointing {best['activation_checkpointing']} --batch-tokens {tokens} --seq-len {seq_len}"
@@ -62,6 +72,7 @@ def plan(
     launcher = "ligermodels"
     if gpus > 1:
         flags += f" --replicate {best['replicate']} --shard {best['shard']}"
+        flags += f" --context {best['context']}" if best["context"] > 1 else ""
         hosts = -(-gpus // gpus_per_host)
         nodes = f"--nnodes {hosts} " if hosts > 1 else ""
         launcher = f"torchrun {nodes}--nproc-per-node {gpus // hosts} -m ligermodels"
@@ -81,6 +92,7 @@ def _facts(found: Any, tokens: int, seq_len: int) -> dict[str, Any]:
     return {
         "replicate": found.replicate,
         "shard": found.shard,
+        "context": found.context,
         "activation_checkpointing": found.activation_checkpointing,
         "micro_batch_tokens": found.micro_batch * seq_len,
         "memory_bytes": memory.total,
@@ -101,6 +113,7 @@ def _row(facts: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(facts["replicate"]),
         str(facts["shard"]),
+        str(facts["context"]),
         facts["activation_checkpointing"],
         f"{facts['micro_batch_tokens']:,}",
         readable_bytes(facts["memory_bytes"]),

@@ -14,6 +14,7 @@ from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues
+from ligermodels.layers.context_parallel import attention
 from ligermodels.layers.kv_cache import KVCache, LayerKV
 from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
@@ -167,6 +168,7 @@ class Attention(nn.Module):
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"qkv": "columns", "o": "rows", "sinks": 0}
+    context_parallel: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -212,7 +214,7 @@ class Attention(nn.Module):
             q = config.scale_queries(q, context)
             if state is not None:
                 state.fill(k, v)
-            out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
+            out = attention(q, k, v, context.cu_seqlens, context.shard, backend=config.backend, **options)
             shared = KeysValues(k, v) if config.shares_kv else None
         out = out.flatten(2)
         out = self.o(out if gate is None else out * gate.sigmoid())

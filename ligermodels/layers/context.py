@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.layers.context_parallel import SequenceShard
 from ligermodels.layers.rope import RopeConfig
 
 
@@ -66,6 +67,8 @@ class ForwardContext:
         of the pass.
     needed: the tokens that the layer is given, (1, n, H), where these are not all (B, T, H): `rope_tables` and
         `positions` are theirs, all else is that of the whole pass.
+    shard: under context parallelism, which tokens (B, T, H) are: a part of those of the pass, of which `rope_tables`,
+        `positions` and `per_layer_inputs` are too. `cu_seqlens` are of the whole.
     """
 
     rope_tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -77,6 +80,7 @@ class ForwardContext:
     keys_values: Mapping[int, KeysValues] = field(default_factory=dict)
     per_layer_inputs: Tensor | None = None
     needed: NeededTokens | None = None
+    shard: SequenceShard | None = None
 
     def of_tokens(self, token_indices: Tensor, batch: int, length: int) -> ForwardContext:
         """The context of layers that are given (1, n, H), the tokens `token_indices`, long (n,), of the flattened

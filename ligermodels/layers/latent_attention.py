@@ -146,12 +146,15 @@ class LatentAttention(nn.Module):
     Decoding keeps the latents alone. With K and V the rows of `kv_b` of a head, q K c = (K^T q) c for a latent c, so
     that latents are keys and values of one head that all queries share, and V is multiplied by what comes out of it.
     K and V are what `kv_b` makes of the unit vectors, in the prefill: whatever takes its place has to be linear.
+
+    Under context parallelism latents are gathered, which are small, and each rank computes all keys and values.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
         **{"q": "columns", "q_b": "columns", "kv_b": "columns", "o": "rows"},
         **{"q_a": "replicated", "kv_a": "replicated"},
     }
+    context_parallel: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: LatentAttentionConfig) -> None:
         super().__init__()
@@ -181,12 +184,17 @@ class LatentAttention(nn.Module):
             unit = torch.eye(config.kv_rank, dtype=latent.dtype, device=latent.device)
             up = self.kv_b(unit).T.unflatten(0, (-1, config.plain_dim + config.value_dim))
             state.fill(torch.cat([rotated[:, :, 0], latent], dim=-1), up)
+        if context.shard is not None:
+            all_tokens = context.shard.all_tokens(torch.cat([rotated[:, :, 0].to(latent.dtype), latent], dim=-1))
+            rotated, latent = all_tokens.split([config.rotated_dim, config.kv_rank], dim=-1)
+            rotated = rotated[:, :, None]
         heads = self.kv_b(latent).unflatten(-1, (-1, config.plain_dim + config.value_dim))
         plain, v = heads.split([config.plain_dim, config.value_dim], dim=-1)
         rotated = used_in_parts(self, rotated)
         k = torch.cat([rotated.to(plain.dtype).expand(-1, -1, plain.shape[2], -1), plain], dim=-1)
         options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "backend": config.backend}
-        return cast(Tensor, self.o(ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options).flatten(2)))
+        attend = ops.attention if context.shard is None else context.shard.attention
+        return cast(Tensor, self.o(attend(q, k, v, cu_seqlens=context.cu_seqlens, **options).flatten(2)))
 
     def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (B, T, H) -> (B, T, heads, key_dim), rotated and scaled; InputError without the positions that scale."""

@@ -22,6 +22,8 @@ from ligermodels.convert.mappings import (
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
+from ligermodels.layers.context_parallel import SequenceShard
+from ligermodels.layers.expert_parallel import on_ranks
 from ligermodels.layers.mlp import GatedActivation, MLPConfig
 from ligermodels.layers.router import Router, RouterConfig, softmax
 from ligermodels.layers.sharding import TensorSharding, local, on_all_ranks, on_first_rank, split_evenly, sum_over_ranks
@@ -154,6 +156,9 @@ class MoE(nn.Module):
         "down_bias": "replicated",
         "shared_gate": "replicated",
     }
+    context_parallel: ClassVar[bool] = True  # the load-balancing loss sums over ranks
+    expert_parallel: ClassVar[tuple[str, ...]] = ("gate_up", "down", "gate_up_bias", "down_bias")
+    _expert_mesh: Any = None  # of the ranks that `parallel.expert` spreads these over
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -186,14 +191,22 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)
         logits, weights, experts = self.router(tokens if routed_by is None else routed_by.flatten(0, -2))
         mixed = on_all_ranks(self, tokens, self.down), on_all_ranks(self, weights, self.down)
-        gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))
-        biases = gate_up_bias, on_first_rank(self, self.down_bias)
-        out = mix_experts(*mixed, experts, gate_up, down, self.activation, biases)
+        if self._expert_mesh is None:
+            gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))
+            down_bias = on_first_rank(self, self.down_bias)
+        else:
+            parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+            gate_up, down, gate_up_bias, down_bias = (
+                None if p is None else cast(Any, p).to_local() for p in parameters
+            )
+        biases = gate_up_bias, down_bias
+        out = mix_experts(*mixed, experts, gate_up, down, self.activation, biases, mesh=self._expert_mesh)
         out = sum_over_ranks(self, out, self.down)
         if self.shared is not None:
             shared = cast(Tensor, self.shared(tokens))
             out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
         out = out.view_as(x)
+        out = out if self._expert_mesh is None else out.clone()  # FSDP2 warns of modules that return views
         return (out, RouterOutput(logits, self.config.router.top_k)) if self.config.aux_loss else out
 
 
@@ -205,6 +218,7 @@ def mix_experts(
     down: Tensor,
     activation: Callable[[Tensor], Tensor],
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    mesh: Any = None,
 ) -> Tensor:
     """The weighted sum of down_e(activation(gate_up_e(x))) over the chosen experts e of each token x.
 
@@ -214,19 +228,27 @@ def mix_experts(
         gate_up, down: (E, 2 * size, H) and (E, H, size).
         activation: (R, 2 * size) -> (R, size).
         biases: of gate_up, (E, 2 * size), and of down, (E, H).
+        mesh: each rank of this DeviceMesh has an equal part of the experts, and its own alone are given.
 
     Returns (N, H) of the dtype that the experts compute in.
     """
-    order, inverse, offsets = ops.sort_by_expert(experts, len(gate_up))
+
+    def each(rows: Tensor, offsets: Tensor) -> Tensor:
+        rows = activation(ops.grouped_mm(rows, gate_up, offsets, biases[0]))
+        return ops.grouped_mm(rows, down, offsets, biases[1])
+
+    order, inverse, offsets = ops.sort_by_expert(experts, len(gate_up) * (1 if mesh is None else mesh.size()))
     rows = ops.gather_rows(tokens, order, inverse, copies=experts.shape[1])
-    rows = activation(ops.grouped_mm(rows, gate_up, offsets, biases[0]))
-    rows = ops.gather_rows(ops.grouped_mm(rows, down, offsets, biases[1]), inverse, order)
+    rows = each(rows, offsets) if mesh is None else on_ranks(rows, offsets, each, mesh)
+    rows = ops.gather_rows(rows, inverse, order)
     # In float32 the products and their sum are rounded once, at the end.
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     return (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(rows.dtype)
 
 
-def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | None = None) -> Tensor:
+def load_balancing_loss(
+    router_outputs: Sequence[RouterOutput], mask: Tensor | None = None, shard: SequenceShard | None = None
+) -> Tensor:
     """Auxiliary loss that is least, top_k, when all experts are chosen alike (Fedus et al., 2021, equations 4 to 6).
 
     num_experts * sum over experts of (choices a token) * (mean probability), both over the tokens of all layers. The
@@ -236,6 +258,7 @@ def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | N
     Args:
         router_outputs: those of each layer, as `Decoder.forward` gives them.
         mask: bool, as many elements as tokens, in any shape; False for tokens that do not count, such as padding.
+        shard: the tokens are a part of those that the loss is of: see `layers.context_parallel`.
 
     Returns a float32 scalar; it is zero when the mask lets no token through. The gradient is that of the probabilities.
     Raises InputError when there are no layers, or shapes do not fit.
@@ -247,15 +270,18 @@ def load_balancing_loss(router_outputs: Sequence[RouterOutput], mask: Tensor | N
         shapes = [(tuple(logits.shape), k) for logits, k in router_outputs]
         raise InputError(f"router_outputs: all layers must have the same (tokens, experts) and top_k, got {shapes}")
     tokens, num_experts = first.shape
+    mask = shard.is_token(first.device) if shard is not None and mask is None else mask
     if mask is not None and mask.numel() != tokens:
         raise InputError(f"mask: must have one element for each of {tokens} tokens, got shape {tuple(mask.shape)}")
     counts = first.new_ones(tokens, 1) if mask is None else mask.reshape(-1, 1)
     counts = counts.to(torch.promote_types(first.dtype, torch.float32))
-    total = (counts.sum() * len(router_outputs)).clamp(min=1)
+    over_ranks: Callable[[Tensor], Tensor] = (lambda x: x) if shard is None else shard.sum
+    total = (over_ranks(counts.sum()) * len(router_outputs)).clamp(min=1)
     choices, chances = [], []
     for logits, _ in router_outputs:
         probabilities = softmax(logits)
         chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1)
         choices.append((chosen * counts).sum(0))
         chances.append((probabilities * counts).sum(0))
-    return num_experts * (sum(choices) / total * (sum(chances) / total)).sum()
+    chosen, probable = over_ranks(torch.stack([sum(choices), sum(chances)])).unbind()  # type: ignore[list-item]
+    return num_experts * (chosen / total * (probable / total)).sum()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
+from ligermodels.layers.context_parallel import SequenceShard
 from ligermodels.layers.lm_head import LOSS_RETURNS, named_results
 from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, document_bounds, document_of
 from ligermodels.ops.loss.chunks import SKIP_BELOW
@@ -64,6 +65,8 @@ class Targets:
         cu_seqlens: int32 (n + 1,), bounds of packed documents.
         vocab_size: labels must lie below it: InputError on a CPU, on a GPU a device assertion.
         every_token: all tokens are needed, whatever the labels.
+        shard: under context parallelism, the tokens that this rank has. `values`, `counts` and `token_indices` are of
+            these; losses are summed over the ranks, and what is (B, T) is of all tokens.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Targets:
         vocab_size: int,
         cu_seqlens: Tensor | None = None,
         every_token: bool = False,
+        shard: SequenceShard | None = None,
     ) -> None:
         if labels.dtype != torch.int64:
             raise InputError(f"labels: must be int64, got {labels.dtype}")
@@ -82,7 +86,8 @@ class Targets:
             f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored",
         )
         self.ahead, self.cu_seqlens, self._every_token = tuple(ahead), cu_seqlens, every_token
-        self.values = torch.stack([shift_labels(labels, each, cu_seqlens) for each in self.ahead])
+        self.shard = shard
+        self.values = torch.stack([self._own(shift_labels(labels, each, cu_seqlens), IGNORE_INDEX) for each in ahead])
         self._counts: AsyncHostCopy | None = None
         self._indices: Tensor | None = None
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
@@ -112,7 +117,8 @@ class Targets:
         """That of the first loss in a batch of so many targets, of which this is a micro-batch; 1 without a number."""
         if num_items_in_batch is None:
             return 1.0
-        return per_item((self.values[0] != IGNORE_INDEX).sum(), num_items_in_batch)
+        count = (self.values[0] != IGNORE_INDEX).sum(dtype=torch.float32)
+        return per_item(count if self.shard is None else self.shard.sum(count), num_items_in_batch)
 
     def loss(
         self,
@@ -130,7 +136,7 @@ class Targets:
 
         Args:
             head: such as an `LMHead`.
-            hidden: states (B, T, H), or (1, n, H) of `token_indices`.
+            hidden: states (B, T, H), or (1, n, H) of `token_indices`; with a `shard` of its tokens.
             token_weights: (B, T), a weight for each label's term.
             num_items_in_batch: divides the sum, in place of the number of targets; sets the reduction to "sum". See
                 `per_item`.
@@ -140,12 +146,15 @@ class Targets:
         """
         options = {name: value for name, value in options.items() if name not in LOSS_RETURNS or value}
         if token_weights is not None:
-            options["token_weights"] = self._take(shift_labels(token_weights, self.ahead[index], fill=0))
-        counts = self.counts
+            weights = self._own(shift_labels(token_weights, self.ahead[index], fill=0), 0)
+            options["token_weights"] = self._take(weights)
+        counts, targets, divisor = self.counts, self._take(self.values[index]), num_items_in_batch
+        if self.shard is not None and reduction == "mean" and divisor is None:
+            divisor = self._weight_of_all(targets, self.shard, options, hidden.dtype)
         found = head(
             hidden,
-            self._take(self.values[index]),
-            reduction=reduction if num_items_in_batch is None else "sum",
+            targets,
+            reduction=reduction if divisor is None else "sum",
             num_targets=None if counts is None else counts[index],
             **options,
         )
@@ -153,10 +162,11 @@ class Targets:
         for name, value in results.items():
             if name in ("return_rank", "return_predicted"):
                 results[name] = self._put_back(value, -1)
-            elif num_items_in_batch is not None:
-                results[name] = per_item(value, num_items_in_batch)
-            elif reduction == "none":
+            elif reduction == "none" and divisor is None:
                 results[name] = self._put_back(value, 0.0)
+            else:
+                value = value if self.shard is None else self.shard.sum(value)
+                results[name] = value if divisor is None else per_item(value, divisor)
         return tuple(results.values()) if len(results) > 1 else results["loss"]
 
     def log_probs(
@@ -190,16 +200,37 @@ class Targets:
         predicted = None if found.predicted is None else self._put_back(found.predicted, -1)
         return self._put_back(found.log_probs, 0.0), entropy, predicted
 
+    @staticmethod
+    def _weight_of_all(targets: Tensor, shard: SequenceShard, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        """What the mean of the losses of all ranks divides their sum by: see `ops.cross_entropy`; inf in place of 0."""
+        token_weights, class_weights = (options.get(f"{each}_weights") for each in ("token", "class"))
+        if class_weights is not None and options.get("z_loss"):
+            raise InputError(
+                "class_weights: beside z_loss, means have two divisors, which context parallelism does not do; give "
+                "num_items_in_batch or another reduction"
+            )
+        weights = (targets != IGNORE_INDEX).to(torch.promote_types(dtype, torch.float32))
+        if token_weights is not None:
+            weights = weights * token_weights
+        if class_weights is not None:
+            weights = weights * class_weights[targets.clamp(min=0)]
+        total = shard.sum(weights.sum())
+        return torch.where(total == 0, torch.inf, total)
+
+    def _own(self, x: Tensor, fill: float) -> Tensor:
+        """Of x (B, T) the tokens of the shard."""
+        return x if self.shard is None else self.shard.take(x, fill)
+
     def _take(self, x: Tensor) -> Tensor:
         """x (B, T) -> (1, n), of `token_indices`; x itself where all tokens are taken."""
         return x if self.token_indices is None else x.flatten().index_select(0, self.token_indices)[None]
 
     def _put_back(self, x: Tensor, other: float) -> Tensor:
         """What `_take` gives -> (B, T), with `other` for the other tokens."""
-        if self.token_indices is None:
-            return x
-        whole = x.new_full((self._any.numel(),), other)
-        return whole.index_copy(0, self.token_indices, x[0]).view(self.values.shape[1:])
+        if self.token_indices is not None:
+            whole = x.new_full((self._any.numel(),), other)
+            x = whole.index_copy(0, self.token_indices, x[0]).view(self.values.shape[1:])
+        return x if self.shard is None else self.shard.gather(x)
 
 
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:

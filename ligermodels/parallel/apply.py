@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,33 +13,19 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import FullPrecision
+from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
+from ligermodels.parallel.expert import check_expert_parallel, expert_parallel
 from ligermodels.parallel.fsdp import fsdp
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.parallel.ranks import join, make_mesh, rank_device, world_size
+from ligermodels.parallel.ranks import Meshes, Parallelism, join, parallelism_of, rank_device, world_size
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
 
 Model = TypeVar("Model", bound=nn.Module)
 
-NOT_YET = ("context", "expert")
-"""Degrees that are not carried out yet: an error above 1."""
-
-
-class Parallelism(NamedTuple):
-    """How a model was spread."""
-
-    plan: ParallelPlan
-    mesh: DeviceMesh
-
-
-def parallelism_of(model: nn.Module) -> Parallelism | None:
-    """The plan and mesh of a model, or of a part of it, that `parallelize` has spread."""
-    found = (vars(module).get("_parallelism") for module in model.modules())
-    return next((each for each in found if each is not None), None)
-
 
 def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
-    """Spread a model over all ranks by tensor parallelism, if the plan has it, and FSDP2, in place; returns `model`.
+    """Spread a model over all ranks by FSDP2, and by what else the plan has, in place; returns `model`.
 
     Each block, an embedding and a head of its own, and the rest are gathered one after another, the next one while one
     computes. Modules that stay float32 (`FullPrecision`) are groups of their own. Gradients are averaged over the
@@ -56,7 +42,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         plan: by default all ranks shard. On torchrun's processes the process group is started if need be.
 
     Raises, before the model is changed:
-        ConfigError: the degrees do not make up the number of ranks, do not divide the model, or are not supported yet.
+        ConfigError: the degrees do not make up the number of ranks, or do not divide the model.
         InputError: there is no process group; or another plan than the one by which a part has been spread.
     """
     before = parallelism_of(model)
@@ -66,9 +52,12 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
     for decoder in decoders:
         check_tensor_parallel(decoder.config, plan.tensor)
-    for name in NOT_YET:
-        if getattr(plan, name) > 1:
-            raise ConfigError(f"{name}: {getattr(plan, name)}, and more than 1 is not supported yet")
+        if plan.context > 1:
+            check_context_parallel(decoder)
+    if plan.expert > 1:
+        check_expert_parallel(model, plan.expert)
+    if plan.context > 1 and not decoders:
+        raise ConfigError(f"context: a {type(model).__name__} has no native decoder, whose sequences could be divided")
     _check_compile(decoders, plan)
     _join_for(model)
     plan.degrees(world_size())
@@ -79,7 +68,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
             )
         _set_modes(decoders, plan)
         return model
-    mesh = before.mesh if before else make_mesh(plan, _device_type(model))
+    meshes = before.meshes if before else Meshes.of(plan, _device_type(model))
     if plan.tensor > 1:
         if before is not None and vars(model).get("_parallelism") is None:
             raise InputError(
@@ -87,12 +76,17 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
                 "spread them together"
             )
         if before is None:
-            tensor_parallel(model, mesh["tensor"])
+            tensor_parallel(model, meshes.parameters["tensor"])
+    if plan.expert > 1:
+        expert_parallel(model, cast(DeviceMesh, meshes.experts)["expert"])
+    if plan.context > 1:
+        for decoder in decoders:
+            decoder._context_mesh = meshes.ranks["context"]
     _set_modes(decoders, plan)
-    fsdp(model, mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"], plan)
-    _same_replicas(model, mesh)
+    fsdp(model, _sharding(meshes.parameters), plan, None if meshes.experts is None else _sharding(meshes.experts))
+    _same_replicas(model, meshes.parameters)
     for module in (model, *decoders):
-        vars(module)["_parallelism"] = Parallelism(plan, mesh)
+        vars(module)["_parallelism"] = Parallelism(plan, meshes)
     return model
 
 
@@ -116,6 +110,11 @@ def parallel_copy(model: CausalLM) -> CausalLM:
         for name, tensor in persistent_tensors(model).items():
             there[name].copy_(tensor)
     return found.requires_grad_(False).eval()
+
+
+def _sharding(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions that FSDP2 has."""
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 
 @torch.no_grad()

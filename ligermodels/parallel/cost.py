@@ -38,7 +38,8 @@ class ModelSize:
 
     weights, gradients: bytes of all parameters, and of those that are trained. used: parameters that a token is
     multiplied by; trained: those of them whose gradient is computed. attention: over all layers, channels of the query
-    heads. num_layers and hidden_size as in the config; itemsize: bytes of an activation's element.
+    heads; keys_values: those of keys and values. num_layers and hidden_size as in the config; itemsize: bytes of an
+    activation's element.
     """
 
     weights: float
@@ -49,6 +50,7 @@ class ModelSize:
     num_layers: int
     hidden_size: int
     itemsize: int = 2
+    keys_values: int = 0
 
     @classmethod
     def of(cls, model: CausalLM) -> ModelSize:
@@ -72,6 +74,7 @@ class ModelSize:
             num_layers=len(model.config.blocks),
             hidden_size=model.config.hidden_size,
             itemsize=model.dtype.itemsize,
+            keys_values=sum(2 * each.get("kv_heads", 0) * each.get("head_dim", 0) for each in found),
         )
 
 
@@ -85,7 +88,8 @@ def _share_used(block: BlockConfig) -> float:
 class StepCost:
     """Of one optimizer step on each GPU: operations, bytes that it sends for each degree of the plan, and seconds.
 
-    Gathers of parameters and sums of gradients overlap with the computation; what `tensor` exchanges does not.
+    Gathers of parameters and sums of gradients overlap with the computation; what `tensor` and `context` exchange does
+    not.
     """
 
     flops: float
@@ -101,7 +105,11 @@ class StepCost:
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return max(self.compute_s, self.overlapped_s) + self.sent_s["tensor"]
+        return max(self.compute_s, self.overlapped_s) + self.sent_s["tensor"] + self.sent_s["context"]
+
+
+KNOWN = ("replicate", "shard", "context", "tensor")
+"""Degrees of a plan whose cost is known here."""
 
 
 def step_cost(
@@ -124,35 +132,39 @@ def step_cost(
 
     Args:
         size: of the model.
-        tokens: per forward pass of a GPU (of all of a `tensor` group together).
+        tokens: per forward pass of a GPU (of all of a `tensor` or `context` group together).
         seq_len: tokens per sequence.
-        degrees: of "replicate", "shard" and "tensor", by default 1: see `ParallelPlan`.
+        degrees: of "replicate", "shard", "context" and "tensor", by default 1: see `ParallelPlan`.
         passes: forward passes per step.
         hardware: by default an H200.
 
-    Raises InputError for a number below 1, and for a degree that has no arithmetic here (context, expert).
+    Raises InputError for a number below 1, and for a degree that has no arithmetic here (expert).
     """
     hardware = hardware or Hardware()
     for name, number in (("tokens", tokens), ("seq_len", seq_len), ("passes", passes), *degrees.items()):
         if number < 1:
             raise InputError(f"{name}: must be at least 1, got {number}")
     for name, number in degrees.items():
-        if number > 1 and name not in ("replicate", "shard", "tensor"):
-            raise InputError(f"{name}: the cost of this degree is not known; known are replicate, shard and tensor")
-    replicate, shard, tensor = (degrees.get(name, 1) for name in ("replicate", "shard", "tensor"))
+        if number > 1 and name not in KNOWN:
+            raise InputError(f"{name}: the cost of this degree is not known; known are {', '.join(KNOWN)}")
+    replicate, shard, context, tensor = (degrees.get(name, 1) for name in KNOWN)
+    divided = shard * context  # ranks over which FSDP2 shards
     repeated = 1 + (activation_checkpointing == "full")
     attention = 2.0 * seq_len * size.attention
     per_token = 2 * size.used * (repeated + 1) + 2 * size.trained + attention * (repeated + 2.5)
-    flops = passes * tokens * per_token / tensor
+    flops = passes * tokens * per_token / (tensor * context)
     weights, gradients = size.weights / tensor, size.gradients / tensor
     activations = tokens * size.hidden_size * size.itemsize * size.num_layers
     sent = {
-        "replicate": passes * 2 * gradients / shard * _ring(replicate),
-        "shard": passes * (2 * weights + gradients) * _ring(shard),
+        "replicate": passes * 2 * gradients / divided * _ring(replicate),
+        "shard": passes * (2 * weights + gradients) * _ring(divided),
+        # keys and values in a forward pass, and their gradients
+        "context": passes * (repeated + 1) * tokens * size.keys_values / tensor * size.itemsize * _ring(context),
         # two sums in a block's forward pass, and two in its backward pass
-        "tensor": passes * 2 * (repeated + 1) * activations * 2 * _ring(tensor),
+        "tensor": passes * 2 * (repeated + 1) * activations / context * 2 * _ring(tensor),
     }
-    groups = {"tensor": (tensor, 1), "shard": (shard, tensor), "replicate": (replicate, tensor * shard)}
+    groups = {"tensor": (tensor, 1), "context": (context, tensor), "shard": (divided, tensor)}
+    groups["replicate"] = replicate, tensor * divided
     sent_s = {name: sent[name] / hardware.bandwidth(*groups[name]) for name in sent}
     return StepCost(flops, sent, flops / hardware.flops, sent_s)
 

@@ -20,8 +20,11 @@ from ligermodels.layers.sharding import reshard
 from ligermodels.parallel.plan import ParallelPlan
 
 
-def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: DeviceMesh | None = None) -> None:
     """Shard a model over `mesh`, whose dimensions are ("shard",) or ("replicate", "shard"), in place.
+
+    Experts that are spread over ranks are a group of their own, over the mesh `experts` of the same dimensions; so are
+    the router and what else is in the same module.
 
     Groups, each gathered as one: every block, embeddings and heads that are not tied, and the rest. Modules that stay
     float32 (`FullPrecision`) are a group before theirs, and compute in float32 whatever the plan. What is sharded
@@ -36,13 +39,20 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """The modules that stand for the groups, in the order in which they are gathered backwards."""
         if isinstance(module, FSDPModule):
             return [module]
+        spread: list[nn.Module] = []
         kept: list[nn.Module] = [
             m for m in module.modules() if isinstance(m, FullPrecision) and not isinstance(m, FSDPModule)
         ]
         if kept:
             fully_shard(kept, mesh=mesh, mp_policy=wide)
+        for mixture in module.modules() if experts is not None else ():
+            if getattr(mixture, "_expert_mesh", None) is not None and not isinstance(mixture, FSDPModule):
+                others = [m for m in mixture.children() if next(m.parameters(), None) is not None]
+                fully_shard(others, mesh=mesh, mp_policy=policy)
+                fully_shard(mixture, mesh=experts, mp_policy=policy)
+                spread += [mixture, others[0]]
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        return [module, *kept[:1]]  # type: ignore[list-item]
+        return [module, *spread, *kept[:1]]  # type: ignore[list-item]
 
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
     models = [module for module in model.modules() if isinstance(module, CausalLM)]

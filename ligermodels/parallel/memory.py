@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import InputError
+from ligermodels.layers.context_parallel import check_context_parallel
 
 LOSS_WORKSPACE = 2**30
 """Bytes for logits of a chunk, the `memory_budget` of `ops.linear_cross_entropy`."""
@@ -43,28 +46,32 @@ class StepMemory:
 
 
 def step_memory(
-    model: CausalLM, batch_size: int, seq_len: int, *, shard: int = 1, optimizer: str = "adamw"
+    model: CausalLM, batch_size: int, seq_len: int, *, shard: int = 1, context: int = 1, optimizer: str = "adamw"
 ) -> StepMemory:
     """The memory of a step of `model`, which is on the meta device, over `batch_size` sequences of `seq_len` tokens on
-    each GPU, with `activation_checkpointing` as the model has it and the parameters that require a gradient.
+    each GPU, or divided over `context` of them, with `activation_checkpointing` as the model has it and the parameters
+    that require a gradient.
 
     Forward and backward pass run on tensors without data, and each allocation and release is counted; so any model can
-    be asked about. With `shard` ranks, parameters, gradients and optimizer states are divided by them, as by FSDP2 by
-    block. Not counted: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation.
+    be asked about. With `shard` times `context` ranks, parameters, gradients and optimizer states are divided by them,
+    as by FSDP2 by block. Not counted: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation.
 
     Gradients of the model are cleared. Raises InputError for a model that is not on the meta device, and sizes below 1.
     """
     parameters = list(model.parameters())
     if not all(parameter.is_meta for parameter in parameters):
         raise InputError('model: must be on the meta device: make it by from_config(config, device="meta")')
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("shard", shard)):
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("shard", shard), ("context", context)):
         if value < 1:
             raise InputError(f"{name}: must be at least 1, got {value}")
+    shard *= context
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
-    with _Allocations(parameters, shard) as allocations:
+    with _divided(model.decoder, context), _Allocations(parameters, shard) as allocations:
         loss = cast(Tensor, model(ids, labels=ids).loss)
         kept = allocations.now
-        head_peak = kept + min(LOSS_WORKSPACE, ids.numel() * model.config.vocab_size * model.head.weight.itemsize)
+        head_peak = kept + min(
+            LOSS_WORKSPACE, ids.numel() // context * model.config.vocab_size * model.head.weight.itemsize
+        )
         loss.backward()
         del loss
     peak = max(allocations.peak, head_peak)
@@ -76,6 +83,32 @@ def step_memory(
         activations=kept,
         backward=peak - kept,
     )
+
+
+@contextmanager
+def _divided(decoder: Decoder, context: int) -> Iterator[None]:
+    """Within it `decoder` has the part of each sequence that the first of `context` ranks has; nothing is exchanged on
+    the meta device."""
+    if context > 1:
+        check_context_parallel(decoder)
+        decoder._context_mesh = _FirstRank(context)
+    try:
+        yield
+    finally:
+        decoder._context_mesh = None
+
+
+@dataclass(frozen=True)
+class _FirstRank:
+    """What `layers.context_parallel` asks of a mesh, without ranks."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return 0
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ligermodels.errors import ConfigError, validation_message
 
@@ -20,7 +20,7 @@ class ParallelPlan(BaseModel):
 
     AXES: ClassVar[tuple[str, ...]] = ("replicate", "shard", "context", "tensor")
     """Dimensions of the mesh, the outermost first: neighbours in the last exchange the most, and share a host. Experts
-    are spread over the ranks of `shard`."""
+    are spread over neighbours among the ranks of `shard` and `context`."""
 
     replicate: int = Field(1, ge=1, description="Groups of ranks that each hold the whole model (HSDP, with shard).")
     shard: int = Field(-1, ge=-1, description="Ranks that a copy of the model is sharded over (FSDP2); -1: the rest.")
@@ -57,6 +57,14 @@ class ParallelPlan(BaseModel):
             raise ConfigError("shard: must be at least 1, or -1 for the rest of the ranks, got 0")
         return value
 
+    @model_validator(mode="after")
+    def _is_consistent(self) -> ParallelPlan:
+        if self.expert > 1 and self.tensor > 1:
+            raise ConfigError("expert: is not supported beside tensor; experts are spread over shard and context")
+        if self.expert > 1 and self.compile != "none":
+            raise ConfigError("compile: experts that are spread over ranks are not compiled; leave it 'none'")
+        return self
+
     def degrees(self, world_size: int) -> dict[str, int]:
         """The size of each of AXES on so many ranks; ConfigError unless their product is that number."""
         found = {name: getattr(self, name) for name in self.AXES}
@@ -72,5 +80,11 @@ class ParallelPlan(BaseModel):
             raise ConfigError(
                 f"shard: {self.shard}, times {told}, is {others * self.shard} ranks, and there are {world_size}; "
                 f"{advice}, or start as many processes"
+            )
+        if found["shard"] * found["context"] % self.expert:
+            ranks = found["shard"] * found["context"]
+            raise ConfigError(
+                f"expert: {self.expert} does not divide the {ranks} ranks (shard x context) that a copy of the model, "
+                "experts included, is spread over"
             )
         return found

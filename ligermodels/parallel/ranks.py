@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -62,8 +62,49 @@ def rank_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def make_mesh(plan: ParallelPlan, device_type: str) -> DeviceMesh:
-    """The mesh of a plan over all ranks, with the plan's AXES as names. ConfigError as of `ParallelPlan.degrees`."""
+class Meshes(NamedTuple):
+    """The meshes of a plan over all ranks.
+
+    ranks: its dimensions are the plan's AXES.
+    parameters: that which parameters are distributed over, ("replicate", "shard", "tensor"): the ranks of a context
+        have the same weights, and so divide them as those do that have data of their own.
+    experts: that of parameters of experts, ("replicate", "shard", "expert"); None where these are as the others.
+    """
+
+    ranks: DeviceMesh
+    parameters: DeviceMesh
+    experts: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, device_type: str) -> Meshes:
+        """ConfigError as of `ParallelPlan.degrees`, InputError without a process group."""
+        ranks = parameters = _mesh(plan, device_type)
+        replicate, shard, context, tensor = ranks.shape
+        experts = None
+        if context > 1:
+            sizes = replicate, shard * context, tensor
+            parameters = dist.init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+        if plan.expert > 1:
+            sizes = replicate, shard * context // plan.expert, plan.expert
+            experts = dist.init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard", "expert"))
+        return cls(ranks, parameters, experts)
+
+
+class Parallelism(NamedTuple):
+    """How a model was spread."""
+
+    plan: ParallelPlan
+    meshes: Meshes
+
+
+def parallelism_of(model: object) -> Parallelism | None:
+    """The plan and meshes of a model, or of a part of it, that `parallelize` has spread."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = (vars(module).get("_parallelism") for module in modules)
+    return next((each for each in found if each is not None), None)
+
+
+def _mesh(plan: ParallelPlan, device_type: str) -> DeviceMesh:
     if not dist.is_initialized():
         raise InputError(
             "plan: there is no process group; start the program by torchrun --nproc-per-node N, or call "
@@ -73,14 +114,14 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> DeviceMesh:
     return dist.init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
-def data_share(plan: ParallelPlan) -> tuple[int, int]:
+def data_share(plan: ParallelPlan, axes: tuple[str, ...] = DATA) -> tuple[int, int]:
     """Which share of the data this rank takes, and how many there are, before there is a mesh."""
     degrees = plan.degrees(world_size())
     rank, share = dist.get_rank() if dist.is_initialized() else 0, 0
     places = dict(zip(degrees, np.unravel_index(rank, tuple(degrees.values())), strict=True))
-    for name in DATA:
+    for name in axes:
         share = share * degrees[name] + int(places[name])
-    return share, math.prod(degrees[name] for name in DATA)
+    return share, math.prod(degrees[name] for name in axes)
 
 
 class DataRanks:
@@ -105,7 +146,10 @@ class DataRanks:
 
     @classmethod
     def of(cls, model: HasParameters) -> DataRanks:
-        """Those over which FSDP2 averages the gradients of `model`: of the mesh of its first sharded parameter."""
+        """Those of the plan of a model that `parallelize` has spread; else those over which FSDP2 averages gradients,
+        of the mesh of its first sharded parameter."""
+        if (spread := parallelism_of(model)) is not None:
+            return cls(spread.meshes.ranks)
         return cls(next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None))
 
     def sum(self, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ligermodels.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ligermodels.training.clipping import clip_gradients
     from ligermodels.training.fine_tuning import fine_tune
     from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
     from ligermodels.training.fused_adamw import FusedAdamW
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _get, __dir__ = lazy_names(
     __name__,
     {
+        "clipping": ("clip_gradients",),
         "fine_tuning": ("fine_tune",),
         "fine_tuning_recipe": ("FineTuningRecipe",),
         "fused_adamw": ("FusedAdamW",),
@@ -59,6 +61,7 @@ __all__ = [
     "StepMetrics",
     "TrainingRecipe",
     "adamw",
+    "clip_gradients",
     "fine_tune",
     "read_recipe",
     "run_job",

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ligermodels.data.batches import Batch, CountsTargets, count_targets, on_device
 from ligermodels.errors import InputError, TrainingError
-from ligermodels.layers.sharding import gathered
 from ligermodels.parallel.ranks import DataRanks
+from ligermodels.training.clipping import clip_gradients
 from ligermodels.training.renamed import renamed_arguments
 
 PATIENCE = 10
@@ -158,7 +158,7 @@ def train(
             (out.loss if ranks.size == 1 else out.loss * ranks.size).backward()  # FSDP2 averages
             losses.append(out.loss.detach())
             logged.append(output_metrics(out) if output_metrics is not None else OutputMetrics())
-        norm = gathered(nn.utils.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm))
+        norm = clip_gradients(trained, math.inf if max_grad_norm is None else max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:

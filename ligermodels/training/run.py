@@ -24,7 +24,7 @@ from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError, TrainingError
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.parallel.ranks import data_share, join, world_size
+from ligermodels.parallel.ranks import DATA, data_share, join, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare
@@ -220,7 +220,7 @@ class _Run:
         self.job = make_job(recipe, model, resuming=bool(self.about))
         if spread:
             parallelize(self.job.model, recipe.parallel)
-        share, _ = data_share(recipe.parallel)
+        share, _ = data_share(recipe.parallel, (*DATA, "context"))
         if share:
             torch.manual_seed(recipe.seed + share)  # for dropout of its own, and that of its tensor-parallel group
         stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"

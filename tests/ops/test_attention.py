@@ -36,6 +36,10 @@ CASES: dict[str, dict[str, Any]] = {
     "narrow-values-packed": {"value_dim": 10, "bounds": [0, 5, 6, 6, 13]},
     "wide-values-mask-decode-some": {"value_dim": 22, "masked": True, "queries": 4},
     "narrow-values-sinks": {"value_dim": 10, "sinks": True},
+    "packed-last-places": {"bounds": [0, 3, 5, 5, 11, 13], "queries": 6},
+    "packed-last-places-window": {"bounds": [0, 3, 5, 5, 13], "queries": 7, "window": 4, "softcap": 1.5},
+    "packed-last-places-sinks": {"bounds": [0, 3, 10, 13], "queries": 5, "sinks": True},
+    "packed-one-last-place": {"bounds": [0, 3, 13, 13], "queries": 1},
     "all-options": {"window": 6, "softcap": 2.0, "softmax_scale": 0.3, "bounds": [0, 8, 13]},
 }
 DEVICES = [
@@ -147,6 +151,9 @@ LONG_CASES: dict[str, dict[str, Any]] = {
     "softcap in a window": {"softcap": 5.0, "window": 130},
     "packed": {"bounds": (0, 1, 300, 301, 700)},
     "packed window": {"bounds": (0, 1, 300, 301, 700), "window": 130},
+    "last places": {"queries": 290},
+    "packed last places": {"bounds": (0, 1, 300, 301, 500, 700), "queries": 290},
+    "packed last places, window": {"bounds": (0, 1, 300, 301, 500, 700), "queries": 290, "window": 130},
     "sinks": {"sinks": True},
     "sinks in a window": {"sinks": True, "window": 130},
     "packed sinks": {"sinks": True, "bounds": (0, 1, 300, 301, 700)},
@@ -160,13 +167,13 @@ LONG_CASES: dict[str, dict[str, Any]] = {
 def test_long_sequences(name: str, case: str, head_dim: int) -> None:
     """Over many tiles, in bfloat16, against the reference in float32 on the same values."""
     options = dict(LONG_CASES[case])
-    bounds, sinks = options.pop("bounds", None), options.pop("sinks", False)
+    bounds, sinks, queries = (options.pop(*each) for each in (("bounds", None), ("sinks", False), ("queries", 700)))
     batch = 1 if bounds else 2
     if bounds:
         options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device="cuda")
     inputs = [
-        torch.randn(batch, 700, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for heads in (8, 2, 2)
+        torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for length, heads in ((queries, 8), (700, 2), (700, 2))
     ]
     if sinks:
         inputs.append(torch.randn(8, device="cuda", dtype=torch.bfloat16, requires_grad=True))

@@ -72,7 +72,8 @@ def attention(
         window: number of keys a query sees, its own included (Mistral's sliding window); None for all.
         softcap: logits become softcap * tanh(logits / softcap) before masking (Gemma 2).
         mask: bool (B, T, S), True where a query sees a key; replaces the causal rule. Every query must see a key.
-        cu_seqlens: int32 (n + 1,), the bounds of n sequences packed into one row (B = 1, S = T).
+        cu_seqlens: int32 (n + 1,), the bounds of n sequences packed into the one row of keys (B = 1). Queries are
+            those of its last T places.
         sinks: floating (Hq,), for each query head one more logit in the denominator of its softmax, after scale and
             softcap; what it takes of the weights goes to no value (gpt-oss, https://arxiv.org/abs/2508.10925).
         backend: "auto", or the name of one of `backends()`.
@@ -93,8 +94,8 @@ def attention(
         raise InputError(f"attention: {length} queries but only {k.shape[1]} keys")
     if mask is not None:
         check_tensor("attention", "mask", mask, (batch, length, k.shape[1]), q.device, torch.bool)
-    if cu_seqlens is not None and (batch != 1 or k.shape[1] != length or mask is not None):
-        raise InputError("attention: cu_seqlens needs one row (B = 1), as many keys as queries, and no mask")
+    if cu_seqlens is not None and (batch != 1 or mask is not None):
+        raise InputError("attention: cu_seqlens needs one row (B = 1), and no mask")
     if sinks is not None:
         check_tensor("attention", "sinks", sinks, (heads,), q.device)
     request = AttentionRequest(
@@ -145,7 +146,7 @@ def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor 
         allowed = allowed & (keys > queries - request.window)
     if cu_seqlens is not None:
         document = torch.bucketize(keys, cu_seqlens[1:], right=True)
-        allowed = allowed & (document == document[:, None])
+        allowed = allowed & (document == document[queries])
     return allowed
 
 
@@ -207,12 +208,14 @@ def _sdpa(
 ) -> Tensor:  # fmt: skip
     if cu_seqlens is not None and request.device == "cpu" and not request.compiling:
         # Here bounds can be read without a sync, and separate sequences cost less than a T x T mask.
-        alone = []
+        alone, hidden = [], request.key_length - request.query_length
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
-            if length := end - start:
-                window = request.window if request.window is not None and request.window < length else None
-                part = replace(request, query_length=length, key_length=length, window=window, packed=False)
-                alone.append(_sdpa(q[:, start:end], k[:, start:end], v[:, start:end], part, None, None, sinks))
+            first = max(start, hidden)  # of the queries
+            if first < end:
+                window = request.window if request.window is not None and request.window < end - start else None
+                part = replace(request, query_length=end - first, key_length=end - start, window=window, packed=False)
+                queries = q[:, first - hidden : end - hidden]
+                alone.append(_sdpa(queries, k[:, start:end], v[:, start:end], part, None, None, sinks))
         return torch.cat(alone, dim=1)
     shifted = request.key_length != request.query_length and request.query_length > 1
     if mask is not None:

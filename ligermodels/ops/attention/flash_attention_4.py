@@ -16,7 +16,8 @@ def flash_attention_4(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, softmax_scale: float, window: int | None,
     softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention (B, T, Hq, D) of q over k, v (B, S, Hkv, D); packed, they come without the first dimension."""
+    """Causal attention (B, T, Hq, D) of q over k, v (B, S, Hkv, D), of which queries have the last T places; packed,
+    they come without the first dimension."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, _ = _FlashAttention4.apply(q, k, v, cu_seqlens, softmax_scale, window, softcap)
     return out
@@ -28,8 +29,11 @@ def flash_options(
     """The options that all versions of flash-attn name alike."""
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": True, "softcap": softcap or 0.0}
     if cu_seqlens is not None:
+        # Queries are those of the last places. Sequences that end before have keys alone, whose gradients are zero.
+        hidden = k.shape[0] - q.shape[0]
+        of_queries = cu_seqlens if hidden == 0 else (cu_seqlens - hidden).clamp(min=0)
         # The longest sequence would cost a sync to learn; the row's length bounds it.
-        options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        options |= {"cu_seqlens_q": of_queries, "cu_seqlens_k": cu_seqlens}
         options |= {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
     return options
 

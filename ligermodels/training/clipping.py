@@ -1,0 +1,31 @@
+"""Clipping of gradients that are spread over ranks in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.layers.sharding import gathered
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """The norm of all gradients together, before they are scaled to at most `max_norm`.
+
+    `torch.nn.utils.clip_grad_norm_` takes DTensors of one mesh alone; under expert parallelism experts have another
+    one. Norms are taken for each mesh, and then of these.
+    """
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    groups: Sequence[list[nn.Parameter]] = list(by_mesh.values())
+    if len(groups) < 2:
+        return gathered(nn.utils.clip_grad_norm_([p for group in groups for p in group], max_norm))
+    norms = [gathered(nn.utils.get_total_norm([p.grad for p in group])) for group in groups]  # type: ignore[misc]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm

@@ -1,0 +1,181 @@
+"""Context parallelism: each sequence divided over ranks, beside one process with all of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from runs import losses
+from test_parallel import batch, build, check_equal, check_training, whole
+from test_parallel_runs import check_same, recipes, run
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from two_ranks import in_ranks
+from typer.testing import CliRunner
+from zoo import CONFIGS, make_checkpoint
+
+import ligermodels as lm
+from ligermodels.cli import app
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import IGNORE_INDEX
+
+FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "gpt_oss", "phi3", "qwen3_moe", "deepseek_v3")
+"""Untied; tied; windows and softcap; norms of queries and keys; sinks; frequencies that go by the row's length; a
+mixture with a load-balancing loss; latent attention."""
+PLAN = lm.ParallelPlan(context=2)
+
+
+def inputs_of_all_kinds() -> dict[str, dict[str, Tensor]]:
+    """Batches whose documents end within chunks, at their bounds, and in padding; the last row has fewer tokens than
+    there are chunks."""
+    found = {"rows": dict(batch(0)), "short": {name: x[:, :3] for name, x in batch(1).items()}}
+    ids, labels = (x.reshape(1, -1) for x in dict(batch(2)).values())
+    bounds = torch.tensor([0, 5, 7, 7, 21, 26], dtype=torch.int32)
+    found["packed"] = {"input_ids": ids, "labels": labels, "cu_seqlens": bounds}
+    positions = torch.cat([torch.arange(4), torch.arange(9), torch.arange(13)]).view(2, 13)
+    found["restarts"] = {**batch(3), "position_ids": positions}
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :4] = mask[1, 9:] = 0
+    found["padded"] = {**batch(4), "attention_mask": mask}
+    found["one target"] = {**batch(5)}
+    found["one target"]["labels"] = torch.full((2, 13), IGNORE_INDEX).index_fill(1, torch.tensor([2]), 7)
+    return found
+
+
+def check_pass(model: lm.CausalLM, plain: lm.CausalLM, inputs: dict[str, Any], **options: Any) -> None:
+    """Loss and gradients, as a user's own loop has them."""
+    losses = []
+    for each in (model, plain):
+        each.zero_grad()
+        losses.append(each(**inputs, **options).loss)
+        (losses[-1] if losses[-1].ndim == 0 else (losses[-1] ** 2).sum()).backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    scale = float(max(p.grad.abs().max() for p in plain.parameters()))
+    check_equal(model, plain, lambda p: p.grad, atol=2e-6 * max(1.0, scale))
+
+
+def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    for i, name in enumerate(FAMILIES):
+        mode = ("none", "selective", "full")[i % 3]
+        plan = PLAN.model_copy(update={"activation_checkpointing": mode})
+        plain, model = build(name), lm.parallelize(build(name), plan)
+        for inputs in list(inputs_of_all_kinds().values())[i % 2 :: 2]:
+            check_pass(model, plain, inputs)
+        check_training(model, plain, torch.optim.SGD, tensor=2)
+
+
+def uses(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """What else a model is asked for."""
+    every = inputs_of_all_kinds()
+    plain, model = build("qwen3"), lm.parallelize(build("qwen3"), PLAN)
+    weights = torch.rand(2, 13)
+    classes = torch.rand(model.config.vocab_size)
+    for options in (
+        {"token_weights": weights},
+        {"class_weights": classes, "token_weights": weights, "label_smoothing": 0.1},
+        {"z_loss": 1e-2, "num_items_in_batch": 7},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+    ):
+        check_pass(model, plain, every["rows"], **options)
+    with pytest.raises(InputError, match="class_weights: beside z_loss"):
+        model(**every["rows"], class_weights=classes, z_loss=1e-2)
+    for inputs in every.values():
+        asked: dict[str, Any] = {"return_logits": True, "return_last_hidden_state": True}
+        asked |= {"return_predicted": True, "return_z_loss": True}
+        with torch.no_grad():
+            both = [each(**inputs, **asked, z_loss=1e-3) for each in (model, plain)]
+        assert both[0].keys() == both[1].keys()
+        for found, wanted in zip(both[0].values(), both[1].values(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        both = []
+        for each in (model, plain):
+            each.zero_grad()
+            both.append(each(**inputs, return_log_probs=True, return_entropy=True))
+            (both[-1].log_probs.exp() * torch.arange(both[-1].log_probs.shape[1])).sum().backward()
+        torch.testing.assert_close(both[0].entropy, both[1].entropy)
+        check_equal(model, plain, lambda p: p.grad)
+    ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+        some = torch.tensor([3, 20, 25])
+        torch.testing.assert_close(model(ids, token_indices=some).logits, plain(ids, token_indices=some).logits)
+        given = torch.randn(2, 13, 60)
+        torch.testing.assert_close(model(inputs_embeds=given).logits, plain(inputs_embeds=given).logits)
+    assert torch.equal(*(each.generate(ids, max_new_tokens=4, eos_token_id=None) for each in (model, plain)))
+
+    # Activations are of this rank's tokens.
+    seen: list[tuple[int, ...]] = []
+    model.decoder.blocks[0].mlp.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    model(**every["rows"])
+    assert seen == [(2, 8, 60)]
+
+    several: list[Any] = []
+    for spread in (False, True):
+        torch.manual_seed(1)
+        each = lm.MedusaModel.from_base(build("llama-3"), num_heads=2)
+        several.append(lm.parallelize(each, PLAN) if spread else each)
+    check_training(several[1], several[0], torch.optim.SGD, tensor=2)
+    with pytest.raises(ConfigError, match=r"context: blocks\[0\].mixer \(.*GatedDeltaNet\) cannot be given a part"):
+        lm.parallelize(build("qwen3_5_text"), PLAN)
+    with pytest.raises(ConfigError, match=r"context: blocks\[\d\].mixer \(.*SharedKVAttention\)"):
+        lm.parallelize(build("gemma4_text-few-layers"), PLAN)
+
+
+def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """With ranks that have other data, and with tensor parallelism; loaded and saved."""
+    model = lm.from_pretrained(folder / "llama-3", plan=PLAN)
+    plain = lm.from_pretrained(folder / "llama-3")
+    check_training(model, plain, torch.optim.SGD, tensor=2)
+    assert all(p.to_local().numel() <= p.numel() / 4 + p[:1].numel() for p in model.parameters())
+    lm.from_pretrained(folder / "llama-3", plan=PLAN).save_pretrained(folder / "out")
+    plan = lm.ParallelPlan(context=2, replicate=2)
+    plain, model = build("qwen3_moe"), lm.parallelize(build("qwen3_moe"), plan)
+    check_training(model, plain, torch.optim.SGD, tensor=2)
+    config = {**CONFIGS["llama-3"], "intermediate_size": 96}
+    both = []
+    for spread in (False, True):
+        torch.manual_seed(0)
+        each = lm.from_config(config)
+        both.append(lm.parallelize(each, lm.ParallelPlan(context=2, tensor=2)) if spread else each)
+    for inputs in inputs_of_all_kinds().values():
+        check_pass(both[1], both[0], inputs)
+    assert torch.equal(whole(next(both[1].parameters())), next(both[0].parameters()))
+
+
+def test_families(tmp_path: Path) -> None:
+    in_ranks(2, families, tmp_path)
+
+
+def test_everything_that_a_model_is_asked_for(tmp_path: Path) -> None:
+    in_ranks(2, uses, tmp_path)
+
+
+def test_beside_other_degrees(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "llama-3", CONFIGS["llama-3"])
+    in_ranks(4, by_plan, tmp_path)
+    lm.from_pretrained(tmp_path / "llama-3").save_pretrained(tmp_path / "one")
+    files = [(tmp_path / where / "model.safetensors").read_bytes() for where in ("out", "one")]
+    assert files[0] == files[1]
+
+
+def runs(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> None:
+    exact = recipes(base, data)
+    for name in ("fine-tuning", "lora", "stage 1", "mtp"):
+        assert run(exact[name].changed({"parallel": {"context": 2}}), folder / name).finished
+    file = folder / f"{rank}.yaml"
+    file.write_text(yaml.safe_dump(exact["fine-tuning"].changed({"steps": 2}).settings()))
+    arguments = ["train", "--recipe", str(file), "--out", str(folder / "by-flag"), "--device", "cpu", "--context", "2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_runs_are_those_of_one_process(base: Path, data: Path, tmp_path: Path) -> None:
+    in_ranks(2, runs, tmp_path / "two", base, data)
+    exact = recipes(base, data)
+    for name in ("fine-tuning", "lora", "stage 1", "mtp"):
+        run(exact[name], tmp_path / "one" / name)
+        check_same(tmp_path / "two" / name, tmp_path / "one" / name)
+    assert losses(tmp_path / "two/by-flag")[-1][0] == 2

@@ -1,0 +1,152 @@
+"""Expert parallelism: experts spread over ranks, beside one process with all of them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from test_parallel import batch, check_equal, check_training
+from test_parallel_runs import check_same, tuning
+from test_parallel_runs import run as run_recipe
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from two_ranks import in_ranks
+from typer.testing import CliRunner
+from zoo import CONFIGS, make_checkpoint
+
+import ligermodels as lm
+from ligermodels.cli import app
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.parallel.apply import parallel_copy
+from ligermodels.training import FusedAdamW
+from ligermodels.training.checkpoints import Checkpoints
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": CONFIGS["qwen3_moe"],
+    "glm4_moe": CONFIGS["glm4_moe"],
+    "gpt_oss": {**CONFIGS["gpt_oss"], "num_local_experts": 6},
+    "gemma4": {**CONFIGS["gemma4_text-experts"], "num_experts": 6, "num_kv_shared_layers": 0},
+}
+"""With a load-balancing loss; with shared experts; with biases; beside dense layers."""
+
+
+def build(name: str) -> lm.CausalLM:
+    torch.manual_seed(0)
+    return lm.from_config(FAMILIES[name], dtype=torch.float32)
+
+
+def of_experts(model: nn.Module) -> dict[str, DTensor]:
+    return {name: p for name, p in model.named_parameters() if name.endswith(("mlp.gate_up", "mlp.down"))}
+
+
+def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    for i, name in enumerate(FAMILIES):
+        mode = ("none", "selective", "full")[i % 3]
+        plan = lm.ParallelPlan(expert=2, activation_checkpointing=mode)
+        plain, model = build(name), lm.parallelize(build(name), plan)
+        check_training(model, plain, torch.optim.SGD)
+        # All tokens of both ranks to the experts of one of them.
+        for each in (model, plain):
+            for module in each.modules():
+                if (bias := getattr(module, "selection_bias", None)) is not None:
+                    bias[: len(bias) // 2] += 100.0
+        if name == "glm4_moe":
+            for each in (model, plain):
+                each.zero_grad()
+                each(**batch(0)).loss.backward()
+            check_equal(model, plain, lambda p: p.grad)
+    copied = parallel_copy(model)
+    check_equal(copied, plain, lambda p: p.detach(), rtol=1e-3, atol=1e-4)
+    ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(copied(ids).logits, model(ids).logits)
+    assert torch.equal(*(each.generate(ids, max_new_tokens=4, eos_token_id=None) for each in (model, plain)))
+
+
+def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Two of four ranks that shard, beside replicas, and over ranks of a context; files and checkpoints."""
+    plans = {
+        "shard": lm.ParallelPlan(expert=2),
+        "replicate": lm.ParallelPlan(expert=2, replicate=2),
+        "context": lm.ParallelPlan(expert=4, context=2),
+    }
+    for name, plan in plans.items():
+        family = "glm4_moe" if name == "context" else "qwen3_moe"
+        read: list[int] = []
+        slices = Checkpoint.read_slice
+
+        def counted(self: Checkpoint, name: str, start: int, count: int, read: Any = read, slices: Any = slices) -> Any:
+            read.append(count)
+            return slices(self, name, start, count)
+
+        Checkpoint.read_slice = counted  # type: ignore[method-assign]
+        model = lm.from_pretrained(folder / family, plan=plan)
+        Checkpoint.read_slice = slices  # type: ignore[method-assign]
+        plain = lm.from_pretrained(folder / family)
+        # Less than an equal share and a row, or an expert, of each tensor.
+        total, ranks = sum(p.numel() for p in plain.parameters()), 4 // plan.replicate
+        rows = sum(p[:1].numel() for p in plain.parameters())
+        assert sum(read) <= total / ranks + rows
+        assert all(p.to_local().numel() <= -(-len(p) // ranks) * p[0].numel() for p in of_experts(model).values())
+        check_equal(model, plain, lambda p: p.detach(), rtol=0, atol=0)
+        model.save_pretrained(folder / name)
+        check_training(model, plain, torch.optim.SGD, tensor=plan.context)
+        # Another plan resumes.
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        checkpoints = Checkpoints(folder / f"checkpoints-{name}")
+        checkpoints.save(1, model, optimizer, {})
+        checkpoints.wait()
+        other = lm.from_pretrained(folder / family, plan=lm.ParallelPlan())
+        again = FusedAdamW(other.parameters(), lr=1e-2)
+        checkpoints.load(1, other, again)
+        for spread in (model, other):
+            spread.zero_grad()
+        found, wanted = ({n: p.full_tensor() for n, p in each.named_parameters()} for each in (other, model))
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+
+
+def runs(rank: int, folder: Path, mesh: DeviceMesh, recipe: Any) -> None:
+    for name, changes in (("whole", {}), ("lora", {"lora_rank": 3})):
+        spread = recipe.changed({**changes, "parallel": {"expert": 2}})
+        assert run_recipe(spread, folder / name).finished
+    file = folder / f"{rank}.yaml"
+    file.write_text(yaml.safe_dump(recipe.changed({"steps": 2}).settings()))
+    arguments = ["train", "--recipe", str(file), "--out", str(folder / "by-flag"), "--device", "cpu", "--expert", "2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+
+
+def test_families(tmp_path: Path) -> None:
+    in_ranks(2, families, tmp_path)
+
+
+def test_beside_other_degrees(tmp_path: Path) -> None:
+    for name in ("qwen3_moe", "glm4_moe"):
+        make_checkpoint(tmp_path / name, FAMILIES[name])
+        lm.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "one" / name)
+    in_ranks(4, by_plan, tmp_path)
+    for name, family in (("shard", "qwen3_moe"), ("replicate", "qwen3_moe"), ("context", "glm4_moe")):
+        files = [(tmp_path / where / "model.safetensors").read_bytes() for where in (name, f"one/{family}")]
+        assert files[0] == files[1]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_runs_are_those_of_one_process(base: Path, data: Path, tmp_path: Path) -> None:
+    own = json.loads((base / "config.json").read_text())
+    shutil.copytree(base, tmp_path / "base")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "mlp_only_layers": []}
+    config = {**FAMILIES["qwen3_moe"], **sizes, "vocab_size": own["vocab_size"]}
+    make_checkpoint(tmp_path / "base", config)
+    settings = {"dtype": "float64", "evaluate_every": None, "steps": 4, "checkpoint_every": None}
+    recipe = tuning(tmp_path / "base", data, **settings, micro_batch_tokens=16)
+    in_ranks(2, runs, tmp_path / "two", recipe)
+    for name, changes in (("whole", {}), ("lora", {"lora_rank": 3})):
+        run_recipe(recipe.changed(changes), tmp_path / "one" / name)
+        check_same(tmp_path / "two" / name, tmp_path / "one" / name)
+    assert (tmp_path / "two/by-flag/model.safetensors").is_file()
