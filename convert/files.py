@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from ligermodels.convert.reading import read_json_object
 from ligermodels.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -47,14 +48,15 @@ CHECKPOINT = (*WEIGHTS, *COMPANIONS, *PROCESSORS)
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> shard, from the index of `folder`; CheckpointError when that is not an index."""
     path = folder / INDEX
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        # Names only: an index must not reach outside of its folder.
-        if index and all(file == os.path.basename(file) and file.endswith(".safetensors") for file in index.values()):
-            return dict(index)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        pass
+    index = read_json_object(path, CheckpointError).get("weight_map")
+    # Names only: an index must not reach outside of its folder.
+    if isinstance(index, dict) and index and all(map(_is_shard, index.values())):
+        return index
     raise CheckpointError(f"{path}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder")
+
+
+def _is_shard(file: Any) -> bool:
+    return isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
+from ligermodels.convert.reading import as_path, shown
 from ligermodels.errors import CheckpointError, HubError
 
 # The first class that an error is of tells what to say; some are subclasses of later ones.
@@ -93,14 +94,13 @@ def resolve_adapter(
 
 def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
     """The local folder of this name, None where it can only be a repo id; CheckpointError where it is neither."""
+    path = as_path(name_or_path, CheckpointError, "the name of the checkpoint")
     name = os.fspath(name_or_path)
-    if not name:
-        raise CheckpointError("the name of the checkpoint is empty; give a folder or a repo id")
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         return path
-    if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or path.exists():
-        raise CheckpointError(f"{name}: {'is not a' if path.exists() else 'no such'} folder")
+    there = os.path.lexists(path)
+    if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or there:
+        raise CheckpointError(f"{shown(name)}: {'is not a' if there else 'no such'} folder")
     return None
 
 
@@ -115,7 +115,7 @@ def explained(
         raise
     # The library lets errors of its transports (httpx, Xet) through, which have no base class in common.
     except Exception as error:
-        raise HubError(f"{name}: {_reason(name, revision, error, local_files_only, action)}") from error
+        raise HubError(f"{shown(name)}: {_reason(name, revision, error, local_files_only, action)}") from error
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ligermodels.convert.files import INDEX, SINGLE, read_index
+from ligermodels.convert.reading import is_present, shown
 from ligermodels.errors import CheckpointError
 
 # The names of the format, https://github.com/huggingface/safetensors; torch may be too old to have some of the dtypes.
@@ -74,15 +75,15 @@ class Checkpoint:
         # Each open file, and its bytes mapped into memory: private, so that writing to them changes no file.
         self._files: dict[str, tuple[FileIO, torch.UntypedStorage]] = {}
         self._open_files = ExitStack()
-        if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder}: no such folder")
+        if not os.path.isdir(self.folder):
+            raise CheckpointError(f"{shown(self.folder)}: no such folder")
         # As in transformers: a single file wins over an index.
-        alone = (self.folder / single).is_file()
-        if not alone and not (self.folder / INDEX).is_file():
+        alone = is_present(self.folder / single, CheckpointError)
+        if not alone and not is_present(self.folder / INDEX, CheckpointError):
             raise CheckpointError(_no_weights(self.folder))
         index = {} if alone else read_index(self.folder)
         files = [single] if alone else sorted(set(index.values()))
-        if missing := [file for file in files if not (self.folder / file).is_file()]:
+        if missing := [file for file in files if not is_present(self.folder / file, CheckpointError)]:
             raise CheckpointError(
                 f"{self.folder}: {len(missing)} of {len(files)} shards are missing: {missing[0]} first; fetch them"
             )

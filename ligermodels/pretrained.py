@@ -20,16 +20,17 @@ from ligermodels.archs.lora import without_lora
 from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.convert import hub
-from ligermodels.convert.config_json import dtype_of, read_json
+from ligermodels.convert.config_json import as_config, dtype_of, read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.placement import DeviceLike, DeviceMap, DtypeLike, resolve_device, resolve_dtype
 from ligermodels.convert.quantization import without_quantization
+from ligermodels.convert.reading import as_path, is_present
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import BackendError, ConfigError
+from ligermodels.errors import BackendError, CheckpointError, ConfigError
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.ops.attention.attention import backends
 from ligermodels.parallel.plan import ParallelPlan
@@ -107,7 +108,7 @@ def from_pretrained(
         checkpoint, model = dequantized(files, quantization, kind), _skeleton(config)
         weight_map = choose_layout(found, config, checkpoint.headers, persistent_tensors(model))
         extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
-        repo_id = None if Path(name_or_path).expanduser().is_dir() else os.fspath(name_or_path)
+        repo_id = None if os.path.isdir(Path(name_or_path).expanduser()) else os.fspath(name_or_path)
         processors = _present(folder, PROCESSORS)
         source = SourceCheckpoint(
             folder.absolute(), found, weight_map, sorted(extra), nested, processors, repo_id, quantization
@@ -148,11 +149,13 @@ def from_config(
     place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     folder = None
     if isinstance(config, Mapping):
-        hf_config = dict(config)
+        hf_config = as_config(config)
     elif isinstance(config, HasConfigDict):
-        hf_config = dict(config.to_dict())
-    elif os.fspath(config).endswith(".json") or Path(config).is_file():
-        hf_config = read_json(Path(config))
+        hf_config = as_config(config.to_dict())
+    elif (path := as_path(config, ConfigError, "config, a dict, a file, a folder or a repo id,")).suffix == ".json" or (
+        os.path.lexists(path) and not os.path.isdir(path)
+    ):
+        hf_config = read_json(path)
     else:
         folder = hub.resolve(config, weights=False)
         hf_config = read_json(folder / "config.json")
@@ -281,7 +284,7 @@ def _export_spec(
 
 
 def _present(folder: Path, names: Collection[str]) -> dict[str, Path]:
-    return {name: folder / name for name in names if (folder / name).is_file()}
+    return {name: folder / name for name in names if is_present(folder / name, CheckpointError)}
 
 
 def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:

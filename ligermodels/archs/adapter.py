@@ -34,6 +34,7 @@ from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import is_present
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
@@ -181,7 +182,7 @@ def open_adapter(folder: Path) -> Iterator[tuple[dict[str, Any], Checkpoint]]:
     Raises ConfigError when there is no config, CheckpointError when there are no safetensors or they are damaged.
     """
     config = read_json(folder / ADAPTER_CONFIG)
-    if not (folder / ADAPTER).is_file():
+    if not is_present(folder / ADAPTER, CheckpointError):
         raise CheckpointError(
             f"{folder}: no {ADAPTER}; pickles (adapter_model.bin) are not loaded: save it by PEFT anew"
         )
