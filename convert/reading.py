@@ -30,8 +30,8 @@ DEPTH = 100
 
 
 def shown(path: object) -> str:
-    """A path for a message, shortened where it is longer than a file's can be, and without half characters."""
-    text = str(path).encode("utf-8", "backslashreplace").decode()
+    """A path for a message: shortened where no file has one so long, without control and half characters."""
+    text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(path))
     return text if len(text) <= 1024 else f"{text[:80]}... ({len(text):,} characters)"
 
 

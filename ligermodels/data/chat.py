@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from ligermodels.convert.config_json import read_json, short
-from ligermodels.convert.reading import as_path, is_present, read_text
+from ligermodels.convert.reading import as_path, is_present, read_text, shown
 from ligermodels.data import rendering
 from ligermodels.data.rendering import END, START
 from ligermodels.data.tokenizer import Tokenizer
@@ -75,7 +75,9 @@ class ChatTemplate:
                 raise CheckpointError(f"{path}: chat_template: none is named 'default', only {short(list(named))}")
             source = named["default"]
         if source is None:
-            raise CheckpointError(f"{folder}: has no chat template (base models have none): give the file of one")
+            raise CheckpointError(
+                f"{shown(folder)}: has no chat template (base models have none): give the file of one"
+            )
         if not isinstance(source, str):
             raise CheckpointError(f"{path}: chat_template: must be text, got {short(source)}")
         return cls(source, tokens, name=f"{path}: chat_template")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -234,4 +235,5 @@ def _opened(folder: Path, file: str) -> Iterator[FileReader]:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    text = re.sub(r"\x1b\[\d*m", "", str(error))  # torch writes in bold type
+    return (text.splitlines() or [type(error).__name__])[0]
