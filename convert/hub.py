@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
+from ligermodels.convert.patience import patient
 from ligermodels.convert.reading import as_path, shown
 from ligermodels.errors import CheckpointError, HubError
 
@@ -62,7 +63,8 @@ def resolve(
 
     Raises:
         CheckpointError: a local folder that does not exist, or a repository's index that is none.
-        HubError: the repository, revision or files do not exist, are not open to this user, or cannot be fetched.
+        HubError: the repository, revision or files do not exist, are not open to this user, or cannot be fetched; or
+            the hub stalls (see `patience`).
     """
     if (folder := _local_folder(name_or_path)) is not None:
         return folder
@@ -110,7 +112,8 @@ def explained(
 ) -> Iterator[None]:
     """Turn what huggingface_hub raises about the repository `name` into a HubError that says what to do."""
     try:
-        yield
+        with patient(shown(name)) if action == "download" else nullcontext():
+            yield
     except (CheckpointError, HubError):
         raise
     # The library lets errors of its transports (httpx, Xet) through, which have no base class in common.
