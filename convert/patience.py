@@ -39,8 +39,7 @@ def patient(name: str) -> Iterator[None]:
     one byte in each of them is enough to go on for ever. Transfers by Xet have limits of their own.
     """
     watch, client = _Watch(name, timeout()), get_session()
-    hooks, limit = client.event_hooks, client.timeout
-    client.timeout = watch.seconds  # of requests that huggingface_hub gives none
+    hooks = client.event_hooks
     client.event_hooks = {
         "request": [*hooks.get("request", ()), watch.before],
         "response": [*hooks.get("response", ()), watch.within],
@@ -48,7 +47,7 @@ def patient(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        client.event_hooks, client.timeout = hooks, limit
+        client.event_hooks = hooks
 
 
 class _Watch:
@@ -78,6 +77,11 @@ class _Watch:
         else:  # what came between was no waiting for an answer: a transfer by Xet, say
             self.restart()
         self.waiting = True
+        limits = request.extensions.get("timeout", {})  # of connecting, reading and the like: some have none
+        request.extensions["timeout"] = {
+            each: self.seconds if limits.get(each) is None else limits[each]
+            for each in ("connect", "read", "write", "pool")
+        }
 
     def within(self, response: Any) -> None:
         """Watch the body of an answer."""

@@ -25,7 +25,7 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> Any:
     """`value`; InputError, naming the argument, unless it is a finite number of at least 0, or above it."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value < LARGEST or (positive and value == 0):
-        raise InputError(f"{name} must be a number, {'above' if positive else 'at least'} 0, got {short(value)}")
+        raise InputError(f"{name}: must be a number {'above' if positive else 'of at least'} 0, got {short(value)}")
     return value
 
 

@@ -92,8 +92,8 @@ def _from_lists(input_ids: Sequence[int] | Sequence[Sequence[int]], pad_token_id
             raise InputError(f"input_ids must be a tensor, a list of ids or a list of such lists: see prompt {number}")
         if not row:
             raise InputError(f"prompt {number} is empty: a prompt needs at least one token")
-        if wrong := [each for each in row if not 0 <= each < 2**63]:
-            raise InputError(f"input_ids: token id {short(wrong[0])} (prompt {number}) is below 0 or beyond int64")
+        if wrong := [each for each in row if abs(each) >= 2**63]:
+            raise InputError(f"input_ids: token id {short(wrong[0])} (prompt {number}) is beyond int64")
         lengths.append(len(row))
     longest = max(lengths)
     if pad_token_id is None and min(lengths) < longest:
