@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ligermodels.convert.reading import check_depth, read_json_object, shown
+from ligermodels.convert.input_files import check_depth, read_json_object, shown
 from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import ConfigError
 from ligermodels.errors import short as short

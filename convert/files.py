@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ligermodels.convert.reading import read_json_object
+from ligermodels.convert.input_files import read_json_object
 from ligermodels.errors import CheckpointError
 
 SINGLE = "model.safetensors"

@@ -22,8 +22,8 @@ from huggingface_hub.errors import (
 )
 
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
+from ligermodels.convert.input_files import as_path, shown
 from ligermodels.convert.patience import patient
-from ligermodels.convert.reading import as_path, shown
 from ligermodels.errors import CheckpointError, HubError
 
 # The first class that an error is of tells what to say; some are subclasses of later ones.

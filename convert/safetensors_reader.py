@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ligermodels.convert.files import INDEX, SINGLE, read_index
-from ligermodels.convert.reading import is_present, shown
+from ligermodels.convert.input_files import is_present, shown
 from ligermodels.errors import CheckpointError
 
 # The names of the format, https://github.com/huggingface/safetensors; torch may be too old to have some of the dtypes.

@@ -24,6 +24,7 @@ from ligermodels.convert.config_json import as_config, dtype_of, read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
+from ligermodels.convert.input_files import as_path, is_present
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.placement import (
     DeviceLike,
@@ -34,7 +35,6 @@ from ligermodels.convert.placement import (
     resolve_dtype,
 )
 from ligermodels.convert.quantization import without_quantization
-from ligermodels.convert.reading import as_path, is_present
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, CheckpointError, ConfigError, short

@@ -1,4 +1,4 @@
-"""No raw exception from input: every fault class of tests/faults.py ends in an error of ours, soon."""
+"""No raw exception from input: every fault class of tests/bad_calls.py ends in an error of ours, soon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import faults_values as faults_values  # adds its own
 import pytest
 import torch
-from faults import FAULTS, Fault, Place
+from bad_calls import FAULTS, Fault, Place
 from runs import make_base
 
 import ligermodels as lm

@@ -32,9 +32,9 @@ from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json, short
 from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
+from ligermodels.convert.input_files import is_present
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
-from ligermodels.convert.reading import is_present
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap

@@ -10,7 +10,7 @@ import typer
 
 from ligermodels.cli import models, options
 from ligermodels.console import print_json, progress, say, show_table
-from ligermodels.convert.reading import read_text
+from ligermodels.convert.input_files import read_text
 from ligermodels.errors import InputError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from ligermodels.convert.config_json import read_json, short
-from ligermodels.convert.reading import as_path, is_present, read_text, shown
+from ligermodels.convert.input_files import as_path, is_present, read_text, shown
 from ligermodels.data import rendering
 from ligermodels.data.rendering import END, START
 from ligermodels.data.tokenizer import Tokenizer

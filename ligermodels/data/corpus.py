@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ligermodels.convert.reading import as_path, open_file
+from ligermodels.convert.input_files import as_path, open_file
 from ligermodels.data.fingerprint import of_file
 from ligermodels.data.records import LINE_BYTES, has_json_lines
 from ligermodels.errors import InputError

@@ -9,7 +9,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ligermodels.convert.reading import open_file, parse_json
+from ligermodels.convert.input_files import open_file, parse_json
 from ligermodels.data.chat import Message, join_turns
 from ligermodels.errors import InputError
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import tokenizers
 
-from ligermodels.convert.reading import TOKENIZER_BYTES, as_path, read_bytes
+from ligermodels.convert.input_files import TOKENIZER_BYTES, as_path, read_bytes
 from ligermodels.errors import CheckpointError, InputError
 
 CHARACTERS_AT_ONCE = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from ligermodels.convert.reading import as_path, read_text
+from ligermodels.convert.input_files import as_path, read_text
 from ligermodels.errors import ConfigError
 
 SHIPPED = resources.files("ligermodels.training") / "recipes"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.convert.reading import read_json_object
+from ligermodels.convert.input_files import read_json_object
 from ligermodels.data.documents import Documents
 from ligermodels.data.prompts import OpenChat
 from ligermodels.errors import InputError

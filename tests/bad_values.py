@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from faults import HUGE, Place, a_loop, config_of, fault
+from bad_calls import HUGE, Place, a_loop, config_of, fault
 
 import ligermodels as lm
 from ligermodels.data.tokenizer import Tokenizer
