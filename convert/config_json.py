@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from ligermodels.convert.input_files import check_depth, read_json_object, shown
 from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import ConfigError
+from ligermodels.errors import short as short
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ConfigError names the file when it is missing, not JSON, or not an object."""
+    return read_json_object(path, ConfigError, f"; a checkpoint folder needs a {shown(path.name)}")
+
+
+def as_config(config: Mapping[Any, Any]) -> dict[str, Any]:
+    """a config that is a dict; ConfigError for fields whose names are no text, and for nesting without end."""
+    for name in config:
+        if not isinstance(name, str):
+            raise ConfigError(f"config: the keys of a config are names of fields, got {short(name)}")
+    found = dict(config)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a checkpoint folder needs a {path.name}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: holds a {type(content).__name__}, not an object")
-    return content
-
-
-def short(value: Any) -> str:
-    """`value` for a message: one line of bearable length, however long or deep it is."""
-    try:
-        return _SHORT.repr(value)
-    except ValueError:  # Python writes no whole numbers of thousands of digits.
-        return f"a {type(value).__name__} too long to show"
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-_SHORT.maxlist = _SHORT.maxdict = 8
+        check_depth(found)
+    except ValueError as error:
+        raise ConfigError(f"config: {error}") from None
+    return found
 
 
 THINKER, TEXT = "thinker_config", "text_config"

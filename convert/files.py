@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 from collections.abc import Collection
@@ -11,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ligermodels.convert.input_files import read_json_object
 from ligermodels.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -50,13 +50,12 @@ DIGESTS = "sha256"
 
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> shard, from the index of `folder`; CheckpointError when that is not an index."""
+    path = folder / INDEX
     index = _index(folder).get("weight_map")
     # Names only: an index must not reach outside of its folder.
-    if isinstance(index, dict) and index and all(_is_shard(file) for file in index.values()):
-        return dict(index)
-    raise CheckpointError(
-        f"{folder / INDEX}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder"
-    )
+    if isinstance(index, dict) and index and all(map(_is_shard, index.values())):
+        return index
+    raise CheckpointError(f"{path}: is not JSON whose 'weight_map' names, for each tensor, a file of the folder")
 
 
 def read_digests(folder: Path) -> dict[str, str]:
@@ -71,12 +70,7 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """What is in the index, nothing where that is no JSON object."""
-    try:
-        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_json_object(folder / INDEX, CheckpointError)
 
 
 def _is_shard(file: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from huggingface_hub.errors import (
 )
 
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
+from ligermodels.convert.input_files import as_path, shown
 from ligermodels.convert.journal import settle
+from ligermodels.convert.patience import patient
 from ligermodels.errors import CheckpointError, HubError
 
 # The first class that an error is of tells what to say; some are subclasses of later ones.
@@ -62,7 +64,8 @@ def resolve(
 
     Raises:
         CheckpointError: a local folder that does not exist, or a repository's index that is none.
-        HubError: the repository, revision or files do not exist, are not open to this user, or cannot be fetched.
+        HubError: the repository, revision or files do not exist, are not open to this user, or cannot be fetched; or
+            the hub stalls (see `patience`).
     """
     if (folder := _local_folder(name_or_path)) is not None:
         return folder
@@ -94,15 +97,14 @@ def resolve_adapter(
 
 def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
     """The local folder of this name, None where it can only be a repo id; CheckpointError where it is neither."""
+    path = as_path(name_or_path, CheckpointError, "the name of the checkpoint")
     name = os.fspath(name_or_path)
-    if not name:
-        raise CheckpointError("the name of the checkpoint is empty; give a folder or a repo id")
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         settle(path)
         return path
-    if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or path.exists():
-        raise CheckpointError(f"{name}: {'is not a' if path.exists() else 'no such'} folder")
+    there = os.path.lexists(path)
+    if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or there:
+        raise CheckpointError(f"{shown(name)}: {'is not a' if there else 'no such'} folder")
     return None
 
 
@@ -112,12 +114,13 @@ def explained(
 ) -> Iterator[None]:
     """Turn what huggingface_hub raises about the repository `name` into a HubError that says what to do."""
     try:
-        yield
+        with patient(shown(name)) if action == "download" else nullcontext():
+            yield
     except (CheckpointError, HubError):
         raise
     # The library lets errors of its transports (httpx, Xet) through, which have no base class in common.
     except Exception as error:
-        raise HubError(f"{name}: {_reason(name, revision, error, local_files_only, action)}") from error
+        raise HubError(f"{shown(name)}: {_reason(name, revision, error, local_files_only, action)}") from error
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from ligermodels.convert.weight_map import FLOATS
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 
 DtypeLike: TypeAlias = torch.dtype | str
 DeviceLike: TypeAlias = torch.device | str | int
@@ -42,7 +42,7 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         known = ", ".join(sorted(str(each).removeprefix("torch.") for each in FLOATS))
-        raise InputError(f"{name}: {value!r} is not one of {known}, as a name or a torch.dtype, or 'auto'")
+        raise InputError(f"{name}: {short(value)} is not one of {known}, as a name or a torch.dtype, or 'auto'")
     return dtype
 
 
@@ -84,14 +84,25 @@ def _device(name: str, value: object) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if isinstance(value, torch.device):
         return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return torch.device("cuda", value)
     try:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return torch.device("cuda", value)
         if isinstance(value, str):
             return torch.device(value)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # of a name that is none, and of an index beyond its bounds
         pass
     known = "a torch.device, its name ('cpu', 'cuda', 'cuda:1', ...), the index of a CUDA device"
     if name == "device_map":
         known += f", {{'': device}} or 'auto', the current CUDA device; {SHARD}"
-    raise InputError(f"{name}: {value!r} is not {known}")
+    raise InputError(f"{name}: {short(value)} is not {known}")
+
+
+def require_device(device: torch.device) -> torch.device:
+    """`device`; InputError unless torch can place a tensor there, on this machine."""
+    if device.type not in ("cpu", "meta"):
+        try:
+            torch.empty(0, device=device)
+        except Exception as error:  # each kind of device has its own
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise InputError(f"device: {device} is not there, or not usable: {reason}") from None
+    return device

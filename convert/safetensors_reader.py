@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ligermodels.convert.files import INDEX, SINGLE, read_index
+from ligermodels.convert.input_files import is_present, shown
 from ligermodels.convert.reading import reading
 from ligermodels.errors import CheckpointError
 
@@ -81,15 +82,15 @@ class Checkpoint:
     def _open_all(self, single: str, opened: ExitStack) -> ExitStack:
         """Open the files, which stay open until the stack is closed, and fill `headers`."""
         self.headers, self._files = {}, {}
-        if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder}: no such folder")
+        if not os.path.isdir(self.folder):
+            raise CheckpointError(f"{shown(self.folder)}: no such folder")
         # As in transformers: a single file wins over an index.
-        alone = (self.folder / single).is_file()
-        if not alone and not (self.folder / INDEX).is_file():
+        alone = is_present(self.folder / single, CheckpointError)
+        if not alone and not is_present(self.folder / INDEX, CheckpointError):
             raise CheckpointError(_no_weights(self.folder))
         index = {} if alone else read_index(self.folder)
         files = [single] if alone else sorted(set(index.values()))
-        if missing := [file for file in files if not (self.folder / file).is_file()]:
+        if missing := [file for file in files if not is_present(self.folder / file, CheckpointError)]:
             raise CheckpointError(
                 f"{self.folder}: {len(missing)} of {len(files)} shards are missing: {missing[0]} first; fetch them"
             )

@@ -1,5 +1,6 @@
 """Exceptions of ligermodels: each names the field, tensor or file at fault and says what to do."""
 
+import reprlib
 from typing import Any
 
 
@@ -44,4 +45,17 @@ def validation_message(error: Any) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     text = error["msg"].replace("Input should be", "must be")
-    return f"{'.'.join(map(str, error['loc']))}: {text}, got {error['input']!r}"
+    return f"{'.'.join(map(str, error['loc']))}: {text}, got {short(error['input'])}"
+
+
+def short(value: Any) -> str:
+    """`value` for a message: one line of bearable length, however long or deep it is."""
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError):  # Python writes no whole numbers of thousands of digits.
+        return f"a {type(value).__name__} too long to show"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlist = _SHORT.maxdict = 8

@@ -21,19 +21,28 @@ from ligermodels.archs.lora import without_lora
 from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.convert import hub
-from ligermodels.convert.config_json import dtype_of, read_json
+from ligermodels.convert.config_json import as_config, dtype_of, read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.files import COMPANIONS, PROCESSORS
+from ligermodels.convert.input_files import as_path, is_present
 from ligermodels.convert.loading import FileReader, Spec
-from ligermodels.convert.placement import DeviceLike, DeviceMap, DtypeLike, resolve_device, resolve_dtype
+from ligermodels.convert.placement import (
+    DeviceLike,
+    DeviceMap,
+    DtypeLike,
+    require_device,
+    resolve_device,
+    resolve_dtype,
+)
 from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import BackendError, ConfigError
+from ligermodels.errors import BackendError, CheckpointError, ConfigError, short
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
+from ligermodels.layers.memory import memory_for
 from ligermodels.ops.attention.attention import backends
 from ligermodels.parallel.plan import ParallelPlan
 
@@ -105,7 +114,7 @@ def from_pretrained(
         model = _skeleton(config)
         weight_map = choose_layout(found, config, checkpoint.headers, persistent_tensors(model))
         extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
-        repo_id = None if Path(name_or_path).expanduser().is_dir() else os.fspath(name_or_path)
+        repo_id = None if os.path.isdir(Path(name_or_path).expanduser()) else os.fspath(name_or_path)
         source = SourceCheckpoint(
             folder.absolute(),
             found,
@@ -120,7 +129,7 @@ def from_pretrained(
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
         if prepare is not None:
             prepare(model)
-        _allocate(model, kind, place, plan)
+        _allocate(model, kind, place, plan, mapped=mapped and place.type == "cpu")
         initialize_buffers(model, config.initializer_range)
         if place.type != "meta":
             weight_map.load(checkpoint, without_lora(model), progress=progress, mapped=mapped)
@@ -152,11 +161,13 @@ def from_config(
     place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     about = None
     if isinstance(config, Mapping):
-        hf_config = dict(config)
+        hf_config = as_config(config)
     elif isinstance(config, HasConfigDict):
-        hf_config = dict(config.to_dict())
-    elif os.fspath(config).endswith(".json") or Path(config).is_file():
-        hf_config = read_json(Path(config))
+        hf_config = as_config(config.to_dict())
+    elif (path := as_path(config, ConfigError, "config, a dict, a file, a folder or a repo id,")).suffix == ".json" or (
+        os.path.lexists(path) and not os.path.isdir(path)
+    ):
+        hf_config = read_json(path)
     else:
         folder = hub.resolve(config, weights=False)
         with reading(folder, lambda _: (read_json(folder / "config.json"), _Companions.of(folder))) as read:
@@ -198,7 +209,8 @@ def from_transformers(
         InputError: as `from_pretrained`.
     """
     first = next(hf_model.parameters())
-    kind, place = resolve_dtype(dtype, torch_dtype) or first.dtype, resolve_device(device, device_map, first.device)
+    kind = resolve_dtype(dtype, torch_dtype) or first.dtype
+    place = require_device(resolve_device(device, device_map, first.device))
     state = hf_model.state_dict(keep_vars=True)
     hf_config, _ = without_quantization(hf_model.config.to_dict())
     family = family_of(hf_config)
@@ -228,17 +240,25 @@ def choose_layout(
 
 def _place(device: DeviceLike | None, device_map: DeviceMap | None, plan: ParallelPlan | None) -> torch.device:
     if plan is None:
-        return resolve_device(device, device_map)
+        return require_device(resolve_device(device, device_map))
     from ligermodels.parallel.ranks import join, rank_device  # a large import
 
     join(None if device is None and device_map is None else resolve_device(device, device_map))
     return resolve_device(device, device_map, rank_device())
 
 
-def _allocate(model: CausalLM, dtype: torch.dtype, device: torch.device, plan: ParallelPlan | None) -> None:
-    """Give a model on the meta device memory; with a plan that of this rank's part."""
+def _allocate(
+    model: CausalLM, dtype: torch.dtype, device: torch.device, plan: ParallelPlan | None, *, mapped: bool = False
+) -> None:
+    """Give a model on the meta device memory; with a plan that of this rank's part. ConfigError where there is less.
+
+    With `mapped`, memory is what files are mapped to, which may be more than there is.
+    """
     if plan is None:
-        return allocate(model, dtype, device)
+        allocate(model, dtype, "meta")
+        needed = 0 if mapped else sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+        with memory_for("config.json: a model of these sizes", device, needed, ConfigError):
+            return allocate(model, dtype, device)
     from ligermodels.parallel.apply import parallelize
 
     allocate(model, dtype, "meta")
@@ -328,15 +348,15 @@ def _export_spec(
 
 
 def _present(folder: Path, names: Collection[str]) -> dict[str, Path]:
-    return {name: folder / name for name in names if (folder / name).is_file()}
+    return {name: folder / name for name in names if is_present(folder / name, CheckpointError)}
 
 
 def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:
     """`config` with every layer's attention on the backend of this name."""
     if backend == "auto":
         return config
-    if not backends().get(backend, False):
+    if not isinstance(backend, str) or not backends().get(backend, False):
         ready = ", ".join(name for name, installed in backends().items() if installed)
-        raise BackendError(f"attention backend {backend!r} is not installed or unknown; installed: {ready}")
+        raise BackendError(f"attention backend {short(backend)} is not installed or unknown; installed: {ready}")
     blocks = (replace(block, mixer=block.mixer.with_attention_backend(backend)) for block in config.blocks)
     return replace(config, blocks=tuple(blocks))

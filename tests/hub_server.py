@@ -6,8 +6,9 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -20,7 +21,8 @@ TOKEN = "hf_accepted"
 class Hub:
     """What the server has: `repos` maps repo id to its files, all of one commit, on branch main.
 
-    Of repos in `gated`, files need TOKEN. GETs of files in `cut` end half-way, and then fail. `served` lists the files
+    Of repos in `gated`, files need TOKEN. GETs of files in `cut` end half-way, and then fail;
+    those in `dripped` send ten bytes a second, those in `stalled` nothing. `served` lists the files
     whose content was asked for. Repositories that clients make are added to `repos`; `commits` lists what they say of
     their commits: repository, branch, message, and whether it is a pull request.
     """
@@ -29,6 +31,9 @@ class Hub:
     repos: dict[str, dict[str, bytes]]
     gated: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
+    dripped: set[str] = field(default_factory=set)
+    stalled: set[str] = field(default_factory=set)
+    closing: bool = False
     served: list[str] = field(default_factory=list)
     commits: list[tuple[str, str, str, bool]] = field(default_factory=list)
 
@@ -44,6 +49,7 @@ def serving(repos: Mapping[str, Mapping[str, bytes]]) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closing = True
         server.shutdown()
         server.server_close()
         thread.join()
@@ -151,13 +157,24 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str], length: int | None = None) -> None:
+        hub = self._hub
         self.send_response(status)
         for name, value in {**headers, "X-Repo-Commit": COMMIT}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        slow = [urlsplit(self.path).path.endswith(tuple(names) or "//") for names in (hub.dripped, hub.stalled)]
+        if any(slow):
+            with suppress(OSError):  # the client has gone
+                for byte in body:
+                    time.sleep(0.1)
+                    self.wfile.write(bytes([byte]) if slow[0] else b"")
+                    if hub.closing:
+                        return
+            return
+        self.wfile.write(body)
 
     @property
     def _hub(self) -> Hub:

@@ -672,7 +672,7 @@ def test_passes_with_a_state_are_one_pass_over_the_whole_sequence(name: str) -> 
 def test_state_errors() -> None:
     model, ids = lm.from_config(CONFIGS["llama-3.1"]), torch.ones(2, 7, dtype=torch.long)
     for sizes in ((0, 1), (1, 0)):
-        with pytest.raises(InputError, match="needs sequences and tokens"):
+        with pytest.raises(InputError, match="must be a whole number of at least 1"):
             model.new_state(*sizes)
     with pytest.raises(InputError, match=r"full: it was made for 6 tokens a sequence, 7 more .*larger max_length"):
         model(ids, state=model.new_state(2, 6))

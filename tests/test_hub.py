@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,25 @@ def test_local_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         hub_module.resolve(Path("some/other"))
     with pytest.raises(HubError, match="some/other: is not in the cache"):
         hub_module.resolve("some/other", local_files_only=True, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("how", ["dripped", "stalled"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "revision/main"])
+def test_a_hub_that_does_not_go_on(hub: Hub, tmp_path: Path, how: str, file: str) -> None:
+    """Soon after the time that the environment sets there is an error."""
+    getattr(hub, how).add(file)
+    limits = {"LIGERMODELS_HUB_TIMEOUT": "1.5", "HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_ETAG_TIMEOUT": "1"}
+    before = time.monotonic()
+    ((kind, message),) = resolve(hub, tmp_path, {"name_or_path": "some/single"}, **limits)
+    assert kind == "HubError" and "some/single" in message and time.monotonic() - before < 20
+    if how == "dripped":
+        assert "LIGERMODELS_HUB_TIMEOUT" in message
+
+
+def test_a_time_limit_that_is_none(hub: Hub, tmp_path: Path) -> None:
+    for limit in ("soon", "-1", "nan"):
+        ((kind, message),) = resolve(hub, tmp_path, {"name_or_path": "some/single"}, LIGERMODELS_HUB_TIMEOUT=limit)
+        assert (
+            kind == "HubError"
+            and f"LIGERMODELS_HUB_TIMEOUT: must be a number of seconds above 0, got '{limit}'" in message
+        )

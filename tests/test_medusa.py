@@ -189,7 +189,7 @@ def test_heads_survive_saving(base: lm.CausalLM, lm_head: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("decay", [-0.1, float("nan"), float("inf"), "0.8"])
 def test_a_bad_decay_is_refused(base: lm.CausalLM, decay: Any) -> None:
-    with pytest.raises(InputError, match="decay must be a number, at least 0"):
+    with pytest.raises(InputError, match="decay: must be a number of at least 0"):
         lm.MedusaModel.from_base(base, decay=decay)
 
 

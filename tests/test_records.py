@@ -1,6 +1,7 @@
 """Lines of JSON, as datasets write them: one form of chat comes out, and what is none is told."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +133,20 @@ def test_lines_that_cannot_be_used(case: str) -> None:
 def test_chats_without_a_word_of_the_assistant_are_no_errors(record: object) -> None:
     with pytest.raises(NothingToLearn, match="does not say a word"):
         parse_line(json.dumps(record).encode())
+
+
+def test_long_lines_take_bounded_memory(tmp_path: Path) -> None:
+    """A line too long for memory is an unusable one; of long ones, few are held as tokens at once."""
+    from chat_templates import tokenizer_of
+
+    from ligermodels.data import documents, records
+    from ligermodels.errors import InputError
+
+    tokenizer_of("qwen2.5", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    lines = [json.dumps({"text": text}) for text in ("a " * (records.LINE_BYTES // 2), *(["b " * 500_000] * 20), "c")]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    with pytest.raises(InputError, match=r"data\.jsonl:1: has more than 8,388,608 bytes; cut the text"):
+        documents.Documents.of_checkpoint(tmp_path, [tmp_path / "data.jsonl"]).read([0])
+    found = documents.Documents.of_checkpoint(tmp_path, [tmp_path / "data.jsonl"])
+    assert [found.at_once(range(first, 22)) for first in (0, 1, 15, 21)] == [1, 8, 7, 1]

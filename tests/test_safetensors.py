@@ -291,7 +291,7 @@ def test_folder_without_weights(tmp_path: Path) -> None:
 )
 def test_index_that_is_none(sharded: Path, content: bytes) -> None:
     (sharded / INDEX).write_bytes(content)
-    refused(sharded, r"index\.json: is not JSON whose 'weight_map'")
+    refused(sharded, r"index\.json: (is not JSON whose 'weight_map'|not JSON|holds a (list|str), not an object)")
 
 
 def test_index_and_shards_that_disagree(sharded: Path) -> None:
@@ -327,7 +327,7 @@ def test_damaged_files(sharded: Path) -> None:
     path.unlink()
     refused(sharded, rf"1 of 2 shards are missing: {SECOND}")
     path.mkdir()
-    refused(sharded, rf"missing: {SECOND}")
+    refused(sharded, rf"{SECOND}: is a folder, not a file")
 
 
 def test_digests_name_what_is_not_as_it_was_written(sharded: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json, short
 from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
+from ligermodels.convert.input_files import is_present
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
@@ -184,7 +185,7 @@ def open_adapter(folder: Path) -> Iterator[tuple[dict[str, Any], Checkpoint]]:
 
     def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
         config = read_json(folder / ADAPTER_CONFIG)
-        if not (folder / ADAPTER).is_file():
+        if not is_present(folder / ADAPTER, CheckpointError):
             raise CheckpointError(
                 f"{folder}: no {ADAPTER}; pickles (adapter_model.bin) are not loaded: save it by PEFT anew"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +24,14 @@ from ligermodels.layers.context_parallel import shard_of
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
 from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options, named_results
 from ligermodels.layers.lora import check_merged
-from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, check_token_ids, document_bounds
+from ligermodels.layers.packing import (
+    Unpadding,
+    assert_async,
+    check_plain,
+    check_same_tokens,
+    check_token_ids,
+    document_bounds,
+)
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import count_targets
 
@@ -198,6 +205,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             raise InputError("cu_seqlens: a decoding state takes one sequence a row; give no packed documents with it")
         if tree is not None and state is None:
             raise InputError("tree: is for decoding, and needs a state")
+        if state is not None and not isinstance(state, DecodingState):
+            raise InputError(f"state: must be what new_state gives, got a {type(state).__name__}")
         if labels is not None and token_indices is not None:
             raise InputError("token_indices: with labels, the tokens are those that have one; give one of the two")
         options = {"num_items_in_batch": num_items_in_batch, **loss_options}
@@ -209,6 +218,10 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
                 raise InputError("return_entropy: goes with return_log_probs")
         shape = self._check_inputs(input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
         unpad = None
+        if isinstance(token_indices, Tensor | Sequence) and state is None:
+            check_plain("token_indices", token_indices, torch.int64, torch.int32)
+            inside = (token_indices >= 0) & (token_indices < shape[0] * shape[1])
+            assert_async(inside, f"token_indices: must lie in [0, {shape[0] * shape[1]}), the flattened tokens")
         if state is None:
             others = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
             unpad = self.unpadding(attention_mask, **others)
@@ -317,8 +330,10 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None or (inputs_embeds is not None and input_ids is not None):
             raise InputError("give either input_ids or inputs_embeds, and not both")
-        if not isinstance(inputs, Tensor):
-            raise InputError(f"{'input_ids' if inputs_embeds is None else 'inputs_embeds'}: must be a tensor")
+        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+        check_plain(name, inputs)
+        if inputs.is_meta and self.device.type != "meta":
+            raise InputError(f"{name}: is on the meta device, and the model on {self.device}")
         if state is not None:
             if labels is not None:
                 raise InputError("labels: a decoding state is for generation; give no labels with it")
@@ -327,6 +342,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             return inputs.shape[0], inputs.shape[1]
         token_weights = loss_options.get("token_weights")
         check_same_tokens(inputs, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
+        if attention_mask is not None and attention_mask.is_complex():
+            raise InputError(f"attention_mask: must be whole numbers or bool, got {attention_mask.dtype}")
         if inputs_embeds is None:
             # Padding may hold any id, even one that the embedding does not have.
             ids = inputs if attention_mask is None else inputs.masked_fill(attention_mask == 0, 0)
@@ -336,6 +353,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
                 f"inputs_embeds: must be floating, (batch, tokens, {self.config.hidden_size}) with at least one token; "
                 f"got {inputs.dtype} {tuple(inputs.shape)}"
             )
+        elif inputs.dtype != self.dtype and not torch.is_autocast_enabled(inputs.device.type):
+            raise InputError(f"inputs_embeds: are {inputs.dtype}, the model is {self.dtype}; cast one, or use autocast")
         return inputs.shape[0], inputs.shape[1]
 
     def num_targets(

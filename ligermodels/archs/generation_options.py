@@ -185,6 +185,7 @@ def generation_defaults(
         except InputError:
             at = "generation_config" if name in overrides else where
             raise ConfigError(f"{at}: field {name!r} is not usable for generation: {short(value)}") from None
+    check_values(do_sample=do_sample)
     samples = options["do_sample"] if do_sample is None else do_sample
     names = [*CHANGES_TEXT, *(CHANGES_SAMPLES if samples else ())]
     if not samples and options["top_k"] > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,16 +14,20 @@ from torch import Tensor, nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.registry import family_of
 from ligermodels.archs.state_dict import layout_in_memory
+from ligermodels.arguments import check_count, check_number
 from ligermodels.convert.mappings import TensorView
 from ligermodels.convert.placement import DtypeLike, resolve_dtype
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.layers import MoE
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.lora import LoRALinear, LoRAPart
 from ligermodels.layers.sharding import is_sharded
 
 Model = TypeVar("Model", bound=CausalLM)
+
+MOST_RANKS = 65536
+"""Highest rank: no layer of a language model has a larger side that ranks could make use of."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module has its hooks."""
@@ -68,10 +71,8 @@ def add_lora(
     check_adaptable(model, "add_lora")
     if not isinstance(use_rslora, bool):
         raise InputError(f"use_rslora: must be True or False, got {use_rslora!r}")
-    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
-        raise InputError(f"r: must be a whole number of at least 1, got {r!r}")
-    if isinstance(lora_alpha, bool) or not isinstance(lora_alpha, int | float) or not 0 < lora_alpha < math.inf:
-        raise InputError(f"lora_alpha: must be a number above 0, got {lora_alpha!r}")
+    r = check_count("r", r, most=MOST_RANKS)
+    check_number("lora_alpha", lora_alpha, positive=True)
     found = targets(model, transformers_layout(model))
     chosen = set(_chosen(found, target_modules, model))
     parts = {name: LoRAPart(name, found[name].views, r, lora_alpha, use_rslora) for name in found if name in chosen}
@@ -148,7 +149,7 @@ def new_layers(
 ) -> dict[str, LoRALinear]:
     """Native name -> LoRA layer, not yet in the model, for `parts`: path in transformers -> part."""
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise InputError(f"lora_dropout: must lie in [0, 1), got {dropout!r}")
+        raise InputError(f"lora_dropout: must lie in [0, 1), got {short(dropout)}")
     kind = resolve_dtype(dtype, None)
     by_module: dict[str, list[LoRAPart]] = {}
     for path, part in parts.items():

@@ -39,7 +39,7 @@ from ligermodels.archs import (
     smollm,
 )
 from ligermodels.archs.family import Family
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, short
 
 ENTRY_POINTS = "ligermodels.families"
 """Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
@@ -63,14 +63,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if model_type is None:
         raise ConfigError("config.json: field 'model_type' is missing")
     if not isinstance(model_type, str):
-        raise ConfigError(f"config.json: field 'model_type' must be a string, got {model_type!r}")
+        raise ConfigError(f"config.json: field 'model_type' must be a string, got {short(model_type)}")
     if model_type not in FAMILIES:
         for plugin in entry_points(group=ENTRY_POINTS):
             plugin.load()
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ConfigError(
-            f"config.json: model_type {model_type!r} is not implemented; implemented: {known}. One of your own is "
+            f"config.json: model_type {short(model_type)} is not implemented; implemented: {known}. One of your own is "
             "registered by ligermodels.archs.register, in a module that --import or an entry point names"
         )
     return FAMILIES[model_type]

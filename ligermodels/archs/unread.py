@@ -105,7 +105,7 @@ def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -
     A field that is EMPTY or HARMLESS, or starts with "_", passes; not a null of NULL_IS_FALSE. One of COMPUTATION whose
     value matters is a ConfigError; any other a ConfigWarning that names the most similar field.
     """
-    model_type = f" for model_type {config['model_type']!r}" if isinstance(config.get("model_type"), str) else ""
+    model_type = f" for model_type {short(config['model_type'])}" if isinstance(config.get("model_type"), str) else ""
     for name, value in config.items():
         if name in read or name in HARMLESS or name.startswith("_") or _is_empty(name, value):
             continue

@@ -12,6 +12,7 @@ import typer
 
 from ligermodels.cli import decoding, models, options
 from ligermodels.console import say
+from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
     from ligermodels.data.chat import Message
@@ -121,7 +122,10 @@ def converse(answer: Callable[[list[Message], Callable[[str], None]], None], ope
 def _turns() -> Iterator[str]:
     """Lines of the user that are not empty."""
     if not sys.stdin.isatty():
-        yield from filter(None, map(str.strip, sys.stdin))
+        try:
+            yield from filter(None, map(str.strip, sys.stdin))
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input: not UTF-8 text: {error}") from None
         return
     with suppress(ImportError):  # not on Windows; editing and recalling lines
         import readline  # noqa: F401

@@ -10,6 +10,7 @@ import typer
 
 from ligermodels.cli import models, options
 from ligermodels.console import print_json, progress, say, show_table
+from ligermodels.convert.input_files import read_text
 from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def verify(
 
     place = options.device_named(device)
     folder = options.folder_of(path)
-    ids = None if text is None else Tokenizer(folder).encode(_read(text))[:tokens]
+    ids = None if text is None else Tokenizer(folder).encode(read_text(text, InputError))[:tokens]
     with progress(f"loading {path}", in_bytes=True) as update:
         report = compare(
             folder,
@@ -123,10 +124,3 @@ def export(
     else:
         options.load_heads(model, heads).save_whole(out, max_shard_size=max_shard_size, overwrite=overwrite)
     say(f"wrote {out}")
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: not UTF-8 text: {error}") from None

@@ -24,7 +24,7 @@ Temperature = Annotated[
 ]
 TopK = Annotated[int | None, typer.Option(help="With --sample: only the K most probable tokens.")]
 TopP = Annotated[float | None, typer.Option(help="With --sample: the smallest set of tokens of total probability P.")]
-Seed = Annotated[int | None, typer.Option(help="With --sample: seed.")]
+Seed = Annotated[int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="With --sample: seed.")]
 
 NEEDS_SAMPLE = "--temperature, --top-k, --top-p and --seed need --sample"
 

@@ -95,4 +95,7 @@ def generate(
 def _standard_input() -> str:
     if sys.stdin.isatty():
         raise typer.BadParameter("give one, or text on standard input", param_hint="--prompt")
-    return sys.stdin.read().removesuffix("\n")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input: not UTF-8 text: {error}") from None

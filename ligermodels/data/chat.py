@@ -8,47 +8,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, lru_cache, partial
-from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from functools import cached_property, lru_cache
+from typing import Any, TypeAlias
 
 from ligermodels.convert.config_json import read_json, short
+from ligermodels.convert.input_files import as_path, is_present, read_text, shown
 from ligermodels.convert.journal import settle
+from ligermodels.data import rendering
+from ligermodels.data.rendering import END, START
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn: `role`, `content`, and optional keys that the template reads (`tool_calls`, `name` ...)."""
 
-START, END, PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Markers in rendered text: noncharacters, which are not valid in text and which no template trims."""
+PROBE = "\ufdd2"
+"""A marker in rendered text, as START and END are: a noncharacter."""
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens in templates."""
 
 
-class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks what the assistant generates."""
-
-    tags = {"generation"}  # noqa: RUF012  (as the base class declares it)
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Any) -> str:
-        return f"{START}{caller()}{END}"
-
-
 class ChatTemplate:
-    """A chat template: jinja2 in a sandbox, with the helpers that published templates expect.
+    """A chat template: jinja2 with the helpers that published templates expect, in a sandbox with limits of time and
+    memory (see `rendering`).
 
     `now`, for templates that write the date, is fixed when the object is made: a chat has one text throughout a run.
     """
@@ -58,17 +41,8 @@ class ChatTemplate:
 
         Raises CheckpointError, with `name`, when it is not a jinja2 template.
         """
-        self.name, self.tokens, self.now = name, dict(tokens or {}), datetime.now()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-        )
-        # jinja2's own escapes <, >, & and ' for HTML.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: self.now.strftime(form)}
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"{name}: not a jinja2 template: {error}") from None
+        self.name, self.source, self.tokens, self.now = name, source, dict(tokens or {}), datetime.now()
+        rendering.render(name, source, self.now, None)
         self._marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
 
     @classmethod
@@ -78,33 +52,34 @@ class ChatTemplate:
         Searched in chat_template.jinja, tokenizer_config.json (of a list of named templates, "default") and
         chat_template.json. Raises CheckpointError when there is none.
         """
-        folder = Path(folder)
+        folder = as_path(folder, CheckpointError, "the folder of the chat template")
         settle(folder)
         tokens: dict[str, str] = {}
         config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if (folder / name).is_file():
+            if is_present(folder / name, CheckpointError):
                 config = read_json(folder / name)
                 found = {key: _token_text(config.get(key)) for key in TOKENS}
                 tokens |= {key: text for key, text in found.items() if text is not None}
-        path = Path(file) if file is not None else folder / "chat_template.jinja"
-        if file is not None or path.is_file():
-            try:
-                return cls(path.read_text(encoding="utf-8"), tokens, name=str(path))
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        path = folder / "chat_template.jinja"
+        if file is not None:
+            path = as_path(file, CheckpointError, "the file of the chat template")
+        if file is not None or is_present(path, CheckpointError):
+            return cls(read_text(path, CheckpointError), tokens, name=str(path))
         path = folder / "tokenizer_config.json"
         source = config.get("chat_template")
-        if source is None and (folder / "chat_template.json").is_file():
+        if source is None and is_present(folder / "chat_template.json", CheckpointError):
             path = folder / "chat_template.json"
             source = read_json(path).get("chat_template")
         if isinstance(source, list):
-            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            named = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
             if "default" not in named:
                 raise CheckpointError(f"{path}: chat_template: none is named 'default', only {short(list(named))}")
             source = named["default"]
         if source is None:
-            raise CheckpointError(f"{folder}: has no chat template (base models have none): give the file of one")
+            raise CheckpointError(
+                f"{shown(folder)}: has no chat template (base models have none): give the file of one"
+            )
         if not isinstance(source, str):
             raise CheckpointError(f"{path}: chat_template: must be text, got {short(source)}")
         return cls(source, tokens, name=f"{path}: chat_template")
@@ -141,11 +116,8 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         known = {"tools": None, "documents": None, **self.tokens, **variables}
-        turns = list(messages)  # templates may concatenate lists to it
-        try:
-            return self._template.render(messages=turns, add_generation_prompt=add_generation_prompt, **known)
-        except Exception as error:  # templates may raise anything
-            raise InputError(f"{self.name}: refuses the chat: {error or type(error).__name__}") from None
+        known |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        return rendering.render(self.name, self.source, self.now, known)
 
     def spans(
         self, messages: Sequence[Message], *, special: re.Pattern[str], **variables: Any
@@ -319,7 +291,3 @@ def _token_text(value: Any) -> str | None:
     """A special token, given as text or as an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ligermodels.convert.input_files import as_path, open_file
 from ligermodels.data.fingerprint import of_file
-from ligermodels.data.records import has_json_lines
+from ligermodels.data.records import LINE_BYTES, has_json_lines
 from ligermodels.errors import InputError
 
 PIECE = 1 << 15
@@ -48,13 +49,14 @@ class Corpus:
         """Scan the files. Raises InputError for one that cannot be read or is not UTF-8, and as `has_json_lines`."""
         self._files: list[_File] = []
         count = 0
-        for path in map(Path, paths):
-            try:
-                has_lines = has_json_lines(path)
-                size = path.stat().st_size
-                starts = _line_starts(path) if has_lines else _piece_starts(path)
-            except OSError as error:
-                raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+        for path in (as_path(each, InputError, "the name of a data file") for each in paths):
+            has_lines = has_json_lines(path)
+            with open_file(path, InputError) as content:
+                try:
+                    size = os.fstat(content.fileno()).st_size
+                    starts = _line_starts(content) if has_lines else _piece_starts(content, path)
+                except OSError as error:
+                    raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
             self._files.append(_File(path, size, has_lines, count, starts))
             count += len(starts)
         self._count = count
@@ -67,10 +69,7 @@ class Corpus:
     def fingerprint(self) -> dict[str, Any]:
         """Number and bytes of the files, and a digest of their content, not of their paths. Raises InputError when a
         file cannot be read any more."""
-        try:
-            files = [of_file(file.path)["digest"] for file in self._files]
-        except OSError as error:
-            raise InputError(f"{error.filename}: cannot be read: {error.strerror or error}") from None
+        files = [of_file(file.path, InputError)["digest"] for file in self._files]
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         return {"files": len(files), "bytes": sum(file.size for file in self._files), "digest": digest[:16]}
 
@@ -78,13 +77,21 @@ class Corpus:
         file = self._files[bisect_right(self._files, index, key=lambda file: file.first) - 1]
         return file, index - file.first
 
-    def read(self, index: int) -> tuple[bytes, bool, bool, bool]:
-        """Its bytes, whether it is a line of JSON, whether it starts a document, and whether it ends one."""
+    def size(self, index: int) -> int:
+        """Its bytes on disk, about."""
         file, place = self._find(index)
-        with file.path.open("rb") as content:
+        return (file.size if place + 1 == len(file.starts) else file.starts[place + 1]) - file.starts[place]
+
+    def read(self, index: int) -> tuple[bytes, bool, bool, bool]:
+        """Its bytes, whether it is a line of JSON, whether it starts a document, and whether it ends one. Of a line
+        longer than `records.LINE_BYTES`, which `parse_line` refuses, only the start.
+
+        Raises InputError when its file cannot be read any more."""
+        file, place = self._find(index)
+        with open_file(file.path, InputError) as content:
             content.seek(file.starts[place])
             if file.has_lines:
-                return content.readline(), True, True, True
+                return content.readline(LINE_BYTES + 1), True, True, True
             is_last = place + 1 == len(file.starts)
             end = file.size if is_last else file.starts[place + 1]
             return content.read(end - file.starts[place]), False, place == 0, is_last
@@ -93,7 +100,7 @@ class Corpus:
         """FILE:LINE where document `index` starts. Counts lines, so it reads the file up to there."""
         file, place = self._find(index)
         lines, left = 1, file.starts[place]
-        with file.path.open("rb") as content:
+        with open_file(file.path, InputError) as content:
             while left and (chunk := content.read(min(left, 1 << 20))):
                 lines += chunk.count(b"\n")
                 left -= len(chunk)
@@ -105,7 +112,7 @@ class Corpus:
         (file,) = self._files
         target = int((1 - fraction) * file.size)
         start = max(0, target - PIECE)
-        with file.path.open("rb") as content:
+        with open_file(file.path, InputError) as content:
             content.seek(start)
             before, after = content.read(target - start), content.read(PIECE)
         next_line, same_line = target + after.find(b"\n") + 1, start + before.rfind(b"\n") + 1
@@ -155,32 +162,35 @@ def permutation(count: int, seed: int, purpose: str | int) -> Indices:
     return np.random.RandomState(digits.astype(np.uint32)).permutation(count)
 
 
-def _line_starts(path: Path) -> array[int]:
-    starts, position = array("q"), 0
-    with path.open("rb") as lines:
-        for line in lines:
-            if line.strip():
-                starts.append(position)
-            position += len(line)
+def _line_starts(content: BinaryIO) -> array[int]:
+    starts, start, position, is_blank = array("q"), 0, 0, True
+    while part := content.readline(1 << 20):  # A line may be longer than memory.
+        is_blank = is_blank and part.isspace()
+        position += len(part)
+        if part.endswith(b"\n"):
+            if not is_blank:
+                starts.append(start)
+            start, is_blank = position, True
+    if start < position and not is_blank:
+        starts.append(start)
     return starts
 
 
-def _piece_starts(path: Path) -> array[int]:
+def _piece_starts(content: BinaryIO, path: Path) -> array[int]:
     starts, position = array("q"), 0
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with path.open("rb") as content:
-        while chunk := content.read(PIECE):
-            if not starts:
-                starts.append(0)
-            pending = len(decoder.getstate()[0])
-            try:
-                decoder.decode(chunk, final=len(chunk) < PIECE)
-            except UnicodeDecodeError as error:
-                raise InputError(f"{path}: not UTF-8 text at byte {position - pending + error.start}") from None
-            position += len(chunk)
-            if len(chunk) == PIECE:
-                line_end = chunk.rfind(b"\n") + 1
-                starts.append(position - (len(chunk) - line_end if line_end else len(decoder.getstate()[0])))
+    while chunk := content.read(PIECE):
+        if not starts:
+            starts.append(0)
+        pending = len(decoder.getstate()[0])
+        try:
+            decoder.decode(chunk, final=len(chunk) < PIECE)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: not UTF-8 text at byte {position - pending + error.start}") from None
+        position += len(chunk)
+        if len(chunk) == PIECE:
+            line_end = chunk.rfind(b"\n") + 1
+            starts.append(position - (len(chunk) - line_end if line_end else len(decoder.getstate()[0])))
     if decoder.getstate()[0]:
         raise InputError(f"{path}: not UTF-8 text at byte {position - len(decoder.getstate()[0])}")
     while len(starts) > 1 and starts[-1] >= position:

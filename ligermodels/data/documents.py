@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import IGNORE_INDEX
 
-AT_ONCE = 64
-"""Documents tokenized together."""
+AT_ONCE, BYTES_AT_ONCE = 64, 8 << 20
+"""Documents, and bytes of them, that are read together: memory holds their tokens."""
 
 
 class Tokens(NamedTuple):
@@ -137,6 +138,16 @@ class Documents:
                 found[place] = Tokens(ids, ids) if ids else None
         return found
 
+    def at_once(self, indices: Iterable[int]) -> int:
+        """How many of these documents, from the first on, to `read` together; at least one."""
+        count = held = 0
+        for index in islice(indices, AT_ONCE):
+            held += self.corpus.size(int(index))
+            if count and held > BYTES_AT_ONCE:
+                break
+            count += 1
+        return count
+
     def records(self, indices: Iterable[int]) -> list[str | Chat | None]:
         """These documents as a text or a chat; None for those that are unusable or `empty`. Raises InputError for more
         unusable lines than allowed."""
@@ -150,11 +161,13 @@ class Documents:
 
     def count(self, indices: Sequence[int] | Indices, progress: Callable[[int, int], object] | None = None) -> int:
         """Number of tokens of these documents. Reads them all, and so reports those that are unusable or `empty`."""
-        total, known = 0, len(self.empty)
-        for start in range(0, len(indices), AT_ONCE):
-            total += sum(len(each.ids) for each in self.read(indices[start : start + AT_ONCE]) if each)
+        total, known, start = 0, len(self.empty), 0
+        while start < len(indices):
+            end = start + self.at_once(indices[start : start + AT_ONCE])
+            total += sum(len(each.ids) for each in self.read(indices[start:end]) if each)
+            start = end
             if progress is not None:
-                progress(min(start + AT_ONCE, len(indices)), len(indices))
+                progress(start, len(indices))
         if len(self.empty) > known:
             self._on_bad_line(f"{len(self.empty):,} documents in all hold nothing to learn; they are left out")
         return total
@@ -218,6 +231,10 @@ class TokenDocuments:
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
         """These documents; None for those without a token."""
         return [Tokens(ids, ids) if (ids := self.documents[index]) else None for index in indices]
+
+    def at_once(self, indices: Iterable[int]) -> int:
+        """How many of these documents to `read` together: all."""
+        return len(list(indices))
 
     def name(self, index: int) -> str:
         """A name for messages."""

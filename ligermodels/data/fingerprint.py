@@ -6,9 +6,11 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from ligermodels.convert.input_files import is_present, open_file
 from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.errors import CheckpointError, LigerModelsError
 
 PIECE, PIECES = 1 << 16, 64
 """Size and number of the samples of a file, evenly spaced from head to tail. Smaller files are read in full."""
@@ -28,19 +30,23 @@ Fingerprint = dict[str, Any]
 """Of a file: its `name` for messages, its size in `bytes`, and a `digest` of the samples."""
 
 
-def of_file(path: Path) -> Fingerprint:
-    """Fingerprint of a file. Raises OSError when it cannot be read."""
-    size = path.stat().st_size
-    places = (max(i * PIECE, (size - PIECE) * i // (PIECES - 1)) for i in range(PIECES))
-    return _digest(path, size, ((place, PIECE) for place in places))
+def of_file(path: Path, kind: type[LigerModelsError] = CheckpointError) -> Fingerprint:
+    """Fingerprint of a file. Raises `kind` when it cannot be read."""
+    with open_file(path, kind) as file:
+        size = os.fstat(file.fileno()).st_size
+        places = (max(i * PIECE, (size - PIECE) * i // (PIECES - 1)) for i in range(PIECES))
+        return _digest(path, file, size, ((place, PIECE) for place in places))
 
 
 def of_checkpoint(config: Path, tokenizer: Path, weights: Path | None) -> list[Fingerprint]:
     """Fingerprints of a config.json, and of what matters in the folders of a tokenizer and of weights.
 
-    Raises CheckpointError when the weights are missing or damaged, OSError for a config that cannot be read.
+    Raises CheckpointError when the weights are missing or damaged, or another file cannot be read.
     """
-    found = [of_file(config), *(of_file(tokenizer / name) for name in TOKENIZER if (tokenizer / name).is_file())]
+    found = [
+        of_file(config),
+        *(of_file(tokenizer / name) for name in TOKENIZER if is_present(tokenizer / name, CheckpointError)),
+    ]
     return found + (of_weights(weights) if weights else [])
 
 
@@ -58,12 +64,15 @@ def of_weights(folder: Path) -> list[Fingerprint]:
         middle = (header.start + header.end - OF_TENSOR) // 2
         start = max(header.start, middle)
         pieces[header.file].append((start, min(OF_TENSOR, header.end - start)))
-    return [_digest(path := folder / file, path.stat().st_size, pieces[file]) for file in sorted(pieces)]
+    found = []
+    for name in sorted(pieces):
+        with open_file(folder / name, CheckpointError) as file:
+            found.append(_digest(folder / name, file, os.fstat(file.fileno()).st_size, pieces[name]))
+    return found
 
 
-def _digest(path: Path, size: int, pieces: Iterable[tuple[int, int]]) -> Fingerprint:
+def _digest(path: Path, file: BinaryIO, size: int, pieces: Iterable[tuple[int, int]]) -> Fingerprint:
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        for start, length in pieces:
-            digest.update(os.pread(file.fileno(), length, start))
+    for start, length in pieces:
+        digest.update(os.pread(file.fileno(), length, start))
     return {"name": path.name, "bytes": size, "digest": digest.hexdigest()[:32]}

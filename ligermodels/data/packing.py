@@ -103,7 +103,8 @@ class PackedBatches:
                 self._start(self._epoch + 1, 0, 0)
                 continue
             if not self._ready:
-                self._ready = self._documents.read(self._order[self._place : self._place + AT_ONCE])[::-1]
+                some = self._order[self._place : self._place + AT_ONCE]
+                self._ready = self._documents.read(some[: self._documents.at_once(some)])[::-1]
             document = self._ready[-1]
             if document is not None and document.ids:
                 return document

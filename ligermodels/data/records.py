@@ -9,11 +9,15 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ligermodels.convert.input_files import open_file, parse_json
 from ligermodels.data.chat import Message, join_turns
 from ligermodels.errors import InputError
 
 Chat: TypeAlias = tuple[list[Message], dict[str, Any]]
 """The messages of a chat, and further variables of its template (`tools`)."""
+
+LINE_BYTES = 8 << 20
+"""Most bytes of a line: tokenising one of 8 MiB takes about 1 GB of memory."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 """Suffixes, in any case, of files with one JSON object per line."""
@@ -43,13 +47,13 @@ class NothingToLearn(ValueError):
 
 def has_json_lines(path: Path) -> bool:
     """Whether a file holds JSON lines, by its suffix. Raises InputError for compressed and binary files, by their
-    suffix, and for a JSON array instead of lines; OSError as `open`."""
+    suffix, for a JSON array instead of lines, and for what cannot be read."""
     suffix = path.suffix.lower()
     if suffix in NO_TEXT:
         raise InputError(f"{path}: {NO_TEXT[suffix]}")
     if suffix not in JSON_LINES:
         return False
-    with path.open("rb") as content:
+    with open_file(path, InputError) as content:
         if content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             raise InputError(
                 f"{path}: is a JSON array, which cannot be read a line at a time: write one object a line, "
@@ -67,13 +71,17 @@ def parse_line(line: bytes) -> str | Chat:
     Raises ValueError for an invalid line, and NothingToLearn (a ValueError) for a chat in which the assistant neither
     says a word nor calls a tool.
     """
+    if len(line) > LINE_BYTES:
+        raise ValueError(
+            f"has more than {LINE_BYTES:,} bytes; cut the text into several lines, or give it as a .txt file"
+        )
     try:
-        found = json.loads(line)
+        found = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
         if b"\\ud" in line.lower():
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("holds half of a surrogate pair (\\ud...), which is no character") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"not JSON ({error})") from None
     record = _known(found)
     turns = record.get("messages", record.get("conversations"))
@@ -154,6 +162,6 @@ def _known(value: Any) -> dict[str, Any]:
 def _decoded(value: Any) -> Any:
     """A string decoded as JSON, or the value itself if it is not one."""
     if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
+        with suppress(ValueError):
+            return parse_json(value)
     return value

@@ -1,20 +1,23 @@
 """Plain autoregressive generation, greedy or sampled, over any model that follows the `DecodingModel` protocol."""
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_token_id
 from ligermodels.errors import InputError
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.host import LogitsProcessor, Processors, Stopping, StoppingCriterion, TokenStreamer
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
+from ligermodels.layers.memory import memory_for
 from ligermodels.layers.sharding import (
     ModuleLike,
     chosen_together,
@@ -148,11 +151,12 @@ class Decoding:
             check_sampling(temperature, top_k, top_p, min_p)
         elif num_return_sequences > 1:
             raise InputError(f"num_return_sequences above 1 needs do_sample=True: got {num_return_sequences}")
-        self.prompts = self.prompts.repeated(num_return_sequences)
-        self.penalty, self.cuda_graph, self.samples = repetition_penalty, cuda_graph, do_sample
+        with memory_for(f"num_return_sequences = {num_return_sequences}", self.prompts.ids.device):
+            self.prompts = self.prompts.repeated(num_return_sequences)
+        self.penalty, self.cuda_graph, self.samples = float(repetition_penalty), cuda_graph, do_sample
         self.choose: Callable[[Tensor], Tensor] = greedy
         if do_sample:
-            shape = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+            shape = {"temperature": float(temperature), "top_k": top_k, "top_p": top_p, "min_p": min_p}
             self.choose = partial(sample, **shape, generator=generator)  # type: ignore[arg-type]
         self.processors = Processors(logits_processor, self.prompts, self.pad_id)
         self.stopping = Stopping(stopping_criteria, stop_strings, tokenizer, self.prompts)
@@ -220,18 +224,14 @@ class Decoding:
 def as_eos_ids(eos_token_id: int | Sequence[int] | Tensor | None) -> list[int]:
     """EOS tokens as a list, empty for None; InputError for what is no token's id."""
     found = eos_token_id.tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
-    ids = [] if found is None else list(found) if isinstance(found, Sequence) else [found]
-    if not all(isinstance(each, Integral) for each in ids):
-        raise InputError(f"eos_token_id must be a token's id or a list of them, got {eos_token_id!r}")
-    return [int(each) for each in ids]
+    ids = list(found) if isinstance(found, Sequence) and not isinstance(found, str | bytes) else [found]
+    return [] if found is None else [check_token_id("eos_token_id", each) for each in ids]
 
 
 def as_pad_id(pad_token_id: int | None, eos_ids: Sequence[int]) -> int | None:
     """What fills rows: by default the first EOS token; InputError for what is no token's id."""
-    found = pad_token_id.item() if isinstance(pad_token_id, Tensor) else pad_token_id
-    if not isinstance(found, Integral | None):
-        raise InputError(f"pad_token_id must be a token's id, got {pad_token_id!r}")
-    return next(iter(eos_ids), None) if found is None else int(found)
+    found = pad_token_id.item() if isinstance(pad_token_id, Tensor) and pad_token_id.numel() == 1 else pad_token_id
+    return next(iter(eos_ids), None) if found is None else check_token_id("pad_token_id", found)
 
 
 def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_length: int) -> int:
@@ -245,18 +245,42 @@ def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, p
     return left
 
 
+@dataclass
+class _Entered:
+    """How many are within `evaluating` of a model, and the training flags that its modules had before."""
+
+    count: int = 0
+    flags: list[tuple[Any, bool]] = field(default_factory=list)
+
+
+_LOCK = threading.Lock()
+_ENTERED: dict[int, _Entered] = {}
+"""By the id of the model, which lives as long as somebody is within."""
+
+
 @contextmanager
 def evaluating(model: ModuleLike) -> Iterator[None]:
-    """Put a model in eval mode; afterwards each module gets its own training flag back, and FSDP2 its parameters."""
-    reshard(model)
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
+    """Put a model in eval mode; afterwards each module gets its own training flag back, and FSDP2 its parameters.
+
+    Where several threads do so at once, the first to enter saves the flags, and the last to leave restores them.
+    """
+    with _LOCK:
+        entered = _ENTERED.setdefault(id(model), _Entered())
+        if not entered.count:
+            reshard(model)
+            entered.flags = [(module, module.training) for module in model.modules()]
+            model.eval()
+        entered.count += 1
     try:
         yield
     finally:
-        reshard(model)
-        for module, flag in flags:
-            module.training = flag
+        with _LOCK:
+            entered.count -= 1
+            if not entered.count:
+                del _ENTERED[id(model)]
+                reshard(model)
+                for module, flag in entered.flags:
+                    module.training = flag
 
 
 def until_eos(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 
 TokenIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -50,6 +50,10 @@ def prepare_prompts(
 
 
 def _from_tensor(ids: Tensor, attention_mask: Tensor | None) -> Prompts:
+    if ids.layout is not torch.strided or ids.is_meta:
+        raise InputError(f"input_ids must be a plain tensor with values, got one on {ids.device}, {ids.layout}")
+    if ids.dtype == torch.uint64 and bool((ids.view(torch.int64) < 0).any()):
+        raise InputError("input_ids: a token id is beyond int64")
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise InputError(f"input_ids must be integers, got {ids.dtype}")
     if ids.ndim not in (1, 2):
@@ -73,7 +77,7 @@ def _from_tensor(ids: Tensor, attention_mask: Tensor | None) -> Prompts:
 
 
 def _from_lists(input_ids: Sequence[int] | Sequence[Sequence[int]], pad_token_id: int | None) -> Prompts:
-    if not isinstance(input_ids, Sequence | None) or isinstance(input_ids, str):
+    if not isinstance(input_ids, Sequence | None) or isinstance(input_ids, str | bytes):
         raise InputError(
             f"input_ids must be a tensor, a list of ids or a list of such lists, got {type(input_ids).__name__}"
         )
@@ -84,10 +88,12 @@ def _from_lists(input_ids: Sequence[int] | Sequence[Sequence[int]], pad_token_id
         raise InputError("input_ids are empty: give at least one prompt")
     lengths = []
     for number, row in enumerate(rows):
-        if not isinstance(row, Sequence) or not all(map(_is_id, row)):
+        if isinstance(row, bytes) or not isinstance(row, Sequence) or not all(map(_is_id, row)):
             raise InputError(f"input_ids must be a tensor, a list of ids or a list of such lists: see prompt {number}")
         if not row:
             raise InputError(f"prompt {number} is empty: a prompt needs at least one token")
+        if wrong := [each for each in row if abs(each) >= 2**63]:
+            raise InputError(f"input_ids: token id {short(wrong[0])} (prompt {number}) is beyond int64")
         lengths.append(len(row))
     longest = max(lengths)
     if pad_token_id is None and min(lengths) < longest:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.errors import InputError
+from ligermodels.arguments import LARGEST
+from ligermodels.errors import InputError, short
+from ligermodels.layers.packing import assert_async
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -78,18 +80,20 @@ def sample(
 ) -> Tensor:
     """Draw one token a row: logits (B, V) -> long (B,). The options are those of `warp`.
 
-    `generator` must live on the device of the logits.
+    `generator` must live on the device of the logits. Raises InputError (on a GPU: a device assertion) for NaN.
     """
     warped = warp(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    return torch.multinomial(warped.softmax(dim=-1), 1, generator=generator).squeeze(-1)
+    probabilities = warped.softmax(dim=-1)
+    assert_async(~probabilities.isnan(), "sampling: probabilities are NaN, as the model's logits are NaN or infinite")
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
 VALUES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "do_sample": (bool, lambda value: True, "True or False"),
-    "temperature": (Real, lambda value: 0 <= value < math.inf, "a number above 0"),
+    "temperature": (Real, lambda value: 0 <= value < LARGEST, "a number above 0"),
     "top_k": (Integral, lambda value: value >= 0, "1 or more (None or 0 to keep every token)"),
     **dict.fromkeys(("top_p", "min_p"), (Real, lambda value: 0 <= value <= 1, "a number in [0, 1]")),
-    "repetition_penalty": (Real, lambda value: 0 < value < math.inf, "a number above 0"),
+    "repetition_penalty": (Real, lambda value: 0 < value < LARGEST, "a number above 0"),
     **dict.fromkeys(
         ("max_new_tokens", "max_length", "num_return_sequences"),
         (Integral, lambda value: 1 <= value < 1e9, "a whole number, at least 1"),
@@ -104,7 +108,7 @@ def check_values(**options: Any) -> None:
         kind, fits, wanted = VALUES[name]
         right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool) and fits(value)
         if value is not None and not right:
-            raise InputError(f"{name} must be {wanted}, got {value!r}")
+            raise InputError(f"{name} must be {wanted}, got {short(value)}")
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_count
 from ligermodels.errors import InputError
 from ligermodels.layers import LayerConfig, LayerState, TreeTokens
+from ligermodels.layers.memory import memory_for
 
 
 class DecodingState:
@@ -29,7 +31,7 @@ class DecodingState:
         batch_size, max_length: sequences, and the most tokens of each, the nodes of a tree included.
         hidden_size, dtype, device: the model's.
 
-    Raises InputError when a size is not positive.
+    Raises InputError when a size is not positive, or memory has no room for it.
     """
 
     def __init__(
@@ -42,13 +44,13 @@ class DecodingState:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if min(batch_size, max_length) < 1:
-            raise InputError(f"a decoding state needs sequences and tokens, got {batch_size} and {max_length}")
+        batch_size, max_length = check_count("batch_size", batch_size), check_count("max_length", max_length)
         self.batch_size, self.max_length, self.device = batch_size, max_length, device
-        self._states: dict[LayerConfig, LayerState | None] = {
-            config: config.new_state(count, batch_size, max_length, hidden_size=hidden_size, dtype=dtype, device=device)
-            for config, count in Counter(config for config in mixers if config.state_from is None).items()
-        }
+        with memory_for(f"a decoding state of {batch_size} sequences of up to {max_length} tokens", device):
+            self._states: dict[LayerConfig, LayerState | None] = {
+                each: each.new_state(count, batch_size, max_length, hidden_size=hidden_size, dtype=dtype, device=device)
+                for each, count in Counter(config for config in mixers if config.state_from is None).items()
+            }
         parts: dict[LayerConfig, Iterator[Any]] = {
             config: iter(()) if state is None else map(state.layer, range(len(mixers)))
             for config, state in self._states.items()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, on_all_ranks
 
@@ -54,6 +55,10 @@ def check_loss_options(options: Mapping[str, Any], needed: Tensor | None, needs:
             raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
         if needed is None and value is not None:
             raise InputError(f"{name}: is an option of a loss, which needs {needs}")
+    items = options.get("num_items_in_batch")
+    if items is not None and not isinstance(items, Tensor):
+        for each in items if isinstance(items, list | tuple) else [items]:
+            check_number("num_items_in_batch", each, positive=True)
 
 
 LOG_PROB_OPTIONS = ("memory_budget", "entropy_in_loss")

@@ -40,6 +40,16 @@ def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> No
     assert_async(inside, message)
 
 
+def check_plain(name: str, value: Any, *dtypes: torch.dtype) -> None:
+    """InputError unless `value` is a dense tensor, of one of `dtypes` where they are given."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name}: must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise InputError(f"{name}: must be a dense tensor, got {value.layout}")
+    if dtypes and value.dtype not in dtypes:
+        raise InputError(f"{name}: must be {' or '.join(map(str, dtypes))}, got {value.dtype}")
+
+
 def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
     """InputError unless each given tensor has one element per token of the inputs (B, T, ...), on their device."""
     shape = tuple(inputs.shape[:2])
@@ -55,6 +65,7 @@ def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
 
 def check_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> None:
     """InputError unless `cu_seqlens` is int32 (n + 1,), rising from 0 to the length of a single row."""
+    check_plain("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
         raise InputError(
             f"cu_seqlens: must be int32 of shape (documents + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
@@ -96,6 +107,8 @@ def document_bounds(shape: Sequence[int], position_ids: Tensor | None, cu_seqlen
     Raises InputError when they do not fit inputs of `shape` (B, T).
     """
     shape = (shape[0], shape[1])
+    if position_ids is not None:
+        check_plain("position_ids", position_ids, torch.int64, torch.int32)
     if position_ids is not None and tuple(position_ids.shape) != shape:
         raise InputError(f"position_ids: must have the inputs' shape {shape}, got {tuple(position_ids.shape)}")
     if cu_seqlens is not None:

@@ -94,7 +94,7 @@ def speculative_generate(
     pad_id = as_pad_id(pad_token_id, eos_ids)
     prompts = prepare_prompts(input_ids, attention_mask, pad_id, model.config.vocab_size)
     check_values(temperature=temperature)
-    typical = Typical(temperature, epsilon, delta) if temperature else None
+    typical = Typical(float(temperature), epsilon, delta) if temperature else None
     batch, length = prompts.ids.shape
     max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, length)
     with evaluating(model):

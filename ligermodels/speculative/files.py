@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,7 @@ from ligermodels.archs.state_dict import StateDict
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec, as_json
 from ligermodels.convert.files import INDEX, SINGLE
+from ligermodels.convert.input_files import is_present, open_file, shown
 from ligermodels.convert.loading import FileReader
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
@@ -25,7 +28,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.saving import written_whole
 from ligermodels.convert.weight_map import LazyTensor, WeightMap
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, short
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 
 CONFIG = "config.json"
@@ -43,22 +46,38 @@ class TorchFile(StateDict):
     """
 
     def __init__(self, path: Path) -> None:
+        with open_file(path, CheckpointError):
+            pass  # torch would wait for a FIFO.
         try:
             # Mapped where its kind of file can be: tensors are then read as they are used.
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except pickle.UnpicklingError as error:
             what = "holds more than tensors, or is damaged, and is not loaded"
             raise CheckpointError(f"{path}: {what}: {_line(error)}") from None
-        except (RuntimeError, OSError, EOFError, ValueError) as error:
+        except Exception as error:  # Of a damaged pickle torch's unpickler raises anything.
             raise CheckpointError(f"{path}: cannot be read: {_line(error)}; fetch it again") from error
-        if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-            raise CheckpointError(f"{path}: is not a dict of tensors, as a module's state_dict is")
+        if not isinstance(found, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()
+        ):
+            raise CheckpointError(f"{path}: is not a dict of tensors by name, as a module's state_dict is")
+        for name, tensor in found.items():
+            if (kind := _unreadable(tensor)) is not None:
+                raise CheckpointError(f"{path}: {short(name)} is a {kind} tensor, not a plain one with values")
         super().__init__(found)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of tensor `name` from its byte `start` on."""
         stored = self.headers[name].contiguous().view(-1).view(torch.uint8)[start : start + len(buffer)]
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(stored)
+
+
+def _unreadable(tensor: Tensor) -> str | None:
+    """What keeps a tensor from being read as plain bytes, if anything."""
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    if tensor.is_quantized:
+        return "quantized"
+    return "meta" if tensor.is_meta else None
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -179,11 +198,12 @@ def open_heads(folder: Path) -> Iterator[Heads]:
 
 
 def _found(folder: Path, opened: ExitStack) -> Heads:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{shown(folder)}: no such folder")
+    config = read_json(folder / CONFIG) if is_present(folder / CONFIG, CheckpointError) else {}
     for file in dict.fromkeys(profile.file for profile in PROFILES.values()):
-        if not ((folder / file).is_file() or (file == SINGLE and (folder / INDEX).is_file())):
+        there = (is_present(folder / each, CheckpointError) for each in ((file, INDEX) if file == SINGLE else (file,)))
+        if not any(there):
             continue
         reader = opened.enter_context(_opened(folder, file))
         names = list(reader.headers)
@@ -222,4 +242,5 @@ def _opened(folder: Path, file: str) -> Iterator[FileReader]:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    text = re.sub(r"\x1b\[\d*m", "", str(error))  # torch writes in bold type
+    return (text.splitlines() or [type(error).__name__])[0]

@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 
 from ligermodels.convert import hub
 from ligermodels.convert.files import INDEX
+from ligermodels.convert.patience import patient
 from ligermodels.errors import HubError
 from ligermodels.speculative.profiles import PROFILES
 
@@ -29,7 +30,8 @@ def heads_folder(name_or_path: str | os.PathLike[str]) -> Path:
         return folder
     commit = folder.name
     try:
-        snapshot_download(name, revision=commit, allow_patterns=[*FILES, INDEX])
+        with patient(name):
+            snapshot_download(name, revision=commit, allow_patterns=[*FILES, INDEX])
     except Exception as error:  # Of many classes: those of the library and those of its transports.
         if not any((folder / file).exists() for file in (*FILES, INDEX)):
             why = " ".join(str(error).split())[:300]

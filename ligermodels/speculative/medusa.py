@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.errors import InputError
+from ligermodels.arguments import check_count
+from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
+from ligermodels.layers.memory import memory_for
 from ligermodels.layers.sharding import TensorSharding, gathered
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
@@ -25,6 +27,9 @@ from ligermodels.speculative.hub import heads_folder
 from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_base, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import Tree, default_tree
+
+MOST = 1000
+"""Most heads, and layers of each: formats number them by three digits."""
 
 
 class MedusaModel(MultiHeadModel):
@@ -44,14 +49,17 @@ class MedusaModel(MultiHeadModel):
         """New heads: identity ResBlocks and, with own lm_heads, copies of the base's. See `from_base`."""
         super().__init__()
         check_base(base)
-        if num_heads < 1 or num_layers < 1:
-            raise InputError(f"num_heads and num_layers must be at least 1, got {num_heads} and {num_layers}")
+        num_heads = check_count("num_heads", num_heads, most=MOST)
+        num_layers = check_count("num_layers", num_layers, most=MOST)
         if lm_head not in ("own", "shared"):
-            raise InputError(f"lm_head must be 'own' or 'shared', got {lm_head!r}")
+            raise InputError(f"lm_head must be 'own' or 'shared', got {short(lm_head)}")
         self.base, self.lm_head, self.decay = base, lm_head, check_decay(decay)
         self.shape = HeadsShape(num_heads, num_layers, base.config.hidden_size, base.config.vocab_size)
         state = {name: gathered(tensor) for name, tensor in base.head.state_dict().items()} if lm_head == "own" else {}
-        with base.device:
+        hidden = self.shape.hidden_size
+        elements = num_heads * (num_layers * hidden * (hidden + 1) + (hidden * self.shape.vocab_size if state else 0))
+        what = f"{num_heads} heads of num_layers = {num_layers}"
+        with base.device, memory_for(what, base.device, elements * base.dtype.itemsize):
             self.heads = nn.ModuleList(self._new_head(state) for _ in range(num_heads)).to(base.dtype)
 
     def _new_head(self, lm_head_state: dict[str, Tensor]) -> MedusaHead:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.generation_options import check_tree_options, renamed_options
+from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options
@@ -294,6 +294,4 @@ def check_base(base: Any) -> None:
 
 def check_decay(decay: Any) -> float:
     """`decay`; InputError unless it is a number that is at least 0."""
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < math.inf:
-        raise InputError(f"decay must be a number, at least 0, got {decay!r}")
-    return decay
+    return float(check_number("decay", decay))

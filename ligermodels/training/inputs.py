@@ -10,7 +10,7 @@ from typing import Any
 from ligermodels.data import fingerprint
 from ligermodels.data.documents import Documents
 from ligermodels.data.fingerprint import Fingerprint
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
 from ligermodels.training.base import Base
 from ligermodels.training.recipe import R, TrainingRecipe
 
@@ -78,11 +78,8 @@ def require_same_content(now: Content, before: Content) -> None:
             )
 
 
-def _fingerprints(files: Iterable[str], kind: type[Exception]) -> list[Fingerprint]:
-    try:
-        return [fingerprint.of_file(Path(file)) for file in files]
-    except OSError as error:
-        raise kind(f"{error.filename}: cannot be read: {error.strerror or error}") from None
+def _fingerprints(files: Iterable[str], kind: type[LigerModelsError]) -> list[Fingerprint]:
+    return [fingerprint.of_file(Path(file), kind) for file in files]
 
 
 def _differences(now: list[Fingerprint], before: list[Fingerprint], *, in_order: bool) -> Iterable[str]:

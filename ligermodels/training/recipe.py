@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from ligermodels.errors import ConfigError, validation_message
+from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
 
@@ -97,8 +97,10 @@ class TrainingRecipe(BaseModel):
 
     steps: int | None = Field(None, ge=1, description="Optimizer steps.  [default: from the epochs]")
     epochs: float = Field(1.0, gt=0, description="Epochs, where steps is not given.")
-    seq_len: int = Field(2048, ge=2, description="Tokens per sequence; documents are packed into sequences.")
-    batch_tokens: int = Field(16384, ge=1, description="Tokens per optimizer step.")
+    seq_len: int = Field(
+        2048, ge=2, le=2**31 - 1, description="Tokens per sequence; documents are packed into sequences."
+    )
+    batch_tokens: int = Field(16384, ge=1, le=2**31 - 1, description="Tokens per optimizer step.")
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="Tokens per forward pass of a rank.  [default: batch_tokens, divided among the ranks]"
     )
@@ -118,6 +120,13 @@ class TrainingRecipe(BaseModel):
     checkpoint_every: int | None = Field(500, ge=1, description="Steps between checkpoints; null: none is kept.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     report_every: int | None = Field(None, ge=1, description="Steps between reports.  [default: 50 reports in all]")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _within_int64(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{info.field_name}: must lie within int64, got {short(value)}")
+        return value
 
     def __init__(self, **settings: Any) -> None:
         try:

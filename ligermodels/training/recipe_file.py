@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from importlib import resources
-from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
+from ligermodels.convert.input_files import as_path, read_text
 from ligermodels.errors import ConfigError
 
 SHIPPED = resources.files("ligermodels.training") / "recipes"
@@ -23,16 +23,10 @@ def shipped_recipes(kind: str = "medusa") -> list[str]:
 
 def recipe_text(name_or_path: str | os.PathLike[str], kind: str = "medusa") -> str:
     """The content of a recipe's file, or of a shipped one of this kind. Raises ConfigError when it cannot be read."""
-    path = Path(name_or_path)
-    if str(name_or_path) in shipped_recipes(kind) and not path.is_file():
+    path = as_path(name_or_path, ConfigError, "the recipe's file")
+    if str(name_or_path) in shipped_recipes(kind) and not os.path.isfile(path):
         return (SHIPPED / kind / f"{name_or_path}.yaml").read_text(encoding="utf-8")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"{name_or_path}: cannot be read ({reason}); the shipped recipes are {', '.join(shipped_recipes(kind))}"
-        ) from None
+    return read_text(path, ConfigError, hint=f"; the shipped recipes are {', '.join(shipped_recipes(kind))}")
 
 
 def recipe_settings(name_or_path: str | os.PathLike[str], kind: str = "medusa") -> dict[str, Any]:
@@ -57,17 +51,27 @@ def parse_setting(text: str, source: str) -> tuple[str, Any]:
 def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not YAML of a recipe: nested too deep") from None
+    except Exception as error:  # Of values that a tag does not fit, PyYAML raises anything.
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())[:500]}") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, except that dates are text, 1e-3 is a number, and a repeated key is an error."""
+    """YAML 1.1, except that dates are text, 1e-3 is a number, and a repeated key or an alias is an error."""
 
     yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
         start: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
         for start, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # A few lines of them can stand for more than any memory holds.
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"*{event.anchor}: recipes take no aliases; write the value", event.start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[Any]()

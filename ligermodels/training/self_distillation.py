@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.convert.input_files import read_json_object
 from ligermodels.data.documents import Documents
 from ligermodels.data.prompts import OpenChat
 from ligermodels.errors import InputError
@@ -198,7 +199,7 @@ def _remove(out: Path) -> None:
 def _interrupted_state(out: Path) -> dict[str, Any]:
     path = _beside(out, "progress")
     try:
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json_object(path, InputError)
         is_complete = {"settings", "content", "done", "written", "unusable"} <= state.keys()
         if is_complete and _beside(out, "partial").stat().st_size >= state["bytes"]:
             return state

@@ -1,0 +1,37 @@
+"""The door for numbers that a caller gives: whole ones within bounds, finite ones within fp32."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+from ligermodels.errors import InputError, short
+
+LARGEST = 1e38
+"""Bound of numbers that fp32 is to hold."""
+
+
+def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1) -> int:
+    """`value` as an int; InputError, naming the argument, unless it is a whole number from `least` to `most`."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or value < least:
+        raise InputError(f"{name}: must be a whole number of at least {least}, got {short(value)}")
+    if value > most:
+        raise InputError(f"{name}: must be at most {most:,}, got {short(value)}")
+    return int(value)
+
+
+def check_number(name: str, value: Any, *, positive: bool = False) -> Any:
+    """`value`; InputError, naming the argument, unless it is a finite number of at least 0, or above it."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < LARGEST or (positive and value == 0):
+        raise InputError(f"{name}: must be a number {'above' if positive else 'of at least'} 0, got {short(value)}")
+    return value
+
+
+def check_token_id(name: str, value: Any) -> int:
+    """`value` as an int; InputError unless it is a whole number within int64."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or not -(2**63) <= value < 2**63:
+        raise InputError(f"{name} must be a token's id or a list of them, got {short(value)}")
+    return int(value)

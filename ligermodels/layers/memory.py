@@ -1,0 +1,49 @@
+"""What is too large for the memory is refused before any of it is taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ligermodels.errors import InputError, LigerModelsError
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory of a device, used or not; None where torch cannot tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type != "cpu":
+        return None
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(found, int(CGROUP.read_text()))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return found
+
+
+@contextmanager
+def memory_for(
+    what: str, device: torch.device, needed: int = 0, kind: type[LigerModelsError] = InputError
+) -> Iterator[None]:
+    """Take memory for `what`, `needed` bytes if that is known; `kind`, with the bytes, where the device has less."""
+    total = total_memory(device)
+    if total is not None and needed > total:
+        raise kind(f"{what} needs {needed:,} bytes, and {device} has {total:,} in all")
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # of a GPU: says it all, and callers know it
+    except (MemoryError, RuntimeError, TypeError) as error:
+        # A size beyond int64 is a TypeError of torch, one beyond the memory a RuntimeError.
+        text = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or any(part in text for part in ("can't allocate memory", "verflow")):
+            least = text.partition("you tried to allocate ")[2].partition(" bytes")[0]
+            size = f"at least {int(least):,}" if least.isdigit() else "too many"
+            raise kind(f"{what} needs {size} bytes, more memory than there is on {device}") from None
+        raise
