@@ -139,7 +139,7 @@ def _first(names: Collection[str]) -> list[str]:
 
 def is_folder(path: Path) -> bool:
     """Whether it is a folder itself, not a link to one, which might be anywhere."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # no path can be named so: those who open it say that
         return stat.S_ISDIR(path.lstat().st_mode)
     return False
 

@@ -50,7 +50,7 @@ def reading(folder: Path, open_files: Callable[[ExitStack], T], ranks: Ranks | N
 def _stamp(folder: Path) -> Any:
     """What is another after any save into `folder`."""
     found = {}
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+    with suppress(OSError, ValueError), os.scandir(folder) as entries:  # those who open it say what is wrong
         for entry in entries:
             if entry.name == JOURNAL or matching(entry.name, (*CHECKPOINT, ADAPTER, ADAPTER_CONFIG)):
                 with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Bad values of tensors and arguments, as the faults of files in faults.py."""
+"""Bad values of tensors and arguments, as the faults of files in bad_calls.py."""
 
 from __future__ import annotations
 

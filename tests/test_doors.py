@@ -16,7 +16,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-import faults_values as faults_values  # adds its own
+import bad_values as bad_values  # adds its own
 import pytest
 import torch
 from bad_calls import FAULTS, Fault, Place

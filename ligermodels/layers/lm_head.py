@@ -58,7 +58,7 @@ def check_loss_options(options: Mapping[str, Any], needed: Tensor | None, needs:
     items = options.get("num_items_in_batch")
     if items is not None and not isinstance(items, Tensor):
         for each in items if isinstance(items, list | tuple) else [items]:
-            check_number("num_items_in_batch", each, positive=True)
+            check_number("num_items_in_batch", each)
 
 
 LOG_PROB_OPTIONS = ("memory_budget", "entropy_in_loss")
