@@ -6,6 +6,12 @@ from ligermodels.ops.decoding.compact_kv_cache import compact_kv_cache, compact_
 from ligermodels.ops.decoding.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.ops.decoding.topk_indices import topk_indices, topk_indices_reference
 from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_reference
+from ligermodels.ops.float8.cast import float8_cast, float8_transpose
+from ligermodels.ops.float8.glu import float8_geglu, float8_swiglu
+from ligermodels.ops.float8.linear import Float8Recipe, check_float8_sizes, float8_linear, float8_unsupported
+from ligermodels.ops.float8.mm import float8_mm
+from ligermodels.ops.float8.norm import float8_add_rms_norm
+from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
 from ligermodels.ops.linear_attention.causal_conv import causal_conv, conv_sources
@@ -29,6 +35,8 @@ from ligermodels.ops.runtime.dispatch import set_backend, use_kernels
 from ligermodels.ops.runtime.host_checks import set_host_checks
 
 __all__ = [
+    "Float8Recipe",
+    "Float8Tensor",
     "Paths",
     "Routes",
     "Sequences",
@@ -41,6 +49,7 @@ __all__ = [
     "add_rms_norm_reference",
     "attention",
     "causal_conv",
+    "check_float8_sizes",
     "compact_kv_cache",
     "compact_kv_cache_reference",
     "conv_sources",
@@ -48,6 +57,14 @@ __all__ = [
     "cross_entropy_reference",
     "decode_attention",
     "decode_attention_reference",
+    "float8_add_rms_norm",
+    "float8_cast",
+    "float8_geglu",
+    "float8_linear",
+    "float8_mm",
+    "float8_swiglu",
+    "float8_transpose",
+    "float8_unsupported",
     "gated_delta_rule",
     "gated_delta_rule_tree",
     "gather_rows",

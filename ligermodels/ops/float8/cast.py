@@ -1,0 +1,192 @@
+"""Casts to float8 with the exact maximum of the tensor, and the transposition of bytes.
+
+Two passes over the tensor: one for its maximum, one that reads it again and writes either layout or both.
+"""
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.float8.scaling import (
+    COLUMNS,
+    MAX_EXPONENT,
+    TILE,
+    TILE_ROWS,
+    aligned,
+    bits_of_max,
+    scale_and_inverse,
+    scale_reference,
+    store_float8,
+)
+from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
+
+
+def float8_cast(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False) -> Float8Tensor:
+    """x as float8, with the scale of its exact maximum, rounded to nearest even; no gradient.
+
+    x: (..., N), any floating dtype and strides; a Float8Tensor is returned as it is, or with a layout added.
+    dtype: torch.float8_e4m3fn or torch.float8_e5m2. rows, columns: the layouts wanted.
+    Raises InputError for another dtype, a tensor of no dimensions, and DTensors.
+    """
+    if isinstance(x, Float8Tensor):
+        return with_layouts(x, rows, columns)
+    if dtype not in MAX_EXPONENT or x.dim() == 0 or not x.is_floating_point():
+        raise InputError(
+            f"float8_cast: takes a floating x (..., N) and torch.float8_e4m3fn or torch.float8_e5m2; got {x.dtype} "
+            f"{tuple(x.shape)} and {dtype}"
+        )
+    reject_dtensors("float8_cast", x)
+    return as_float8(_float8_cast(x.detach(), dtype, rows, columns), x.shape, x.dtype)
+
+
+def as_float8(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:
+    """Of the results of an op: rows and columns, each without elements if it was not asked for, and the scale."""
+    rows, columns, scale = parts
+    return Float8Tensor(rows if rows.dim() == 2 else None, columns if columns.dim() == 2 else None, scale, shape, dtype)
+
+
+def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
+    """x with at least the layouts wanted: one that it lacks is its other one, transposed."""
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    there, more = x.rows, x.columns
+    if rows and there is None and more is not None:
+        there = float8_transpose(more)[:M, :N].contiguous()
+    if columns and more is None and there is not None:
+        more = float8_transpose(there)
+    return x if there is x.rows and more is x.columns else Float8Tensor(there, more, x.scale, x.shape, x.dtype)
+
+
+def float8_transpose(x: Tensor) -> Tensor:
+    """x (M, N) float8 -> (N, M'), contiguous, M' being M rounded up to a multiple of 16, zeros beyond M."""
+    return _float8_transpose(x.view(torch.uint8)).view(x.dtype)
+
+
+def float8_cast_reference(
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The specification of `float8_cast`, in plain torch: rows, columns and scale."""
+    x = as_rows(x).float()
+    amax = x.abs().max() if x.numel() else x.new_zeros(())
+    return quantized_reference(x, scale_reference(amax, dtype), dtype, rows, columns)
+
+
+def quantized_reference(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, N) float32 as float8 with a given scale: rows, columns (each empty if not wanted), and the scale."""
+    most = torch.finfo(dtype).max
+    q = (x / scale.nan_to_num(1.0)).clamp(-most, most).to(dtype)
+    nothing = x.new_empty(0, dtype=dtype)
+    return q if rows else nothing, _transposed(q) if columns else nothing, scale
+
+
+def _transposed(q: Tensor) -> Tensor:
+    found = q.new_zeros(q.shape[1], aligned(q.shape[0]), dtype=torch.uint8)
+    found[:, : q.shape[0]] = q.view(torch.uint8).t()
+    return found.view(q.dtype)
+
+
+def empty_layouts(like: Tensor, M: int, N: int, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the layouts of a float8 (M, N) on the device of `like`; empty if not wanted."""
+    return (
+        like.new_empty((M, N) if rows else 0, dtype=dtype),
+        like.new_empty((N, aligned(M)) if columns else 0, dtype=dtype),
+    )
+
+
+def tiles(M: int, N: int) -> tuple[int, int]:
+    """Programs, and how many of them there are for each block of rows; rows reach to the padding of columns."""
+    across = -(-N // COLUMNS)
+    return -(-aligned(M) // TILE_ROWS) * across, across
+
+
+def outputs(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Layouts as `store_float8` takes them."""
+    return rows.view(torch.uint8), columns.view(torch.int32)
+
+
+@kernel
+def _cast_kernel(
+    x, x_stride, amax, rows, words, scale, M, N, W, across,
+    AMAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    QUADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of 4 QUADS rows and COLUMNS columns per program. AMAX: only the maximum, which `amax` takes up; the order
+    of atomic maxima does not show."""
+    program = tl.program_id(0)
+    first_row = (program // across).to(tl.int64) * (4 * QUADS)
+    quad = first_row + 4 * tl.arange(0, QUADS)
+    col = program % across * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (col < N)[None, :]
+    start = x + quad[:, None] * x_stride + col[None, :]
+    v0 = tl.load(start, mask=inside & (quad < M)[:, None], other=0.0)
+    v1 = tl.load(start + x_stride, mask=inside & (quad + 1 < M)[:, None], other=0.0)
+    v2 = tl.load(start + 2 * x_stride, mask=inside & (quad + 2 < M)[:, None], other=0.0)
+    v3 = tl.load(start + 3 * x_stride, mask=inside & (quad + 3 < M)[:, None], other=0.0)
+    if AMAX:
+        most = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
+        tl.atomic_max(amax, bits_of_max(most))
+    else:
+        s, inverse = scale_and_inverse(tl.load(amax), MAX_EXPONENT)
+        if program == 0:
+            tl.store(scale, s)
+        store_float8(
+            v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32), inverse,
+            rows, words, first_row, col, M, N, W, MAX_EXPONENT, ROWS, WORDS, QUADS,
+        )  # fmt: skip
+
+
+@kernel
+def _transpose_kernel(
+    x, x_stride, words, M, N, W, across, QUADS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    first_row = (program // across).to(tl.int64) * (4 * QUADS)
+    quad = first_row + 4 * tl.arange(0, QUADS)
+    col = program % across * COLUMNS + tl.arange(0, COLUMNS)
+    word = tl.zeros((QUADS, COLUMNS), dtype=tl.int32)
+    for j in tl.static_range(4):
+        inside = (col < N)[None, :] & (quad + j < M)[:, None]
+        byte = tl.load(x + (quad + j)[:, None] * x_stride + col[None, :], mask=inside, other=0)
+        word = word | (byte.to(tl.int32) << (8 * j))
+    place = first_row // 4 + tl.arange(0, QUADS)
+    inside = (col < N)[:, None] & (place < W)[None, :]
+    tl.store(words + col.to(tl.int64)[:, None] * W + place[None, :], tl.trans(word), mask=inside)
+
+
+@custom_op()
+def _float8_cast(x: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    if not use_kernels(x):
+        return float8_cast_reference(x, dtype, rows=need_rows, columns=need_columns)
+    rows, columns = empty_layouts(x, M, N, dtype, need_rows, need_columns)
+    scale = x.new_empty((), dtype=torch.float32)
+    if is_fake(scale):
+        return rows, columns, scale
+    amax = x.new_zeros((), dtype=torch.int32)
+    source, stride = rows_and_stride(x)
+    programs, across = tiles(M, N)
+    for of_amax in (True, False):
+        _cast_kernel[(max(programs, 1),)](
+            source, stride, amax, *outputs(rows, columns), scale, M, N, aligned(M) // 4, max(across, 1), AMAX=of_amax,
+            MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=need_rows, WORDS=need_columns, **TILE,
+        )  # fmt: skip
+    return rows, columns, scale
+
+
+@custom_op()
+def _float8_transpose(x: Tensor) -> Tensor:
+    """Of the bytes of float8."""
+    if not use_kernels(x):
+        return _transposed(x)
+    M, N = x.shape
+    found = x.new_empty(N, aligned(M))
+    if is_fake(found) or not found.numel():
+        return found
+    programs, across = tiles(M, N)
+    _transpose_kernel[(programs,)](*rows_and_stride(x), found.view(torch.int32), M, N, aligned(M) // 4, across, **TILE)
+    return found
