@@ -28,6 +28,10 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
         weight = args[2] if name == "addmm" else args[1]
         if weight.shape[-1] >= weight.shape[-2]:
             return CheckpointPolicy.MUST_SAVE
+    if name == "float8_mm" and args[1].shape[0] >= args[1].shape[1]:
+        return CheckpointPolicy.MUST_SAVE
+    if name == "float8_lora_forward" and args[4].shape[0] >= args[4].shape[1]:
+        return CheckpointPolicy.MUST_SAVE
     if name == "lora_linear_forward" and args[2].shape[0] >= args[2].shape[1]:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -9,6 +9,7 @@ from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_refere
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose
 from ligermodels.ops.float8.glu import float8_geglu, float8_swiglu
 from ligermodels.ops.float8.linear import Float8Recipe, check_float8_sizes, float8_linear, float8_unsupported
+from ligermodels.ops.float8.lora import float8_lora_linear
 from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.norm import float8_add_rms_norm
 from ligermodels.ops.float8.tensor import Float8Tensor
@@ -61,6 +62,7 @@ __all__ = [
     "float8_cast",
     "float8_geglu",
     "float8_linear",
+    "float8_lora_linear",
     "float8_mm",
     "float8_swiglu",
     "float8_transpose",

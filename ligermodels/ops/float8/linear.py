@@ -89,9 +89,8 @@ class _Float8Linear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         x8 = float8_cast(x, recipe.dtype, columns=need_weight)
         w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, need_x)
-        y = float8_mm(_rows(x8), _rows(w8), x8.scale, w8.scale, dtype, fast_accumulation=recipe.forward_fast)
-        if bias is not None:
-            y += bias.to(y.dtype)
+        added = None if bias is None else bias.to(dtype)
+        y = float8_mm(_rows(x8), _rows(w8), x8.scale, w8.scale, dtype, added, fast_accumulation=recipe.forward_fast)
         # Plain tensors, which hooks on what is saved know.
         ctx.save_for_backward(x8.columns if need_weight else None, x8.scale, w8.columns if need_x else None, w8.scale)
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)

@@ -11,14 +11,21 @@ from ligermodels.ops.runtime.tensors import check_tensor
 
 
 def float8_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, *, fast_accumulation: bool = True
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast_accumulation: bool = True,
 ) -> Tensor:
-    """(a * scale_a) (b * scale_b)^T: a (M, K), b (N, K), float8, contiguous -> (M, N) of out_dtype.
+    """(a * scale_a) (b * scale_b)^T + bias: a (M, K), b (N, K), float8, contiguous -> (M, N) of out_dtype.
 
     Both operands have the dimension that is summed over last: Hopper's tensor cores read float8 no other way.
-    scale_a, scale_b: float32 (). out_dtype: bfloat16, float16 or float32. K and N are multiples of 16. Not both
-    operands are E5M2. fast_accumulation: sums are kept in the tensor cores' registers, of fewer bits than float32,
-    rather than added up in float32 every so often.
+    scale_a, scale_b: float32 (). bias: (N,) of out_dtype. out_dtype: bfloat16, float16 or float32. K and N are
+    multiples of 16. Not both operands are E5M2. fast_accumulation: sums are kept in the tensor cores' registers, of
+    fewer bits than float32, rather than added up in float32 every so often.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     for name, x in (("a", a), ("b", b)):
@@ -32,27 +39,41 @@ def float8_mm(
         )
     if a.dtype == b.dtype == E5M2:
         raise InputError("float8_mm: one operand at least must be torch.float8_e4m3fn")
-    return _float8_mm(a, b, scale_a, scale_b, out_dtype, fast_accumulation)
+    if bias is not None:
+        check_tensor("float8_mm", "bias", bias, (N,), a.device, out_dtype)
+    return _float8_mm(a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)
 
 
-def float8_mm_reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def float8_mm_reference(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
     """The specification of `float8_mm`, in plain torch: a sum in float32."""
-    return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(out_dtype)
+    y = (a.float() @ b.float().t()) * (scale_a * scale_b)
+    return (y if bias is None else y + bias).to(out_dtype)
 
 
 @custom_op()
 def _float8_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
-) -> Tensor:
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:  # fmt: skip
     if is_fake(a):
         return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     if not a.is_cuda:
-        return float8_mm_reference(a, b, scale_a, scale_b, out_dtype)
+        return float8_mm_reference(a, b, scale_a, scale_b, out_dtype, bias)
     if not a.numel():
-        return a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+        empty = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+        return empty if bias is None else empty.add_(bias)
+    wide = out_dtype == torch.float32  # for which the products take no bias
+    fused = None if wide else bias
     if hasattr(F, "scaled_mm"):  # since torch 2.10
         whole = F.ScalingType.TensorWise
-        return F.scaled_mm(
-            a, b.t(), scale_a, whole, scale_b, whole, output_dtype=out_dtype, use_fast_accum=fast_accumulation
+        y = F.scaled_mm(
+            a, b.t(), scale_a, whole, scale_b, whole, bias=fused, output_dtype=out_dtype,
+            use_fast_accum=fast_accumulation,
+        )  # fmt: skip
+    else:
+        y = torch._scaled_mm(
+            a, b.t(), scale_a, scale_b, bias=fused, out_dtype=out_dtype, use_fast_accum=fast_accumulation
         )
-    return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+    return y.add_(bias) if wide and bias is not None else y
