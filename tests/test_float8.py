@@ -1,20 +1,26 @@
 """Models whose linear layers compute in float8: gradients beside those of float32, training, what stays as it is."""
 
 import copy
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import losses
+from runs import recipe_for as medusa_recipe
 from torch import Tensor, nn
+from typer.testing import CliRunner
 from zoo import BASE, CONFIGS
 
 import ligermodels as lm
 from ligermodels import ops
-from ligermodels.errors import InputError
+from ligermodels.cli import app
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.ops import Float8Tensor
-from ligermodels.training import FusedAdamW
+from ligermodels.training import FusedAdamW, train_heads
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {**BASE, **SIZES, "model_type": "llama"}
@@ -205,6 +211,33 @@ def test_lora(dropout: float) -> None:
     with pytest.raises(InputError, match="LoRA in float8"):
         gradients(model)
     assert in_place_of(lm.merge_lora(model))
+
+
+def test_runs(tmp_path: Path, base: Path, data: Path) -> None:
+    """`train --float8`, of a checkpoint, of a config; and Medusa heads on a frozen model."""
+    settings = ("--set=steps=6", "--set=seq_len=16", "--set=batch_tokens=64", "--set=max_bad_lines=1", "--lr=5e-3")
+    flags = ("--float8", "--float8-exclude", "mlp", "--float8-gradients", "e4m3")
+    shutil.copytree(base, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for name, (model, more) in {
+        "plain": (base, ()),
+        "float8": (base, flags),
+        "random": (tmp_path / "config", flags),
+    }.items():
+        arguments = ("train", model, "--data", data, "--out", tmp_path / name, *settings, *more)
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == 0, result.output
+        found[name] = losses(tmp_path / name)
+        assert not in_place_of(lm.from_pretrained(tmp_path / name))
+    for plain, float8 in zip(found["plain"], found["float8"], strict=True):
+        assert plain[1] != float8[1] and abs(plain[1] - float8[1]) < 0.02 * plain[1]
+    assert all(math.isfinite(loss) for _, loss, _ in found["random"])
+    recipe = medusa_recipe(base, data, float8=True, float8_exclude="mlp")
+    assert train_heads(recipe, tmp_path / "heads").evaluation is not None
+    with pytest.raises(ConfigError, match="float8_exclude: is for float8, which is false"):
+        medusa_recipe(base, data, float8_exclude="mlp")
+    with pytest.raises(ConfigError, match="float8: is for smaller dtypes"):
+        medusa_recipe(base, data, float8=True, dtype="float64")
 
 
 def test_refusals() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.lora import check_untouched
 from ligermodels.errors import BackendError, InputError
-from ligermodels.layers.float8 import Float8Linear, Float8Output, slots
+from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.ops import Float8Recipe, check_float8_sizes, float8_unsupported
@@ -90,7 +90,7 @@ def float8(
         elif isinstance(linear, nn.Linear):
             model.set_submodule(name, Float8Linear(linear, recipe))
             if producer is not None:
-                producer.float8_output = Float8Output(recipe, linear.weight.requires_grad)  # type: ignore[assignment]
+                producer.float8_output = recipe  # type: ignore[assignment]
     return model
 
 

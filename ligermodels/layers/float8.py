@@ -2,7 +2,8 @@
 
 A class of modules says by `float8_linears` which of its linear layers can, and what computes the input of each: None,
 then the layer casts it; the name of a module beside it; or INPUT, the module's own input, which nothing else reads. So
-norms and activations that feed nothing but such a layer write float8 themselves, by their `float8_output`.
+norms and activations that feed nothing but such a layer write float8 themselves: they have its recipe as
+`float8_output`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,6 @@ from ligermodels import ops
 from ligermodels.ops import Float8Recipe, Float8Tensor
 
 INPUT = "input"
-
-
-class Float8Output(NamedTuple):
-    """What a norm or an activation writes: float8 by this recipe, and whether in the transposed layout too, as the
-    gradient of the next layer's weight needs it."""
-
-    recipe: Float8Recipe
-    columns: bool
 
 
 def in_float8(module: nn.Module) -> bool:

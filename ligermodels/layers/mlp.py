@@ -13,8 +13,9 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
-from ligermodels.layers.float8 import INPUT, Float8Output, in_float8
+from ligermodels.layers.float8 import INPUT, in_float8
 from ligermodels.layers.sharding import TensorSharding, split_evenly
+from ligermodels.ops import Float8Recipe
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": ops.swiglu,
@@ -37,7 +38,7 @@ class GatedActivation(nn.Module):
     the result is a Float8Tensor, and so is the gradient of gate_up: for a float8 linear layer after it, and before it.
     """
 
-    float8_output: Float8Output | None = None
+    float8_output: Float8Recipe | None = None
 
     def __init__(self, activation: str, **options: float | None) -> None:
         super().__init__()
@@ -46,9 +47,8 @@ class GatedActivation(nn.Module):
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up (..., 2 I) -> (..., I), same dtype."""
         if self.float8_output is not None and in_float8(self):
-            recipe, columns = self.float8_output
-            op = _FLOAT8[self.activation]
-            return op(gate_up, recipe.dtype, recipe.gradient_dtype, columns=columns, **self.options)
+            recipe, op = self.float8_output, _FLOAT8[self.activation]
+            return op(gate_up, recipe.dtype, recipe.gradient_dtype, **self.options)
         return ACTIVATIONS[self.activation](gate_up, **self.options)
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.layers.float8 import Float8Output, in_float8
+from ligermodels.layers.float8 import in_float8
 from ligermodels.layers.sharding import TensorSharding, local
+from ligermodels.ops import Float8Recipe
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class AddRMSNorm(RMSNorm):
     With a `float8_output`, and as `in_float8` has it, the norm is a Float8Tensor, for a float8 linear layer."""
 
     fused_add: ClassVar[bool] = True
-    float8_output: Float8Output | None = None
+    float8_output: Float8Recipe | None = None
 
     def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
@@ -93,8 +94,7 @@ class AddRMSNorm(RMSNorm):
         weight = local(self, self.weight)
         options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
         if self.float8_output is not None and in_float8(self):
-            recipe, columns = self.float8_output
-            return ops.float8_add_rms_norm(x, branch, weight, config.eps, recipe.dtype, columns=columns, **options)
+            return ops.float8_add_rms_norm(x, branch, weight, config.eps, self.float8_output.dtype, **options)
         return ops.add_rms_norm(x, branch, weight, config.eps, **options)
 
 

@@ -28,42 +28,34 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentia
 from ligermodels.ops.runtime.tensors import rows_and_stride
 
 
-def float8_swiglu(
-    gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, *, columns: bool = True, **options: Any
-) -> Float8Tensor:
+def float8_swiglu(gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, **options: Any) -> Float8Tensor:
     """`swiglu` of packed pairs (..., 2 I), as float8 (..., I) rounded once from float32; for a float8 linear layer.
 
     dtype, gradient_dtype: the formats of the result and of the gradient that it passes on, a Float8Tensor too.
-    columns: whether the transposed layout, which the gradient of the next layer's weight needs, is written too.
+    Its transposed layout, which the gradient of the next layer's weight needs, is written where gradients are recorded.
     options: those of `swiglu`. Raises InputError if shapes do not fit, and for DTensors.
     """
-    return _glu("float8_swiglu", gate_up, dtype, gradient_dtype, columns, GLUOptions("silu", **options))
+    return _glu("float8_swiglu", gate_up, dtype, gradient_dtype, GLUOptions("silu", **options))
 
 
 def float8_geglu(
-    gate_up: Tensor,
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    approximate: str = "tanh",
-    *,
-    columns: bool = True,
-    **options: Any,
+    gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, approximate: str = "tanh", **options: Any
 ) -> Float8Tensor:
     """`geglu` of packed pairs; otherwise as `float8_swiglu`."""
     if approximate not in GELU:
         raise InputError(f'float8_geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return _glu("float8_geglu", gate_up, dtype, gradient_dtype, columns, GLUOptions(GELU[approximate], **options))
+    return _glu("float8_geglu", gate_up, dtype, gradient_dtype, GLUOptions(GELU[approximate], **options))
 
 
 def _glu(
-    op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, columns: bool, options: GLUOptions
+    op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, options: GLUOptions
 ) -> Float8Tensor:
     reject_dtensors(op, gate_up)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2 or not gate_up.is_floating_point():
         raise InputError(
             f"{op}: gate_up must be floating, of shape (..., 2 I); got {gate_up.dtype} {tuple(gate_up.shape)}"
         )
-    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, columns, options)
+    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, options)
     return found
 
 
@@ -202,10 +194,10 @@ def _float8_glu_backward(
 
 class _Float8GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, dtype, gradient_dtype, columns, options):
+    def forward(ctx, gate_up, dtype, gradient_dtype, options):
         ctx.save_for_backward(gate_up)
         ctx.options, ctx.dtype = options, gradient_dtype
-        parts = _float8_glu_forward(gate_up, dtype, columns, *options)
+        parts = _float8_glu_forward(gate_up, dtype, ctx.needs_input_grad[0], *options)
         shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
         return as_float8(parts, shape, gate_up.dtype)
 

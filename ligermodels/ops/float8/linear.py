@@ -3,12 +3,13 @@
 Scales are tensor-wise, so that one rounding serves both products in which a tensor takes part, in either layout.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.float8.cast import float8_cast, with_layouts
 from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
@@ -48,7 +49,7 @@ def float8_linear(
     before by `float8_cast` into both layouts; `weight` is then not read.
     Returns (..., N) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
     Gradients are computed only for what requires one, in the dtypes of x, weight and bias.
-    Raises InputError if shapes or devices do not fit, and for DTensors.
+    Raises InputError if shapes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
     """
     reject_dtensors("float8_linear", x, weight, bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
@@ -57,6 +58,8 @@ def float8_linear(
             f"{x.device} and {tuple(weight.shape)} on {weight.device}"
         )
     check_float8_sizes("float8_linear", *weight.shape)
+    if (reason := float8_unsupported(x.device)) is not None:
+        raise BackendError(f"float8_linear: {reason}")
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
@@ -117,6 +120,7 @@ class _Float8Linear(torch.autograd.Function):
         return dx, dw, db
 
 
+@functools.cache
 def float8_unsupported(device: torch.device) -> str | None:
     """Why float8 linear layers cannot run on this device, or None: GPUs need compute capability 8.9 or higher. On the
     CPU they compute as the specification says, slowly."""

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.float8.cast import float8_cast
-from ligermodels.ops.float8.linear import Float8Recipe
+from ligermodels.ops.float8.linear import Float8Recipe, float8_unsupported
 from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
@@ -29,11 +29,14 @@ def float8_lora_linear(
     b: (M, r). bias: (M,). All but the weight of x's dtype; under autocast they are cast to its dtype. dropped: x after
     dropout, (..., K), which a multiplies in place of x. Neither activations nor gradients are transposed: the weight
     has no gradient. Returns (..., M) of x's dtype.
-    Raises InputError if shapes, dtypes or devices do not fit, for a bias that needs a gradient, and for DTensors.
+    Raises InputError if shapes, dtypes or devices do not fit, for a bias that needs a gradient, and for DTensors;
+    BackendError on a GPU without float8.
     """
     name = "float8_lora_linear"
     x, a, b, bias, dropped = tensors = under_autocast(x, a, b, bias, dropped)
     reject_dtensors(name, *tensors)
+    if (reason := float8_unsupported(x.device)) is not None:
+        raise BackendError(f"{name}: {reason}")
     rows, K, M = x.shape[:-1].numel(), x.shape[-1], weight.shape[0]
     if weight.shape != (M, K) or weight.rows is None or (x.requires_grad and weight.columns is None):
         raise InputError(

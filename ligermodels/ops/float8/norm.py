@@ -35,18 +35,17 @@ def float8_add_rms_norm(
     eps: float,
     dtype: torch.dtype,
     *,
-    columns: bool = True,
     offset: float = 0.0,
     casting_mode: CastingMode = "llama",
 ) -> tuple[Float8Tensor, Tensor]:
     """`add_rms_norm`, with the normalised sum as float8 for a float8 linear layer. Returns (y, sum).
 
-    dtype: the format of y. columns: whether its transposed layout, which the gradient of the next layer's weight needs,
-    is written too. Other arguments and errors as there; InputError for DTensors too.
+    dtype: the format of y. Its transposed layout, which the gradient of the next layer's weight needs, is written where
+    gradients are recorded. Other arguments and errors as there; InputError for DTensors too.
     """
     reject_dtensors("float8_add_rms_norm", x, residual, weight)
     check_rms_norm("float8_add_rms_norm", x, residual, weight, casting_mode)
-    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, columns, offset, casting_mode == "llama")
+    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama")
     return y, total
 
 
@@ -150,8 +149,9 @@ class _Float8RMSNorm(torch.autograd.Function):
     """y, and the sum that is normalised."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, dtype, columns, offset, cast_before):
+    def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before):
         ctx.eps, ctx.offset, ctx.cast_before = eps, offset, cast_before
+        columns = any(ctx.needs_input_grad)
         *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, columns, eps, offset, cast_before)
         total = x if residual is None else total
         ctx.save_for_backward(total, weight, rstd)
