@@ -25,7 +25,7 @@ from ligermodels.ops import (
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SHAPES = [(1, 1), (5,), (37, 100), (2, 3, 130), (130, 64), (16, 48), (300, 200)]
+SHAPES = [(1, 16), (48,), (37, 112), (2, 3, 128), (130, 64), (16, 48), (300, 208)]
 SIGNIFICANT = {E4M3: 4, E5M2: 3}  # bits
 SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 MOST = {E4M3: 448.0, E5M2: 57344.0}
@@ -106,7 +106,7 @@ def test_every_byte_of_large_tensors(dtype: torch.dtype) -> None:
 
 
 def test_transpose(where: Where) -> None:
-    for shape in ((1, 1), (37, 100), (130, 65)):
+    for shape in ((1, 16), (37, 112), (130, 80)):
         x = torch.randint(256, shape, dtype=torch.uint8, device=where.device)
         found = float8_transpose(x.view(E4M3)).view(torch.uint8)
         assert torch.equal(found[:, : shape[0]], x.t()) and not found[:, shape[0] :].any()
@@ -127,7 +127,7 @@ def test_extremes(where: Where) -> None:
 
 @pytest.mark.parametrize("casting_mode", ["llama", "gemma"])
 @pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("shape", [(1, 16), (2, 37, 100), (70, 160)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (2, 37, 112), (70, 160)], ids=str)
 def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting_mode: Any) -> None:
     """The values, with a scale of the known bound; gradients are those of the norm itself."""
     x, residual = (torch.randn(shape, device=where.device).to(where.dtype).requires_grad_() for _ in range(2))
@@ -161,7 +161,7 @@ def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting
 @pytest.mark.parametrize("op", [float8_swiglu, float8_geglu])
 def test_glu(where: Where, op: Callable[..., Float8Tensor], options: dict[str, float]) -> None:
     """The activation and, as float8 too, the gradient of its pairs."""
-    for shape in ((3, 1), (2, 37, 50), (70, 80)):
+    for shape in ((3, 16), (2, 37, 48), (70, 80)):
         gate_up = torch.randn(*shape[:-1], 2 * shape[-1], device=where.device).to(where.dtype).requires_grad_()
         y = op(gate_up, E4M3, E5M2, **options)
         assert y.shape == shape and y.dtype == where.dtype
@@ -244,5 +244,9 @@ def test_refusals() -> None:
         float8_mm(a.rows, b.rows, a.scale, b.scale, torch.float32)
     with pytest.raises(InputError, match="multiples of 16"):
         float8_mm(a.rows[:, :24].contiguous(), b.rows[:, :24].contiguous(), a.scale, b.scale, torch.float32)
-    with pytest.raises(InputError, match=r"even|2 I"):
-        float8_swiglu(torch.randn(4, 3), E4M3, E5M2)
+    with pytest.raises(InputError, match="gate_up must be floating, its last dimension a multiple of 32"):
+        float8_swiglu(torch.randn(4, 16), E4M3, E5M2)
+    with pytest.raises(InputError, match="x must be floating, its last dimension a multiple of 16"):
+        float8_cast(torch.randn(4, 24), E4M3)
+    with pytest.raises(InputError, match="float8_transpose: takes float8"):
+        float8_transpose(x)

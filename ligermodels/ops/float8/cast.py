@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.scaling import (
+    ALIGNMENT,
     COLUMNS,
     MAX_EXPONENT,
     TILE,
@@ -28,17 +29,16 @@ from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 def float8_cast(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False) -> Float8Tensor:
     """x as float8, with the scale of its exact maximum, rounded to nearest even; no gradient.
 
-    x: (..., N), any floating dtype and strides; a Float8Tensor is returned as it is, or with a layout added.
+    x: (..., N), any floating dtype and strides, N a multiple of 16; a Float8Tensor is returned as it is, or with a
+        layout added.
     dtype: torch.float8_e4m3fn or torch.float8_e5m2. rows, columns: the layouts wanted.
-    Raises InputError for another dtype, a tensor of no dimensions, and DTensors.
+    Raises InputError for another dtype or shape, and for DTensors.
     """
     if isinstance(x, Float8Tensor):
         return with_layouts(x, rows, columns)
-    if dtype not in MAX_EXPONENT or x.dim() == 0 or not x.is_floating_point():
-        raise InputError(
-            f"float8_cast: takes a floating x (..., N) and torch.float8_e4m3fn or torch.float8_e5m2; got {x.dtype} "
-            f"{tuple(x.shape)} and {dtype}"
-        )
+    if dtype not in MAX_EXPONENT:
+        raise InputError(f"float8_cast: dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
+    check_last("float8_cast", "x", x)
     reject_dtensors("float8_cast", x)
     return as_float8(_float8_cast(x.detach(), dtype, rows, columns), x.shape, x.dtype)
 
@@ -54,14 +54,27 @@ def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
     M, N = x.shape[:-1].numel(), x.shape[-1]
     there, more = x.rows, x.columns
     if rows and there is None and more is not None:
-        there = float8_transpose(more)[:M, :N].contiguous()
+        there = float8_transpose(more)[:M, :N].contiguous()  # N is its own padding
     if columns and more is None and there is not None:
         more = float8_transpose(there)
     return x if there is x.rows and more is x.columns else Float8Tensor(there, more, x.scale, x.shape, x.dtype)
 
 
+def check_last(op: str, name: str, x: Tensor, multiple: int = ALIGNMENT) -> None:
+    """InputError unless x is floating and its last dimension a multiple of 16, or of another number."""
+    if x.dim() == 0 or not x.is_floating_point() or x.shape[-1] % multiple:
+        raise InputError(
+            f"{op}: {name} must be floating, its last dimension a multiple of {multiple}; got {x.dtype} "
+            f"{tuple(x.shape)}"
+        )
+
+
 def float8_transpose(x: Tensor) -> Tensor:
-    """x (M, N) float8 -> (N, M'), contiguous, M' being M rounded up to a multiple of 16, zeros beyond M."""
+    """x (M, N) float8 -> (N, M'), contiguous, M' being M rounded up to a multiple of 16, zeros beyond M.
+
+    Raises InputError unless N is a multiple of 16."""
+    if x.dim() != 2 or x.dtype not in MAX_EXPONENT or x.shape[1] % ALIGNMENT:
+        raise InputError(f"float8_transpose: takes float8 (M, N), N a multiple of 16; got {x.dtype} {tuple(x.shape)}")
     return _float8_transpose(x.view(torch.uint8)).view(x.dtype)
 
 
@@ -106,7 +119,7 @@ def tiles(M: int, N: int) -> tuple[int, int]:
 
 def outputs(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Layouts as `store_float8` takes them."""
-    return rows.view(torch.uint8), columns.view(torch.int32)
+    return rows.view(torch.int32), columns.view(torch.int32)
 
 
 @kernel
@@ -120,7 +133,8 @@ def _cast_kernel(
     program = tl.program_id(0)
     first_row = (program // across).to(tl.int64) * (4 * QUADS)
     quad = first_row + 4 * tl.arange(0, QUADS)
-    col = program % across * COLUMNS + tl.arange(0, COLUMNS)
+    first_col = program % across * COLUMNS
+    col = first_col + tl.arange(0, COLUMNS)
     inside = (col < N)[None, :]
     start = x + quad[:, None] * x_stride + col[None, :]
     v0 = tl.load(start, mask=inside & (quad < M)[:, None], other=0.0)
@@ -136,26 +150,30 @@ def _cast_kernel(
             tl.store(scale, s)
         store_float8(
             v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32), inverse,
-            rows, words, first_row, col, M, N, W, MAX_EXPONENT, ROWS, WORDS, QUADS,
+            rows, words, first_row, first_col, M, N, W, MAX_EXPONENT, ROWS, WORDS, QUADS, COLUMNS,
         )  # fmt: skip
 
 
 @kernel
-def _transpose_kernel(
-    x, x_stride, words, M, N, W, across, QUADS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _transpose_kernel(x, words, M, N, R, W, across, QUADS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x int32 (M, R), N = 4 R bytes a row -> words int32 (N, W), of which word i holds the rows 4 i to 4 i + 3."""
     program = tl.program_id(0)
     first_row = (program // across).to(tl.int64) * (4 * QUADS)
     quad = first_row + 4 * tl.arange(0, QUADS)
-    col = program % across * COLUMNS + tl.arange(0, COLUMNS)
-    word = tl.zeros((QUADS, COLUMNS), dtype=tl.int32)
-    for j in tl.static_range(4):
-        inside = (col < N)[None, :] & (quad + j < M)[:, None]
-        byte = tl.load(x + (quad + j)[:, None] * x_stride + col[None, :], mask=inside, other=0)
-        word = word | (byte.to(tl.int32) << (8 * j))
+    first_col = program % across * COLUMNS
+    col = first_col // 4 + tl.arange(0, COLUMNS // 4)
+    start = x + quad[:, None] * R + col[None, :]
+    inside = (col < R)[None, :]
+    w0 = tl.load(start, mask=inside & (quad < M)[:, None], other=0)
+    w1 = tl.load(start + R, mask=inside & (quad + 1 < M)[:, None], other=0)
+    w2 = tl.load(start + 2 * R, mask=inside & (quad + 2 < M)[:, None], other=0)
+    w3 = tl.load(start + 3 * R, mask=inside & (quad + 3 < M)[:, None], other=0)
     place = first_row // 4 + tl.arange(0, QUADS)
-    inside = (col < N)[:, None] & (place < W)[None, :]
-    tl.store(words + col.to(tl.int64)[:, None] * W + place[None, :], tl.trans(word), mask=inside)
+    for j in tl.static_range(4):
+        low = ((w0 >> (8 * j)) & 255) | (((w1 >> (8 * j)) & 255) << 8)
+        word = low | (((w2 >> (8 * j)) & 255) << 16) | (((w3 >> (8 * j)) & 255) << 24)
+        at = (4 * col + j).to(tl.int64)[:, None] * W + place[None, :]
+        tl.store(words + at, tl.trans(word), mask=(col < R)[:, None] & (place < W)[None, :])
 
 
 @custom_op()
@@ -188,5 +206,7 @@ def _float8_transpose(x: Tensor) -> Tensor:
     if is_fake(found) or not found.numel():
         return found
     programs, across = tiles(M, N)
-    _transpose_kernel[(programs,)](*rows_and_stride(x), found.view(torch.int32), M, N, aligned(M) // 4, across, **TILE)
+    _transpose_kernel[(programs,)](
+        x.contiguous().view(torch.int32), found.view(torch.int32), M, N, N // 4, aligned(M) // 4, across, **TILE
+    )
     return found

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.float8.cast import as_float8, empty_layouts, outputs, quantized_reference, tiles
+from ligermodels.ops.float8.cast import as_float8, check_last, empty_layouts, outputs, quantized_reference, tiles
 from ligermodels.ops.float8.scaling import (
+    ALIGNMENT,
     MAX_EXPONENT,
     TILE,
     aligned,
@@ -29,7 +30,7 @@ from ligermodels.ops.runtime.tensors import rows_and_stride
 
 
 def float8_swiglu(gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, **options: Any) -> Float8Tensor:
-    """`swiglu` of packed pairs (..., 2 I), as float8 (..., I) rounded once from float32; for a float8 linear layer.
+    """`swiglu` of packed pairs (..., 2 I), I a multiple of 16, as float8 (..., I) rounded once from float32.
 
     dtype, gradient_dtype: the formats of the result and of the gradient that it passes on, a Float8Tensor too.
     Its transposed layout, which the gradient of the next layer's weight needs, is written where gradients are recorded.
@@ -51,10 +52,7 @@ def _glu(
     op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, options: GLUOptions
 ) -> Float8Tensor:
     reject_dtensors(op, gate_up)
-    if gate_up.dim() == 0 or gate_up.shape[-1] % 2 or not gate_up.is_floating_point():
-        raise InputError(
-            f"{op}: gate_up must be floating, of shape (..., 2 I); got {gate_up.dtype} {tuple(gate_up.shape)}"
-        )
+    check_last(op, "gate_up", gate_up, 2 * ALIGNMENT)
     found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, options)
     return found
 
@@ -133,8 +131,8 @@ def _glu_kernel(
             tl.store(scale, s)
         PER_PAIR: tl.constexpr = 2 if BACKWARD else 1
         store_float8(
-            v0, v1, v2, v3, inverse, rows, words, first_row,
-            PER_PAIR * first + tl.arange(0, PER_PAIR * COLUMNS), M, PER_PAIR * N, W, MAX_EXPONENT, ROWS, WORDS, QUADS,
+            v0, v1, v2, v3, inverse, rows, words, first_row, PER_PAIR * first, M, PER_PAIR * N, W,
+            MAX_EXPONENT, ROWS, WORDS, QUADS, PER_PAIR * COLUMNS,
         )  # fmt: skip
 
 

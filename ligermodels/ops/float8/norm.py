@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from ligermodels.ops.float8.cast import as_float8, empty_layouts, outputs, quantized_reference, tiles
+from ligermodels.ops.float8.cast import as_float8, check_last, empty_layouts, outputs, quantized_reference, tiles
 from ligermodels.ops.float8.scaling import (
     MAX_EXPONENT,
     TILE,
@@ -45,6 +45,7 @@ def float8_add_rms_norm(
     """
     reject_dtensors("float8_add_rms_norm", x, residual, weight)
     check_rms_norm("float8_add_rms_norm", x, residual, weight, casting_mode)
+    check_last("float8_add_rms_norm", "x", x)
     y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama")
     return y, total
 
@@ -92,7 +93,8 @@ def _normalize_kernel(
     program = tl.program_id(0)
     first_row = (program // across).to(tl.int64) * (4 * QUADS)
     quad = first_row + 4 * tl.arange(0, QUADS)
-    col = program % across * COLUMNS + tl.arange(0, COLUMNS)
+    first_col = program % across * COLUMNS
+    col = first_col + tl.arange(0, COLUMNS)
     w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
     s, inverse = scale_and_inverse(tl.load(bound), MAX_EXPONENT)
     v0 = _normalized(x, stride, rstd, quad, w, col, M, N, CAST_BEFORE)
@@ -101,7 +103,9 @@ def _normalize_kernel(
     v3 = _normalized(x, stride, rstd, quad + 3, w, col, M, N, CAST_BEFORE)
     if program == 0:
         tl.store(scale, s)
-    store_float8(v0, v1, v2, v3, inverse, rows, words, first_row, col, M, N, W, MAX_EXPONENT, True, WORDS, QUADS)
+    store_float8(
+        v0, v1, v2, v3, inverse, rows, words, first_row, first_col, M, N, W, MAX_EXPONENT, True, WORDS, QUADS, COLUMNS
+    )
 
 
 @custom_op()
