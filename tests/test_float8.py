@@ -11,6 +11,10 @@ import torch
 from runs import losses
 from runs import recipe_for as medusa_recipe
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from two_ranks import in_two_ranks
 from typer.testing import CliRunner
 from zoo import BASE, CONFIGS
 
@@ -238,6 +242,24 @@ def test_runs(tmp_path: Path, base: Path, data: Path) -> None:
         medusa_recipe(base, data, float8_exclude="mlp")
     with pytest.raises(ConfigError, match="float8: is for smaller dtypes"):
         medusa_recipe(base, data, float8=True, dtype="float64")
+
+
+def train_sharded(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    plain, model = lm.float8(build()), lm.float8(build())
+    for block in model.decoder.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    wanted, found = gradients(plain), gradients(model)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        assert isinstance(gradient, DTensor)
+        torch.testing.assert_close(gradient.full_tensor(), wanted[name], rtol=1e-5, atol=1e-7)
+    with pytest.raises(InputError, match="sharded already"):
+        lm.float8(model)
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    in_two_ranks(train_sharded, tmp_path)
 
 
 def test_refusals() -> None:
