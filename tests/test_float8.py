@@ -1,6 +1,7 @@
 """Models whose linear layers compute in float8: gradients beside those of float32, training, what stays as it is."""
 
 import copy
+import json
 import math
 import shutil
 from pathlib import Path
@@ -24,6 +25,7 @@ from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.ops import Float8Tensor
+from ligermodels.ops.float8 import mm
 from ligermodels.training import FusedAdamW, train_heads
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -85,6 +87,21 @@ def test_activation_checkpointing_changes_nothing(mode: Any) -> None:
     for _ in range(2):
         found = gradients(model)
         assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No product with "selective", where all but the last of a block widen; and with "full" all but that one."""
+    calls: list[int] = []
+    reference = mm.float8_mm_reference
+    monkeypatch.setattr(mm, "float8_mm_reference", lambda *args: calls.append(1) or reference(*args))
+    model = lm.float8(build())
+    blocks, found = len(model.decoder.blocks), {}
+    for mode in ("none", "selective", "full"):
+        model.activation_checkpointing = mode
+        calls.clear()
+        gradients(model)
+        found[mode] = len(calls) / blocks
+    assert found == {"none": 12, "selective": 12, "full": 15}
 
 
 def test_norms_and_activations_write_float8() -> None:
@@ -242,6 +259,26 @@ def test_runs(tmp_path: Path, base: Path, data: Path) -> None:
         medusa_recipe(base, data, float8_exclude="mlp")
     with pytest.raises(ConfigError, match="float8: is for smaller dtypes"):
         medusa_recipe(base, data, float8=True, dtype="float64")
+
+
+def test_verify(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path / "model")
+
+    def verify(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["verify", str(tmp_path / "model"), "--float8", *arguments])
+
+    result = verify("--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    names = [name for name, _ in build().named_parameters()]
+    assert list(report["gradients"]) == names and report["tokens"] == 64
+    assert report["loss"] != report["float8_loss"] and abs(report["loss"] - report["float8_loss"]) < 0.02
+    for each in report["gradients"].values():
+        assert 0.9 < each["cosine"] < 1 - 1e-6 and 0.9 < each["norm_ratio"] < 1.1
+    assert verify("--tolerance", "0.2").exit_code == 0 and verify("--tolerance", "1e-4").exit_code == 1
+    assert "decoder.blocks.1.mlp.down.weight" in verify().stdout
+    for arguments in (["--reference", str(tmp_path)], ["--tokens", "1"], ["--float8-exclude", "none"]):
+        assert verify(*arguments).exit_code != 0
 
 
 def train_sharded(rank: int, folder: Path, mesh: DeviceMesh) -> None:

@@ -63,8 +63,15 @@ def float8_linear(
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-    y: Tensor = _Float8Linear.apply(x, weight, bias, frozen, dtype, recipe)
-    return y
+    recording = torch.is_grad_enabled()
+    need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
+    x8 = float8_cast(x, recipe.dtype, columns=need_weight)
+    w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, need_x)
+    kept = x8.columns if need_weight else None, x8.scale, w8.columns if need_x else None, w8.scale
+    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe)
+    added = None if bias is None else bias.detach().to(dtype)
+    found: Tensor = _Product.apply(y, _rows(x8), _rows(w8), x8.scale, w8.scale, added, recipe.forward_fast)
+    return found
 
 
 def check_float8_sizes(name: str, out_features: int, in_features: int) -> None:
@@ -86,19 +93,18 @@ def _columns(x: Float8Tensor) -> Tensor:
     return x.columns
 
 
-class _Float8Linear(torch.autograd.Function):
+class _Gradients(torch.autograd.Function):
+    """The backward pass. Forward is what stands for the result: a shape that holds nothing.
+
+    The product is a function of its own, after what is saved here: activation checkpointing, which computes again up to
+    the last tensor that is saved, then leaves out the last product of a block."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, frozen, dtype, recipe):
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        x8 = float8_cast(x, recipe.dtype, columns=need_weight)
-        w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, need_x)
-        added = None if bias is None else bias.to(dtype)
-        y = float8_mm(_rows(x8), _rows(w8), x8.scale, w8.scale, dtype, added, fast_accumulation=recipe.forward_fast)
-        # Plain tensors, which hooks on what is saved know.
-        ctx.save_for_backward(x8.columns if need_weight else None, x8.scale, w8.columns if need_x else None, w8.scale)
+    def forward(ctx, x, weight, bias, kept, dtype, recipe):
+        ctx.save_for_backward(*kept)  # plain tensors, which hooks on what is saved know
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.shape = x.shape
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return weight.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -118,6 +124,17 @@ class _Float8Linear(torch.autograd.Function):
             wide = dy.dequantize() if isinstance(dy, Float8Tensor) else dy
             db = wide.reshape(-1, wide.shape[-1]).sum(0, dtype=torch.float32).to(ctx.dtypes[2])
         return dx, dw, db
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, a, b, scale_a, scale_b, bias, fast):
+        return float8_mm(a, b, scale_a, scale_b, y.dtype, bias, fast_accumulation=fast).view(y.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return (dy,)
 
 
 @functools.cache
