@@ -8,8 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import float8_block, measure  # noqa: E402
-from ligermodels.ops import Float8Tensor  # noqa: E402
+from benchmarks import float8_block, measure
+from ligermodels.ops import Float8Tensor
 
 SIZES = {"BATCH": 2, "LENGTH": 24, "HIDDEN": 64, "INTERMEDIATE": 96, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}
 SIZES["TOKENS"] = 48
