@@ -124,7 +124,7 @@ def _glu_kernel(
     v3 = _values(p3, d3, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
     if AMAX:
         most = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
-        tl.atomic_max(amax, bits_of_max(most))
+        tl.atomic_max(amax, bits_of_max(most), sem="relaxed")
     else:
         s, inverse = scale_and_inverse(tl.load(amax), MAX_EXPONENT)
         if program == 0:
