@@ -79,6 +79,20 @@ def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> Non
         assert 0.9 < ratio < 1.1, (key, ratio)
 
 
+def test_autocast() -> None:
+    """float32 parameters, products of float8 whose results are bfloat16."""
+    model = lm.float8(build({**LLAMA, "model_type": "qwen2"}))
+    wanted = gradients(model)
+    seen: list[torch.dtype] = []
+    model.decoder.blocks[1].mlp.gate_up.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model)
+    assert seen == [torch.bfloat16]
+    for key, gradient in found.items():
+        cosine, ratio = agreement(gradient, wanted[key])
+        assert gradient.dtype == torch.float32 and cosine > 0.98 and 0.95 < ratio < 1.05, (key, cosine, ratio)
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_activation_checkpointing_changes_nothing(mode: Any) -> None:
     model = lm.float8(build({**LLAMA, "model_type": "qwen2"}))

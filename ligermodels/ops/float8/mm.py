@@ -7,7 +7,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 
 
 def float8_mm(
@@ -48,7 +48,8 @@ def float8_mm_reference(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """The specification of `float8_mm`, in plain torch: a sum in float32."""
-    y = (a.float() @ b.float().t()) * (scale_a * scale_b)
+    with without_autocast(a):
+        y = (a.float() @ b.float().t()) * (scale_a * scale_b)
     return (y if bias is None else y + bias).to(out_dtype)
 
 
