@@ -25,7 +25,7 @@ from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.ops import Float8Tensor
-from ligermodels.ops.float8 import mm
+from ligermodels.ops.float8 import cast, glu, mm
 from ligermodels.training import FusedAdamW, train_heads
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -104,18 +104,31 @@ def test_activation_checkpointing_changes_nothing(mode: Any) -> None:
 
 
 def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No product with "selective", where all but the last of a block widen; and with "full" all but that one."""
-    calls: list[int] = []
-    reference = mm.float8_mm_reference
-    monkeypatch.setattr(mm, "float8_mm_reference", lambda *args: calls.append(1) or reference(*args))
+    """No product with "selective", where all but the last of a block widen, and no maximum; with "full" all but that
+    one, and the maxima of the activation, the input of o, and the weights."""
+    calls: dict[str, int] = {}
+
+    def count(name: str, module: Any, function: str) -> None:
+        plain = getattr(module, function)
+
+        def counted(*args: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return plain(*args)
+
+        monkeypatch.setattr(module, function, counted)
+
+    count("products", mm, "float8_mm_reference")
+    count("maxima", cast, "amax_reference")
+    count("maxima", glu, "amax_reference")
     model = lm.float8(build())
     blocks, found = len(model.decoder.blocks), {}
     for mode in ("none", "selective", "full"):
         model.activation_checkpointing = mode
         calls.clear()
         gradients(model)
-        found[mode] = len(calls) / blocks
-    assert found == {"none": 12, "selective": 12, "full": 15}
+        found[mode] = calls["products"] / blocks, calls["maxima"] / blocks
+    maxima = 4 + 2 + 4  # of weights, of the inputs of o and down, of gradients
+    assert found == {"none": (12, maxima), "selective": (12, maxima), "full": (15, maxima + 4 + 2)}
 
 
 @pytest.mark.gpu

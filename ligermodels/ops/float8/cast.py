@@ -10,6 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops.float8.scaling import (
     ALIGNMENT,
     COLUMNS,
+    E4M3,
     MAX_EXPONENT,
     TILE,
     TILE_ROWS,
@@ -40,7 +41,8 @@ def float8_cast(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bo
         raise InputError(f"float8_cast: dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
     check_last("float8_cast", "x", x)
     reject_dtensors("float8_cast", x)
-    return as_float8(_float8_cast(x.detach(), dtype, rows, columns), x.shape, x.dtype)
+    x = x.detach()
+    return as_float8(_float8_cast(x, _float8_amax(x), dtype, rows, columns), x.shape, x.dtype)
 
 
 def as_float8(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:
@@ -78,13 +80,15 @@ def float8_transpose(x: Tensor) -> Tensor:
     return _float8_transpose(x.view(torch.uint8)).view(x.dtype)
 
 
-def float8_cast_reference(
-    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The specification of `float8_cast`, in plain torch: rows, columns and scale."""
-    x = as_rows(x).float()
-    amax = x.abs().max() if x.numel() else x.new_zeros(())
-    return quantized_reference(x, scale_reference(amax, dtype), dtype, rows, columns)
+def amax_reference(x: Tensor) -> Tensor:
+    """The bits of max |x|, int32 ()."""
+    most = x.detach().abs().max() if x.numel() else x.new_zeros(())
+    return most.float().view(torch.int32)
+
+
+def scale_of_bits(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scale_reference` of the bits of a maximum."""
+    return scale_reference(amax.view(torch.float32), dtype)
 
 
 def quantized_reference(
@@ -177,23 +181,39 @@ def _transpose_kernel(x, words, M, N, R, W, across, QUADS: tl.constexpr, COLUMNS
 
 
 @custom_op()
-def _float8_cast(x: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    M, N = x.shape[:-1].numel(), x.shape[-1]
+def _float8_amax(x: Tensor) -> Tensor:
+    """The bits of max |x|, int32 (). An op of its own: what it gives is worth keeping where x is computed again."""
     if not use_kernels(x):
-        return float8_cast_reference(x, dtype, rows=need_rows, columns=need_columns)
-    rows, columns = empty_layouts(x, M, N, dtype, need_rows, need_columns)
-    scale = x.new_empty((), dtype=torch.float32)
-    if is_fake(scale):
-        return rows, columns, scale
+        return amax_reference(x)
     amax = x.new_zeros((), dtype=torch.int32)
-    source, stride = rows_and_stride(x)
-    programs, across = tiles(M, N)
-    for of_amax in (True, False):
-        _cast_kernel[(max(programs, 1),)](
-            source, stride, amax, *outputs(rows, columns), scale, M, N, aligned(M) // 4, max(across, 1), AMAX=of_amax,
-            MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=need_rows, WORDS=need_columns, **TILE,
-        )  # fmt: skip
+    if not is_fake(amax):
+        _launch(x, amax, amax, amax, amax, E4M3, AMAX=True, ROWS=False, WORDS=False)
+    return amax
+
+
+@custom_op()
+def _float8_cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not use_kernels(x):
+        wide = as_rows(x).float()
+        return quantized_reference(wide, scale_of_bits(amax, dtype), dtype, need_rows, need_columns)
+    rows, columns = empty_layouts(x, x.shape[:-1].numel(), x.shape[-1], dtype, need_rows, need_columns)
+    scale = x.new_empty((), dtype=torch.float32)
+    if not is_fake(scale):
+        _launch(x, amax, *outputs(rows, columns), scale, dtype, AMAX=False, ROWS=need_rows, WORDS=need_columns)
     return rows, columns, scale
+
+
+def _launch(
+    x: Tensor, amax: Tensor, rows: Tensor, words: Tensor, scale: Tensor, dtype: torch.dtype, **options: bool
+) -> None:
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    programs, across = tiles(M, N)
+    _cast_kernel[(max(programs, 1),)](
+        *rows_and_stride(x), amax, rows, words, scale, M, N, aligned(M) // 4, max(across, 1),
+        AMAX=options["AMAX"], MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=options["ROWS"], WORDS=options["WORDS"], **TILE,
+    )  # fmt: skip
 
 
 @custom_op()

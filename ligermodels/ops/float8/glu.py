@@ -10,15 +10,24 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.float8.cast import as_float8, check_last, empty_layouts, outputs, quantized_reference, tiles
+from ligermodels.ops.float8.cast import (
+    amax_reference,
+    as_float8,
+    check_last,
+    empty_layouts,
+    outputs,
+    quantized_reference,
+    scale_of_bits,
+    tiles,
+)
 from ligermodels.ops.float8.scaling import (
     ALIGNMENT,
+    E4M3,
     MAX_EXPONENT,
     TILE,
     aligned,
     bits_of_max,
     scale_and_inverse,
-    scale_reference,
     store_float8,
 )
 from ligermodels.ops.float8.tensor import Float8Tensor
@@ -136,33 +145,7 @@ def _glu_kernel(
         )  # fmt: skip
 
 
-def _run(
-    gate_up: Tensor, dy: Tensor | None, dtype: torch.dtype, need_rows: bool, need_columns: bool, options: GLUOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, columns and scale: of the activation, or with dy of the gradient of gate_up."""
-    M, N = gate_up.shape[:-1].numel(), gate_up.shape[-1] // 2
-    if not use_kernels(gate_up):
-        values = _gradient_reference(gate_up, dy, options)
-        amax = values.abs().max() if values.numel() else values.new_zeros(())
-        return quantized_reference(values, scale_reference(amax, dtype), dtype, need_rows, need_columns)
-    rows, columns = empty_layouts(gate_up, M, N if dy is None else 2 * N, dtype, need_rows, need_columns)
-    scale = gate_up.new_empty((), dtype=torch.float32)
-    if is_fake(scale):
-        return rows, columns, scale
-    amax = gate_up.new_zeros((), dtype=torch.int32)
-    arguments = *rows_and_stride(gate_up), *rows_and_stride(dy)
-    programs, across = tiles(M, N)
-    numbers = glu_numbers(*options[1:])
-    for of_amax in (True, False):
-        _glu_kernel[(max(programs, 1),)](
-            *arguments, amax, *outputs(rows, columns), scale, *numbers, M, N, aligned(M) // 4, max(across, 1),
-            ACTIVATION=options.activation, BACKWARD=dy is not None, AMAX=of_amax, MAX_EXPONENT=MAX_EXPONENT[dtype],
-            ROWS=need_rows, WORDS=need_columns, **TILE | {"num_warps": 8},
-        )  # fmt: skip
-    return rows, columns, scale
-
-
-def _gradient_reference(gate_up: Tensor, dy: Tensor | None, options: GLUOptions) -> Tensor:
+def _values_reference(gate_up: Tensor, dy: Tensor | None, options: GLUOptions) -> Tensor:
     """What the kernels compute, (M, I) or the gradient (M, 2 I), in float32."""
     wide = gate_up.detach().reshape(-1, gate_up.shape[-1]).float()
     if dy is None:
@@ -173,21 +156,51 @@ def _gradient_reference(gate_up: Tensor, dy: Tensor | None, options: GLUOptions)
 
 
 @custom_op()
-def _float8_glu_forward(
-    gate_up: Tensor, dtype: torch.dtype, need_columns: bool, activation: str, gate_multiplier: float,
-    down_multiplier: float, limit: float | None, up_offset: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _float8_glu_amax(
+    gate_up: Tensor, dy: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float,
+    limit: float | None, up_offset: float,
+) -> Tensor:  # fmt: skip
+    """The bits of the maximum of what `_float8_glu_cast` writes, int32 ()."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
-    return _run(gate_up, None, dtype, True, need_columns, options)
+    if not use_kernels(gate_up):
+        return amax_reference(_values_reference(gate_up, dy, options))
+    amax = gate_up.new_zeros((), dtype=torch.int32)
+    if not is_fake(amax):
+        _launch(gate_up, dy, amax, amax, amax, amax, E4M3, options, AMAX=True, ROWS=False, WORDS=False)
+    return amax
 
 
 @custom_op()
-def _float8_glu_backward(
-    dy: Tensor, gate_up: Tensor, dtype: torch.dtype, activation: str, gate_multiplier: float,
-    down_multiplier: float, limit: float | None, up_offset: float,
+def _float8_glu_cast(
+    gate_up: Tensor, dy: Tensor | None, amax: Tensor, dtype: torch.dtype, need_columns: bool, activation: str,
+    gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Rows, columns and scale: of the activation, or with dy of the gradient of gate_up."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
-    return _run(gate_up, dy, dtype, True, True, options)
+    if not use_kernels(gate_up):
+        values = _values_reference(gate_up, dy, options)
+        return quantized_reference(values, scale_of_bits(amax, dtype), dtype, True, need_columns)
+    M, N = gate_up.shape[:-1].numel(), gate_up.shape[-1] // (2 if dy is None else 1)
+    rows, columns = empty_layouts(gate_up, M, N, dtype, True, need_columns)
+    scale = gate_up.new_empty((), dtype=torch.float32)
+    if not is_fake(scale):
+        layouts = outputs(rows, columns)
+        _launch(gate_up, dy, amax, *layouts, scale, dtype, options, AMAX=False, ROWS=True, WORDS=need_columns)
+    return rows, columns, scale
+
+
+def _launch(
+    gate_up: Tensor, dy: Tensor | None, amax: Tensor, rows: Tensor, words: Tensor, scale: Tensor, dtype: torch.dtype,
+    options: GLUOptions, **constants: bool,
+) -> None:  # fmt: skip
+    M, N = gate_up.shape[:-1].numel(), gate_up.shape[-1] // 2
+    programs, across = tiles(M, N)
+    _glu_kernel[(max(programs, 1),)](
+        *rows_and_stride(gate_up), *rows_and_stride(dy), amax, rows, words, scale, *glu_numbers(*options[1:]),
+        M, N, aligned(M) // 4, max(across, 1), ACTIVATION=options.activation, BACKWARD=dy is not None,
+        AMAX=constants["AMAX"], MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=constants["ROWS"], WORDS=constants["WORDS"],
+        **TILE | {"num_warps": 8},
+    )  # fmt: skip
 
 
 class _Float8GLU(torch.autograd.Function):
@@ -195,7 +208,8 @@ class _Float8GLU(torch.autograd.Function):
     def forward(ctx, gate_up, dtype, gradient_dtype, options):
         ctx.save_for_backward(gate_up)
         ctx.options, ctx.dtype = options, gradient_dtype
-        parts = _float8_glu_forward(gate_up, dtype, ctx.needs_input_grad[0], *options)
+        amax = _float8_glu_amax(gate_up, None, *options)
+        parts = _float8_glu_cast(gate_up, None, amax, dtype, ctx.needs_input_grad[0], *options)
         shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
         return as_float8(parts, shape, gate_up.dtype)
 
@@ -203,5 +217,6 @@ class _Float8GLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
-        parts = _float8_glu_backward(dy, gate_up, ctx.dtype, *ctx.options)
+        amax = _float8_glu_amax(gate_up, dy, *ctx.options)
+        parts = _float8_glu_cast(gate_up, dy, amax, ctx.dtype, True, *ctx.options)
         return (as_float8(parts, gate_up.shape, gate_up.dtype),)

@@ -133,7 +133,7 @@ def _float8_rms_norm_forward(
     _normalize_kernel[(max(programs, 1),)](
         *(source if residual is None else rows_and_stride(total)), rstd, weight, bound, *outputs(rows, columns), scale,
         M, N, aligned(M) // 4, offset, across, CAST_BEFORE=cast_before, MAX_EXPONENT=MAX_EXPONENT[dtype],
-        WORDS=need_columns, **TILE,
+        WORDS=need_columns, **TILE | {"num_warps": 8},
     )  # fmt: skip
     return rows, columns, scale, total, rstd
 
