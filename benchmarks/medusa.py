@@ -2,7 +2,8 @@
 
 The peers have transformers' backbone (Liger's with its kernels) and the same heads in plain torch, whose losses are
 torch's own over fp32 logits, or Liger's fused linear cross entropy, one a head. "ligermodels shared" has the model's
-own lm_head for all heads; "ligermodels stage 2" trains the model too, its norms and activations recomputed.
+own lm_head for all heads; "ligermodels stage 2" trains the model too, its norms and activations recomputed; with
+"float8" among its words, the linear layers of the model's blocks compute in float8.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callabl
     """The loss of ids and labels, and the optimizer of the heads."""
     if provider.startswith("ligermodels"):
         base = lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE)
+        if "float8" in provider:
+            lm.float8(base)
         medusa = lm.MedusaModel.from_base(base, num_heads, lm_head="shared" if "shared" in provider else "own")
         joint = "stage 2" in provider
         if joint:

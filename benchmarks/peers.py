@@ -56,8 +56,12 @@ def _compiled(make: Callable[..., nn.Module], **options: Any) -> Callable[[dict[
     return made
 
 
+FLOAT8 = "ligermodels + float8"
+"""Ours with the linear layers of the blocks in float8."""
+
 PROVIDERS: dict[str, Callable[[dict[str, Any], Path | None], nn.Module]] = {
     "ligermodels": ours,
+    FLOAT8: lambda config, folder: lm.float8(cast(lm.CausalLM, ours(config, folder))),
     "ligermodels + torch.compile": _compiled(ours, fullgraph=True),
     "transformers": transformers,
     "transformers + torch.compile": _compiled(transformers),

@@ -16,8 +16,9 @@ CLASSES = {
     "attention": ("flash", "fmha", "attention", "sdpa"),
     "cross entropy": ("cross_entropy", "nll_loss", "softmax"),
     "optimizer": ("adam",),
+    "float8 casts": ("_cast_kernel", "_transpose_kernel"),
     "rope": ("rope",),
-    "norm": ("rms_norm", "layer_norm", "layernorm", "rmsnorm", "_sum_rows"),
+    "norm": ("rms_norm", "layer_norm", "layernorm", "rmsnorm", "_sum_rows", "_rms_kernel", "_normalize_kernel"),
     "activation": ("glu", "silu", "gelu"),
     "gemm": ("gemm", "nvjet", "xmma", "cutlass", "splitk"),
 }

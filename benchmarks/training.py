@@ -26,13 +26,14 @@ import ligermodels as lm
 from benchmarks import measure
 from benchmarks.floor import floor
 from benchmarks.models import CONFIGS, NOT_IN_FP32, few_layers
-from benchmarks.peers import PROVIDERS, ours, transformers
+from benchmarks.peers import FLOAT8, PROVIDERS, ours, transformers
 from benchmarks.profile import profile
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.training.fused_adamw import FusedAdamW
 
-ERROR_LIMIT = 0.05
+ERROR_LIMIT = {FLOAT8: 0.3}
+"""Of providers that are meant to be coarse; 0.05 of others."""
 WARM_UP, STEPS = 2, 5
 COLUMNS = ("step_ms", "tokens_per_s", "of_floor", "peak_gib", "error")
 
@@ -126,9 +127,11 @@ def run(case: Case, provider: str, profiled: bool = False) -> dict[str, Any]:
     """Median step time and most memory allocated over STEPS steps, and the kernels of one more by class."""
     config = CONFIGS[case.model]
     torch.manual_seed(0)
-    model = PROVIDERS[provider](config, None).train()
+    plain = provider == FLOAT8 and case.lora_rank is not None  # float8 comes after LoRA
+    model = PROVIDERS["ligermodels" if plain else provider](config, None).train()
     if case.lora_rank is not None:
         model = with_lora(model, case.lora_rank)
+        model = lm.float8(model) if provider == FLOAT8 and isinstance(model, CausalLM) else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ids = torch.randint(config["vocab_size"], (case.batch, case.length), device=measure.DEVICE)
     labels = torch.where(torch.rand(ids.shape, device=measure.DEVICE) < case.ignored, -100, ids)
@@ -172,9 +175,9 @@ def record_of(case: Case, provider: str, verifier: Verifier, least: dict[str, fl
     try:
         record["error"] = verifier.error(case.model, provider)
         record["held_before_gib"] = measure.free()
-        if not record["error"] < ERROR_LIMIT:
+        if not record["error"] < ERROR_LIMIT.get(provider, 0.05):
             raise ValueError(f"wrong by {record['error']:.2g}")
-        record |= run(case, provider, profiled and provider == "ligermodels")
+        record |= run(case, provider, profiled and provider in ("ligermodels", FLOAT8))
         if least:
             record["of_floor"] = least["floor_ms"] / record["step_ms"]
     except Exception as failure:  # What a peer cannot do, running out of memory included, is a result.

@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from ligermodels.archs.adapter import load_adapter, save_adapter
     from ligermodels.archs.causal_lm import CausalLM
     from ligermodels.archs.decoder import Decoder, DecoderConfig
+    from ligermodels.archs.float8 import float8
     from ligermodels.archs.lora import add_lora, merge_lora
     from ligermodels.archs.output import CausalLMOutput
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.integrations.in_place import nativize, restore
+    from ligermodels.ops.float8.linear import Float8Recipe
     from ligermodels.parallel.apply import parallelize
     from ligermodels.parallel.plan import ParallelPlan
     from ligermodels.pretrained import from_config, from_pretrained, from_transformers
@@ -30,10 +32,12 @@ __getattr__, __dir__ = lazy_names(
         "archs.adapter": ("load_adapter", "save_adapter"),
         "archs.causal_lm": ("CausalLM",),
         "archs.decoder": ("Decoder", "DecoderConfig"),
+        "archs.float8": ("float8",),
         "archs.lora": ("add_lora", "merge_lora"),
         "archs.output": ("CausalLMOutput",),
         "data.tokenizer": ("Tokenizer",),
         "integrations.in_place": ("nativize", "restore"),
+        "ops.float8.linear": ("Float8Recipe",),
         "parallel.apply": ("parallelize",),
         "parallel.plan": ("ParallelPlan",),
         "pretrained": ("from_config", "from_pretrained", "from_transformers"),
@@ -49,6 +53,7 @@ __all__ = [
     "CausalLMOutput",
     "Decoder",
     "DecoderConfig",
+    "Float8Recipe",
     "JointMedusa",
     "MTPModel",
     "MedusaModel",
@@ -58,6 +63,7 @@ __all__ = [
     "Tokenizer",
     "add_lora",
     "errors",
+    "float8",
     "from_config",
     "from_pretrained",
     "from_transformers",

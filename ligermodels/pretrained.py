@@ -146,6 +146,7 @@ def from_config(
     device_map: DeviceMap | None = None,
     attention: str = "auto",
     plan: ParallelPlan | None = None,
+    prepare: Callable[[CausalLM], object] | None = None,
 ) -> CausalLM:
     """A model with random weights from a Hugging Face config.
 
@@ -153,7 +154,7 @@ def from_config(
         config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`. Its
             `quantization_config`, if any, is left out: it is of stored weights.
         dtype, device, torch_dtype, device_map, attention: as of `from_pretrained`.
-        plan: as of `from_pretrained`. The weights are those of one process with the same seed on each rank.
+        plan, prepare: as of `from_pretrained`. The weights are those of one process with the same seed on each rank.
 
     Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached; InputError as
     `from_pretrained`.
@@ -176,6 +177,8 @@ def from_config(
     family = family_of(hf_config)
     composed = _with_attention(family.decoder_config(hf_config), attention)
     model = _skeleton(composed, _export_spec(hf_config, composed, family.weight_maps(composed)[0], about))
+    if prepare is not None:
+        prepare(model)
     _allocate(model, kind or dtype_of(hf_config), place, plan)
     model.reset_parameters()
     return model

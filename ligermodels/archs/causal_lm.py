@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ligermodels.archs.decoder import Decoder, DecoderConfig
 from ligermodels.archs.export import ExportMixin
 from ligermodels.archs.generation import GenerationMixin
+from ligermodels.archs.inputs import check_inputs, prefill_lengths
 from ligermodels.archs.output import CausalLMOutput
 from ligermodels.archs.registry import family_of, first_difference, module_difference
 from ligermodels.convert.export_spec import ExportSpec
@@ -24,14 +25,7 @@ from ligermodels.layers.context_parallel import shard_of
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
 from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options, named_results
 from ligermodels.layers.lora import check_merged
-from ligermodels.layers.packing import (
-    Unpadding,
-    assert_async,
-    check_plain,
-    check_same_tokens,
-    check_token_ids,
-    document_bounds,
-)
+from ligermodels.layers.packing import Unpadding, document_bounds
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import count_targets
 
@@ -216,7 +210,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             check_loss_options(options, labels)
             if return_entropy:
                 raise InputError("return_entropy: goes with return_log_probs")
-        shape = self._check_inputs(input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
+        shape = check_inputs(self, input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
         unpad = None
         if isinstance(token_indices, Tensor | Sequence) and state is None:
             check_plain("token_indices", token_indices, torch.int64, torch.int32)
@@ -253,7 +247,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             position_ids=position_ids,
             cu_seqlens=bounds,
             state=state,
-            seq_lens=_seq_lens(attention_mask, state),
+            seq_lens=prefill_lengths(attention_mask, state),
             tree=tree,
             token_indices=token_indices if made is None else made,
             router_outputs=router_outputs,
@@ -317,46 +311,6 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             )
         return unpad
 
-    def _check_inputs(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        labels: Tensor | None,
-        attention_mask: Tensor | None,
-        state: DecodingState | None,
-        loss_options: Mapping[str, Any],
-    ) -> tuple[int, int]:
-        """(B, T) of the inputs; InputError when they, or what comes with them, are not usable."""
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if inputs is None or (inputs_embeds is not None and input_ids is not None):
-            raise InputError("give either input_ids or inputs_embeds, and not both")
-        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
-        check_plain(name, inputs)
-        if inputs.is_meta and self.device.type != "meta":
-            raise InputError(f"{name}: is on the meta device, and the model on {self.device}")
-        if state is not None:
-            if labels is not None:
-                raise InputError("labels: a decoding state is for generation; give no labels with it")
-            if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-                raise InputError("state: a pass with a decoding state has no gradient; call it under torch.no_grad()")
-            return inputs.shape[0], inputs.shape[1]
-        token_weights = loss_options.get("token_weights")
-        check_same_tokens(inputs, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
-        if attention_mask is not None and attention_mask.is_complex():
-            raise InputError(f"attention_mask: must be whole numbers or bool, got {attention_mask.dtype}")
-        if inputs_embeds is None:
-            # Padding may hold any id, even one that the embedding does not have.
-            ids = inputs if attention_mask is None else inputs.masked_fill(attention_mask == 0, 0)
-            check_token_ids(ids, self.config.vocab_size)
-        elif inputs.shape[2:] != (self.config.hidden_size,) or not inputs.is_floating_point() or not inputs.numel():
-            raise InputError(
-                f"inputs_embeds: must be floating, (batch, tokens, {self.config.hidden_size}) with at least one token; "
-                f"got {inputs.dtype} {tuple(inputs.shape)}"
-            )
-        elif inputs.dtype != self.dtype and not torch.is_autocast_enabled(inputs.device.type):
-            raise InputError(f"inputs_embeds: are {inputs.dtype}, the model is {self.dtype}; cast one, or use autocast")
-        return inputs.shape[0], inputs.shape[1]
-
     def num_targets(
         self,
         labels: Tensor,
@@ -403,16 +357,3 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
 
 
 _RECOMPUTE: dict[str, ActivationCheckpointing] = {"nothing": "none", "activations": "selective", "blocks": "full"}
-
-
-def _seq_lens(attention_mask: Tensor | None, state: DecodingState | None) -> Tensor | None:
-    """The tokens of each sequence in a prefill, long (B,)."""
-    if attention_mask is None or state is None:
-        return None
-    if state.cache_seqlens is not None:
-        raise InputError("attention_mask: is for the prefill; a decoding pass takes tokens without padding")
-    seq_lens = attention_mask.long().sum(1)
-    assert_async(seq_lens > 0, "attention_mask: a row has no token")
-    on_the_left = torch.arange(attention_mask.shape[1], device=seq_lens.device) < seq_lens[:, None]
-    assert_async(attention_mask.bool() == on_the_left, "attention_mask: a prefill takes padding on the right only")
-    return seq_lens

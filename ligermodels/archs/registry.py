@@ -85,7 +85,8 @@ def module_difference(ours: nn.Module, theirs: nn.Module) -> tuple[str, Any, Any
         if twin is None:
             continue  # its tensors, if there are any, have no place in the weight map
         sharded = callable(getattr(module, "unshard", None))  # FSDP2 makes a subclass
-        if type(module) is not type(twin) and not (sharded and type(twin) in type(module).__mro__):
+        kind = getattr(module, "stored_as", type(module))
+        if kind is not type(twin) and not (sharded and type(twin) in type(module).__mro__):
             return name, type(module).__name__, type(twin).__name__
         for attribute, wanted in vars(twin).items():
             plain = isinstance(wanted, int | float | str | None) and not attribute.startswith("_")

@@ -31,12 +31,26 @@ def verify(
     dtype: Annotated[options.Dtype, typer.Option(help="Dtype to compute in.")] = "float32",
     device: options.Device = None,
     attention: options.Attention = "auto",
+    float8: Annotated[
+        bool, typer.Option("--float8", help="Compare gradients in float8 with those without, and not transformers.")
+    ] = False,
+    float8_exclude: Annotated[
+        list[str] | None, typer.Option(help="Patterns of layers that stay as they are, as of `train`.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare a checkpoint with transformers, module by module.
 
     Exit code 1 on a mismatch; the first one is printed. The error of a module is max |ours - theirs| / max |theirs|.
+    With --float8 the gradient of each parameter in float8 is compared with that in --dtype: the cosine between them,
+    and the ratio of their norms; exit code 1 where 1 - cosine or |ratio - 1| is above --tolerance, if that is given.
     """
+    if float8:
+        if reference is not None:
+            raise typer.BadParameter("has no meaning with --float8", param_hint="--reference")
+        return _verify_float8(path, tokens, text, tolerance, dtype, device, attention, float8_exclude or [], as_json)
+    if float8_exclude:
+        raise typer.BadParameter("is for --float8", param_hint="--float8-exclude")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
@@ -81,6 +95,49 @@ def verify(
         else:
             typer.echo(f"Match: {report.tokens} tokens, every module within {report.tolerance:.0e}.")
     if mismatch:
+        raise typer.Exit(1)
+
+
+def _verify_float8(
+    path: str,
+    tokens: int,
+    text: Path | None,
+    tolerance: float | None,
+    dtype: options.Dtype,
+    device: str | None,
+    attention: str,
+    exclude: list[str],
+    as_json: bool,
+) -> None:
+    import torch
+
+    from ligermodels.archs.float8_agreement import float8_agreement
+    from ligermodels.data.tokenizer import Tokenizer
+
+    folder = options.folder_of(path)
+    model = options.load(folder, dtype, options.device_named(device), attention)
+    if text is None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (tokens,), generator=generator)
+    else:
+        ids = torch.tensor(Tokenizer(folder).encode(read_text(text, InputError))[:tokens])
+    if len(ids) < 2:
+        raise InputError("tokens: a loss needs two or more; give more by --tokens, or a longer text")
+    report = float8_agreement(model, ids[None].to(model.device), exclude=exclude)
+    if as_json:
+        print_json(
+            {
+                "loss": report.loss,
+                "float8_loss": report.float8_loss,
+                "tokens": len(ids),
+                "gradients": {e.name: {"cosine": e.cosine, "norm_ratio": e.norm_ratio} for e in report.gradients},
+            }
+        )
+    else:
+        rows = [(each.name, f"{each.cosine:.5f}", f"{each.norm_ratio:.4f}") for each in report.gradients]
+        show_table(["gradient of", "cosine", "ratio of norms"], rows, numbers=[1, 2])
+        typer.echo(f"Loss {report.loss:.5f}, in float8 {report.float8_loss:.5f}; the farthest: {report.worst.name}.")
+    if tolerance is not None and not report.worst.error <= tolerance:
         raise typer.Exit(1)
 
 

@@ -15,6 +15,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import attention
+from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import KVCache, LayerKV
 from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
@@ -169,6 +170,7 @@ class Attention(nn.Module):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"qkv": "columns", "o": "rows", "sinks": 0}
     context_parallel: ClassVar[bool] = True
+    float8_linears: ClassVar[Mapping[str, str | None]] = {"qkv": INPUT, "o": None}
 
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()

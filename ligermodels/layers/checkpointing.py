@@ -13,21 +13,27 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 
 _GEMMS = ("mm", "addmm", "_grouped_mm", "grouped_mm", "bmm")
 _ATTENTION = ("attention", "flash_attn")
+_SCALARS = ("float8_amax", "float8_glu_amax")
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep results of attention, and of matrix products that are at least as wide as their operand.
+    """Keep results of attention, and of matrix products that are at least as wide as their operand; and maxima of
+    tensors that are cast to float8.
 
     A narrower product (the down projection) is computed again if the backward pass needs it; the last one of a block
     never is.
     """
     name = op.__name__.partition(".")[0]
-    if any(word in name for word in _ATTENTION):
+    if any(word in name for word in _ATTENTION) or name in _SCALARS:
         return CheckpointPolicy.MUST_SAVE
     if name in _GEMMS:
         weight = args[2] if name == "addmm" else args[1]
         if weight.shape[-1] >= weight.shape[-2]:
             return CheckpointPolicy.MUST_SAVE
+    if name == "float8_mm" and args[1].shape[0] >= args[1].shape[1]:
+        return CheckpointPolicy.MUST_SAVE
+    if name == "float8_lora_forward" and args[4].shape[0] >= args[4].shape[1]:
+        return CheckpointPolicy.MUST_SAVE
     if name == "lora_linear_forward" and args[2].shape[0] >= args[2].shape[1]:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.mappings import TensorView, WeightMapping, concat, rename
 from ligermodels.errors import InputError
+from ligermodels.layers.float8 import Float8Linear, FrozenWeight, in_float8
 from ligermodels.layers.initialization import skip_init
 from ligermodels.layers.sharding import of_local_tensors, with_summed_gradient
+from ligermodels.ops import Float8Recipe
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ class LoRALinear(nn.Linear):
     parts share a dropout mask.
 
     `weight` and `bias` are those of `linear`, which this takes the place of. A and B have `dtype` and compute in the
-    dtype of x.
+    dtype of x. With a `float8` recipe, and as `in_float8` has it, the weight's products are float8.
     """
+
+    float8: Float8Recipe | None = None
 
     def __init__(
         self, linear: nn.Linear, parts: Sequence[LoRAPart], *, dropout: float = 0.0, dtype: torch.dtype | None = None
@@ -69,6 +73,7 @@ class LoRALinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.parts, self.dropout = tuple(parts), dropout
+        self._frozen = FrozenWeight()
         order = torch.arange(self.out_features, device="cpu")
         sizes = [sum(view.view(order).numel() for view in part.views) for part in self.parts]
         only = self.parts[0].views
@@ -109,6 +114,17 @@ class LoRALinear(nn.Linear):
         dropped = F.dropout(x, self.dropout) if self.training and self.dropout else None
         a, b = with_summed_gradient(self.lora_A).to(x.dtype), self._native_b().to(x.dtype)
         scaling = self.parts[0].scaling
+        if self.float8 is not None and in_float8(self):
+            if self.weight.requires_grad:
+                raise InputError(
+                    "LoRA in float8: the weight must need no gradient; freeze it, or exclude it from float8"
+                )
+            frozen = self._frozen.get(self.weight, self.float8, x.requires_grad)
+            if frozen is None:
+                frozen = ops.float8_cast(self.weight, self.float8.dtype, columns=x.requires_grad)
+            return ops.float8_lora_linear(
+                x, frozen, a, b, self.bias, recipe=self.float8, scaling=scaling, dropped=dropped
+            )
         return ops.lora_linear(x, self.weight, a, b, self.bias, scaling=scaling, dropped=dropped)
 
     def _native_b(self) -> Tensor:
@@ -137,7 +153,8 @@ class LoRALinear(nn.Linear):
         with torch.device("meta"), skip_init():
             linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
         linear.weight, linear.bias = self.weight, self.bias
-        return linear.train(self.training)
+        linear.train(self.training)
+        return linear if self.float8 is None else Float8Linear(linear, self.float8)
 
     def weight_mappings(self, native: str) -> list[WeightMapping]:
         """Where PEFT's files have the parameters of the layer that the model calls `native`."""

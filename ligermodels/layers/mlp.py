@@ -13,7 +13,9 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.float8 import INPUT, in_float8
 from ligermodels.layers.sharding import TensorSharding, split_evenly
+from ligermodels.ops import Float8Recipe
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": ops.swiglu,
@@ -22,12 +24,21 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 }
 """Gate activation -> op on pairs of gate and up (..., 2 I), or on both (..., I), giving (..., I)."""
 
+_FLOAT8: dict[str, Callable[..., Tensor]] = {
+    "silu": ops.float8_swiglu,
+    "gelu_tanh": ops.float8_geglu,
+    "gelu": partial(ops.float8_geglu, approximate="none"),
+}
+
 
 class GatedActivation(nn.Module):
     """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I).
 
-    activation: a key of ACTIVATIONS; `options` are those of its op.
+    activation: a key of ACTIVATIONS; `options` are those of its op. With a `float8_output`, and as `in_float8` has it,
+    the result is a Float8Tensor, and so is the gradient of gate_up: for a float8 linear layer after it, and before it.
     """
+
+    float8_output: Float8Recipe | None = None
 
     def __init__(self, activation: str, **options: float | None) -> None:
         super().__init__()
@@ -35,6 +46,9 @@ class GatedActivation(nn.Module):
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up (..., 2 I) -> (..., I), same dtype."""
+        if self.float8_output is not None and in_float8(self):
+            recipe, op = self.float8_output, _FLOAT8[self.activation]
+            return op(gate_up, recipe.dtype, recipe.gradient_dtype, **self.options)
         return ACTIVATIONS[self.activation](gate_up, **self.options)
 
 
@@ -89,6 +103,7 @@ class GatedMLP(nn.Module):
 
     token_wise: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"gate_up": "columns", "down": "rows"}
+    float8_linears: ClassVar[Mapping[str, str | None]] = {"gate_up": INPUT, "down": "activation"}
 
     def __init__(self, hidden_size: int, config: MLPConfig) -> None:
         super().__init__()

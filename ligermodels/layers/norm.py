@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import ConfigError
+from ligermodels.layers.float8 import in_float8
 from ligermodels.layers.sharding import TensorSharding, local
+from ligermodels.ops import Float8Recipe
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,22 @@ class HeadRMSNorm(RMSNorm):
 
 
 class AddRMSNorm(RMSNorm):
-    """A branch joins the residual stream, whose norm enters the next sublayer: one pass over memory."""
+    """A branch joins the residual stream, whose norm enters the next sublayer: one pass over memory.
+
+    With a `float8_output`, and as `in_float8` has it, the norm is a Float8Tensor, for a float8 linear layer."""
 
     fused_add: ClassVar[bool] = True
+    float8_output: Float8Recipe | None = None
 
     def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
         config = self.config
         branch = branch if branch is None else branch.to(x.dtype)
-        return ops.add_rms_norm(
-            x, branch, local(self, self.weight), config.eps, offset=config.offset, casting_mode=config.casting_mode
-        )
+        weight = local(self, self.weight)
+        options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
+        if self.float8_output is not None and in_float8(self):
+            return ops.float8_add_rms_norm(x, branch, weight, config.eps, self.float8_output.dtype, **options)
+        return ops.add_rms_norm(x, branch, weight, config.eps, **options)
 
 
 class RMSNormAdd(RMSNorm):

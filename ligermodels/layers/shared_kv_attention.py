@@ -15,6 +15,7 @@ from ligermodels.convert.mappings import WeightMapping, heads, rename
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.attention import AttentionConfig
 from ligermodels.layers.context import ForwardContext, NeededTokens
+from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import take_tokens
@@ -81,6 +82,7 @@ class SharedKVAttention(nn.Module):
 
     token_wise: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q": "columns", "o": "rows"}
+    float8_linears: ClassVar[Mapping[str, str | None]] = {"q": INPUT, "o": None}
 
     def __init__(self, hidden_size: int, config: SharedKVAttentionConfig) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.sharding import TensorSharding, split_evenly
 
 
@@ -49,6 +50,7 @@ class UngatedMLP(nn.Module):
 
     token_wise: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"up": "columns", "down": "rows"}
+    float8_linears: ClassVar[Mapping[str, str | None]] = {"up": INPUT, "down": None}
 
     def __init__(self, hidden_size: int, config: UngatedMLPConfig) -> None:
         super().__init__()

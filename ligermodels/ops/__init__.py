@@ -6,6 +6,13 @@ from ligermodels.ops.decoding.compact_kv_cache import compact_kv_cache, compact_
 from ligermodels.ops.decoding.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.ops.decoding.topk_indices import topk_indices, topk_indices_reference
 from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_reference
+from ligermodels.ops.float8.cast import float8_cast, float8_transpose
+from ligermodels.ops.float8.glu import float8_geglu, float8_swiglu
+from ligermodels.ops.float8.linear import Float8Recipe, check_float8_sizes, float8_linear, float8_unsupported
+from ligermodels.ops.float8.lora import float8_lora_linear
+from ligermodels.ops.float8.mm import float8_mm
+from ligermodels.ops.float8.norm import float8_add_rms_norm
+from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
 from ligermodels.ops.linear_attention.causal_conv import causal_conv, causal_conv_reference, conv_sources
@@ -40,6 +47,8 @@ from ligermodels.ops.runtime.dispatch import set_backend, use_kernels
 from ligermodels.ops.runtime.host_checks import set_host_checks
 
 __all__ = [
+    "Float8Recipe",
+    "Float8Tensor",
     "Paths",
     "Routes",
     "Sequences",
@@ -55,6 +64,7 @@ __all__ = [
     "causal_conv_reference",
     "causal_conv_step",
     "causal_conv_step_reference",
+    "check_float8_sizes",
     "commit_conv_inputs",
     "commit_conv_inputs_reference",
     "commit_tree",
@@ -67,6 +77,15 @@ __all__ = [
     "decode_attention_reference",
     "delta_gates",
     "delta_gates_reference",
+    "float8_add_rms_norm",
+    "float8_cast",
+    "float8_geglu",
+    "float8_linear",
+    "float8_lora_linear",
+    "float8_mm",
+    "float8_swiglu",
+    "float8_transpose",
+    "float8_unsupported",
     "gated_delta_rule",
     "gated_delta_rule_reference",
     "gated_delta_rule_step",

@@ -83,9 +83,15 @@ class Base:
         Raises as `from_pretrained` and `from_config`, and ConfigError for a tokenizer with more tokens than the config.
         """
         dtype = getattr(torch, recipe.dtype) if recipe.dtype else None
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "plan": plan}
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "attention": attention,
+            "plan": plan,
+            "prepare": prepare,
+        }
         if self.weights is not None:
-            model = from_pretrained(self.weights, progress=progress, prepare=prepare, **options)
+            model = from_pretrained(self.weights, progress=progress, **options)
         else:
             with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):
                 torch.manual_seed(recipe.seed)

@@ -32,6 +32,8 @@ CONDITIONS: tuple[Condition, ...] = (
         "is a setting of AdamW, and the optimizer is another",
     ),
     (("epochs",), lambda settings: settings["steps"] is None, "has no effect beside steps"),
+    (("float8",), lambda settings: settings["dtype"] != "float64", "is for smaller dtypes than float64"),
+    (("float8_gradients", "float8_exclude"), lambda settings: settings["float8"], "is for float8, which is false"),
     (
         ("keep_checkpoints",),
         lambda settings: settings["checkpoint_every"] is not None,
@@ -110,6 +112,13 @@ class TrainingRecipe(BaseModel):
     dtype: Literal["bfloat16", "float32", "float64"] | None = Field(
         None, description="Dtype of the parameters.  [default: the checkpoint's, which must be one of these]"
     )
+    float8: bool = Field(False, description="Linear layers of the blocks compute in float8; evaluation does not.")
+    float8_gradients: Literal["e5m2", "e4m3"] = Field(
+        "e5m2", description="Float8: format of gradients, of more range or of more precision."
+    )
+    float8_exclude: tuple[str, ...] = Field(
+        (), description="Float8: patterns of names of layers that stay as they are, such as 'mlp' or '*.blocks.0.*'."
+    )
     rounding: Literal["stochastic", "nearest"] = Field(
         "stochastic", description="AdamW: rounding of bfloat16 parameters; nearest loses small updates."
     )
@@ -162,6 +171,11 @@ class TrainingRecipe(BaseModel):
     def _one_or_several(cls, value: Any) -> Any:
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
+
+    @field_validator("float8_exclude", mode="before")
+    @classmethod
+    def _one_or_several_patterns(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
     @field_validator("parallel", mode="before")
     @classmethod

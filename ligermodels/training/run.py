@@ -17,11 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.float8 import float8
 from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError, TrainingError
+from ligermodels.ops import Float8Recipe
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import DATA, data_share, join, world_size
@@ -207,8 +210,7 @@ class _Run:
     def load(self, make_job: JobFactory[Any], device: str, attention: str) -> None:
         """The base model, the job and the optimizer, in the state of the checkpoint, if there is one."""
         recipe = self.recipe
-        prepare = getattr(make_job, "prepare", None)
-        options: dict[str, Any] = {} if prepare is None else {"prepare": partial(prepare, recipe)}
+        options: dict[str, Any] = {"prepare": partial(_prepare, make_job, recipe)}
         if spread := world_size() > 1 or recipe.parallel != ParallelPlan():
             options["plan"] = recipe.parallel
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
@@ -372,6 +374,15 @@ class _Run:
             return until(stop, self._share(islice(found, limit)))
 
         return self.job.evaluate(batches)
+
+
+def _prepare(make_job: JobFactory[R], recipe: R, model: CausalLM) -> None:
+    """Change the modules of the base model as the job and the recipe want them."""
+    if (own := getattr(make_job, "prepare", None)) is not None:
+        own(recipe, model)
+    if recipe.float8:
+        gradients = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}[recipe.float8_gradients]
+        float8(model, Float8Recipe(gradient_dtype=gradients), exclude=recipe.float8_exclude)
 
 
 def _note(state: StepMetrics) -> str:

@@ -14,6 +14,7 @@ from ligermodels.ops.runtime import dispatch
 class Where(NamedTuple):
     device: torch.device
     dtype: torch.dtype
+    place: str = "reference"
 
 
 # The interpreter truncates on its way to bfloat16 where the hardware rounds; float16 stands in for it there.
@@ -38,7 +39,7 @@ def where(request: pytest.FixtureRequest) -> Iterator[Where]:
     if place == "interpreter" and not dispatch.INTERPRETED:
         pytest.skip("Triton compiles here: the kernels run on the GPU")
     with set_backend("reference" if place == "reference" else "triton"):
-        yield Where(torch.device("cuda" if place == "cuda" else "cpu"), dtype)
+        yield Where(torch.device("cuda" if place == "cuda" else "cpu"), dtype, place)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ MAX_TILES = 4  # tiles of a row that a program takes
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-class _Options(NamedTuple):
+class GLUOptions(NamedTuple):
     """In the order in which the registered ops take them."""
 
     activation: str
@@ -56,7 +56,7 @@ def swiglu(
     backward pass recomputes from gate and up; nothing else is saved.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
-    return _glu("swiglu", gate, up, _Options("silu", gate_multiplier, down_multiplier, limit, up_offset))
+    return _glu("swiglu", gate, up, GLUOptions("silu", gate_multiplier, down_multiplier, limit, up_offset))
 
 
 def geglu(
@@ -76,22 +76,22 @@ def geglu(
     """
     if approximate not in GELU:
         raise InputError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return _glu("geglu", gate, up, _Options(GELU[approximate], gate_multiplier, down_multiplier, limit, up_offset))
+    return _glu("geglu", gate, up, GLUOptions(GELU[approximate], gate_multiplier, down_multiplier, limit, up_offset))
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
     """The specification of `swiglu`, in plain torch."""
-    return _glu_reference(gate, up, _Options("silu", **options))
+    return glu_reference(gate, up, GLUOptions("silu", **options))
 
 
 def geglu_reference(
     gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh", **options: Any
 ) -> Tensor:
     """The specification of `geglu`, in plain torch."""
-    return _glu_reference(gate, up, _Options(GELU[approximate], **options))
+    return glu_reference(gate, up, GLUOptions(GELU[approximate], **options))
 
 
-def _glu(op: str, gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
+def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tensor:
     (up,) = replicated(op, gate, up=up)
     if gate.dim() == 0 or not gate.is_floating_point():
         raise InputError(f"{op}: gate must be floating, of shape (..., I); got {gate.dtype} {tuple(gate.shape)}")
@@ -103,11 +103,11 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
     if options.limit is not None and not options.limit > 0:
         raise InputError(f"{op}: limit must be above 0, got {options.limit}")
     if not use_kernels(gate, up):
-        return _glu_reference(gate, up, options)
+        return glu_reference(gate, up, options)
     return _GLU.apply(gate, up, options)
 
 
-def _glu_reference(gate: Tensor, up: Tensor | None, options: _Options) -> Tensor:
+def glu_reference(gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tensor:
     if up is None:
         gate, up = gate.unflatten(-1, (gate.shape[-1] // 2, 2)).unbind(-1)
     gate, up, dtype = *(each.to(torch.promote_types(gate.dtype, torch.float32)) for each in (gate, up)), gate.dtype
@@ -127,7 +127,7 @@ def _times(x: Tensor, multiplier: float) -> Tensor:
 
 
 @triton.jit
-def _part(g, ACTIVATION: tl.constexpr):
+def activation_part(g, ACTIVATION: tl.constexpr):
     """The part p of the gate that passes, and its slope p', in float32."""
     if ACTIVATION == "gelu":
         p = 0.5 + 0.5 * tl.erf(0.7071067811865476 * g)
@@ -160,7 +160,7 @@ def _load_pairs(gate, up, first, N, PACKED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _bounded(g, u, limit, up_offset):
+def bounded(g, u, limit, up_offset):
     """Gate and up within their bounds, and up with its offset; `limit` and `up_offset` are None for none."""
     if limit is not None:
         g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -187,12 +187,12 @@ def _glu_forward_kernel(
         tiles += (_load_pairs(gate, up, first + i * BLOCK, N, PACKED, BLOCK),)  # type: ignore[assignment]
     for i in tl.static_range(TILES):  # these loops are unrolled
         g, u = tiles[i]  # type: ignore[var-annotated]
-        g, u = _bounded(g, u, limit, up_offset)
+        g, u = bounded(g, u, limit, up_offset)
         if gate_multiplier is not None:
             g = g * gate_multiplier
         if down_multiplier is not None:
             u = u * down_multiplier
-        p, _ = _part(g, ACTIVATION)
+        p, _ = activation_part(g, ACTIVATION)
         col = first + i * BLOCK + tl.arange(0, BLOCK)
         tl.store(out + row * N + col, (g * p * u).to(out.dtype.element_ty), mask=col < N)
 
@@ -219,13 +219,13 @@ def _glu_backward_kernel(
         tiles += ((d, g, u),)  # type: ignore[assignment]  # the loop is unrolled
     for i in tl.static_range(TILES):
         d, g0, u0 = tiles[i]  # type: ignore[var-annotated]
-        g, u = _bounded(g0, u0, limit, up_offset)
+        g, u = bounded(g0, u0, limit, up_offset)
         if gate_multiplier is not None:
             g = g * gate_multiplier
             u = u * gate_multiplier  # which occurs in the gate's gradient alone
         if down_multiplier is not None:
             d = d * down_multiplier
-        p, slope = _part(g, ACTIVATION)
+        p, slope = activation_part(g, ACTIVATION)
         of_gate = d * u * (p + g * slope)
         of_up = d * g * p
         if limit is not None:  # beyond the bounds, which count as within, no gradient; NaN stays
@@ -258,7 +258,7 @@ def _unless(value: float | None, neutral: float | None) -> float | None:
     return None if value is None or value == neutral else float(value)
 
 
-def _numbers(gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float) -> list[Any]:
+def glu_numbers(gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float) -> list[Any]:
     """As the kernels take them."""
     return [_unless(gate_multiplier, 1), _unless(down_multiplier, 1), _unless(limit, None), _unless(up_offset, 0)]
 
@@ -275,7 +275,7 @@ def _glu_forward(
     blocks, options = _blocks(gate, N, up is None)
     _glu_forward_kernel[(M * blocks,)](
         *rows_and_stride(gate), *rows_and_stride(up), out,
-        *_numbers(gate_multiplier, down_multiplier, limit, up_offset), N, blocks, ACTIVATION=activation, **options,
+        *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset), N, blocks, ACTIVATION=activation, **options,
     )  # fmt: skip
     return out
 
@@ -293,7 +293,7 @@ def _glu_backward(
     blocks, options = _blocks(gate, N, up is None)
     _glu_backward_kernel[(M * blocks,)](
         *rows_and_stride(dy), *rows_and_stride(gate), *rows_and_stride(up), dgate, dup,
-        *_numbers(gate_multiplier, down_multiplier, limit, up_offset), N, blocks,
+        *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset), N, blocks,
         ACTIVATION=activation, NEED_GATE=bool(need_gate), NEED_UP=need_up, **options,
     )  # fmt: skip
     return dgate, dup

@@ -50,7 +50,7 @@ def rms_norm(
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     residual, weight = replicated("rms_norm", x, residual=residual, weight=weight)
-    _check("rms_norm", x, residual, weight, casting_mode)
+    check_rms_norm("rms_norm", x, residual, weight, casting_mode)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return rms_norm_reference(x, weight, eps, offset=offset, casting_mode=casting_mode, residual=residual)
     return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", False)
@@ -73,7 +73,7 @@ def add_rms_norm(
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     residual, weight = replicated("add_rms_norm", x, residual=residual, weight=weight)
-    _check("add_rms_norm", x, residual, weight, casting_mode)
+    check_rms_norm("add_rms_norm", x, residual, weight, casting_mode)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)
     return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", True)
@@ -105,7 +105,7 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, offset=offset, casting_mode=casting_mode), total
 
 
-def _check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, casting_mode: str) -> None:
+def check_rms_norm(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, casting_mode: str) -> None:
     check_rows(op, "x", x, weight=weight)
     check_casting_mode(op, casting_mode)
     if residual is not None:
@@ -218,7 +218,7 @@ def _rms_norm_forward(
 
 
 @custom_op()
-def _rms_norm_backward(
+def rms_norm_backward(
     dy: Tensor, dx_more: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, need_x: int,
     need_weight: bool, offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -262,5 +262,5 @@ class _RMSNorm(torch.autograd.Function):
         dx, dw = dtotal, None
         if dy is not None:
             need_sum = need_x or (need_residual and not ctx.after)
-            dx, dw = _rms_norm_backward(dy, dtotal, x, weight, rstd, need_sum, need_weight, ctx.offset)
+            dx, dw = rms_norm_backward(dy, dtotal, x, weight, rstd, need_sum, need_weight, ctx.offset)
         return dx, dy if ctx.after else dx, dw

@@ -1,0 +1,232 @@
+"""Casts to float8 with the exact maximum of the tensor, and the transposition of bytes.
+
+Two passes over the tensor: one for its maximum, one that reads it again and writes either layout or both.
+"""
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.float8.scaling import (
+    ALIGNMENT,
+    COLUMNS,
+    E4M3,
+    MAX_EXPONENT,
+    TILE,
+    TILE_ROWS,
+    aligned,
+    bits_of_max,
+    scale_and_inverse,
+    scale_reference,
+    store_float8,
+)
+from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
+
+
+def float8_cast(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False) -> Float8Tensor:
+    """x as float8, with the scale of its exact maximum, rounded to nearest even; no gradient.
+
+    x: (..., N), any floating dtype and strides, N a multiple of 16; a Float8Tensor is returned as it is, or with a
+        layout added.
+    dtype: torch.float8_e4m3fn or torch.float8_e5m2. rows, columns: the layouts wanted.
+    Raises InputError for another dtype or shape, and for DTensors.
+    """
+    if isinstance(x, Float8Tensor):
+        return with_layouts(x, rows, columns)
+    if dtype not in MAX_EXPONENT:
+        raise InputError(f"float8_cast: dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
+    check_last("float8_cast", "x", x)
+    reject_dtensors("float8_cast", x)
+    x = x.detach()
+    return as_float8(_float8_cast(x, _float8_amax(x), dtype, rows, columns), x.shape, x.dtype)
+
+
+def as_float8(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:
+    """Of the results of an op: rows and columns, each without elements if it was not asked for, and the scale."""
+    rows, columns, scale = parts
+    return Float8Tensor(rows if rows.dim() == 2 else None, columns if columns.dim() == 2 else None, scale, shape, dtype)
+
+
+def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
+    """x with at least the layouts wanted: one that it lacks is its other one, transposed."""
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    there, more = x.rows, x.columns
+    if rows and there is None and more is not None:
+        there = float8_transpose(more)[:M, :N].contiguous()  # N is its own padding
+    if columns and more is None and there is not None:
+        more = float8_transpose(there)
+    return x if there is x.rows and more is x.columns else Float8Tensor(there, more, x.scale, x.shape, x.dtype)
+
+
+def check_last(op: str, name: str, x: Tensor, multiple: int = ALIGNMENT) -> None:
+    """InputError unless x is floating and its last dimension a multiple of 16, or of another number."""
+    if x.dim() == 0 or not x.is_floating_point() or x.shape[-1] % multiple:
+        raise InputError(
+            f"{op}: {name} must be floating, its last dimension a multiple of {multiple}; got {x.dtype} "
+            f"{tuple(x.shape)}"
+        )
+
+
+def float8_transpose(x: Tensor) -> Tensor:
+    """x (M, N) float8 -> (N, M'), contiguous, M' being M rounded up to a multiple of 16, zeros beyond M.
+
+    Raises InputError unless N is a multiple of 16."""
+    if x.dim() != 2 or x.dtype not in MAX_EXPONENT or x.shape[1] % ALIGNMENT:
+        raise InputError(f"float8_transpose: takes float8 (M, N), N a multiple of 16; got {x.dtype} {tuple(x.shape)}")
+    return _float8_transpose(x.view(torch.uint8)).view(x.dtype)
+
+
+def amax_reference(x: Tensor) -> Tensor:
+    """The bits of max |x|, int32 ()."""
+    most = x.detach().abs().max() if x.numel() else x.new_zeros(())
+    return most.float().view(torch.int32)
+
+
+def scale_of_bits(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scale_reference` of the bits of a maximum."""
+    return scale_reference(amax.view(torch.float32), dtype)
+
+
+def quantized_reference(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, N) float32 as float8 with a given scale: rows, columns (each empty if not wanted), and the scale."""
+    most = torch.finfo(dtype).max
+    q = (x / scale.nan_to_num(1.0)).clamp(-most, most).to(dtype)
+    nothing = x.new_empty(0, dtype=dtype)
+    return q if rows else nothing, _transposed(q) if columns else nothing, scale
+
+
+def _transposed(q: Tensor) -> Tensor:
+    found = q.new_zeros(q.shape[1], aligned(q.shape[0]), dtype=torch.uint8)
+    found[:, : q.shape[0]] = q.view(torch.uint8).t()
+    return found.view(q.dtype)
+
+
+def empty_layouts(like: Tensor, M: int, N: int, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the layouts of a float8 (M, N) on the device of `like`; empty if not wanted."""
+    return (
+        like.new_empty((M, N) if rows else 0, dtype=dtype),
+        like.new_empty((N, aligned(M)) if columns else 0, dtype=dtype),
+    )
+
+
+def tiles(M: int, N: int) -> tuple[int, int]:
+    """Programs, and how many of them there are for each block of rows; rows reach to the padding of columns."""
+    across = -(-N // COLUMNS)
+    return -(-aligned(M) // TILE_ROWS) * across, across
+
+
+def outputs(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Layouts as `store_float8` takes them."""
+    return rows.view(torch.int32), columns.view(torch.int32)
+
+
+@kernel
+def _cast_kernel(
+    x, x_stride, amax, rows, words, scale, M, N, W, across,
+    AMAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    QUADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of 4 QUADS rows and COLUMNS columns per program. AMAX: only the maximum, which `amax` takes up; the order
+    of atomic maxima does not show."""
+    program = tl.program_id(0)
+    first_row = (program // across).to(tl.int64) * (4 * QUADS)
+    quad = first_row + 4 * tl.arange(0, QUADS)
+    first_col = program % across * COLUMNS
+    col = first_col + tl.arange(0, COLUMNS)
+    inside = (col < N)[None, :]
+    start = x + quad[:, None] * x_stride + col[None, :]
+    v0 = tl.load(start, mask=inside & (quad < M)[:, None], other=0.0)
+    v1 = tl.load(start + x_stride, mask=inside & (quad + 1 < M)[:, None], other=0.0)
+    v2 = tl.load(start + 2 * x_stride, mask=inside & (quad + 2 < M)[:, None], other=0.0)
+    v3 = tl.load(start + 3 * x_stride, mask=inside & (quad + 3 < M)[:, None], other=0.0)
+    if AMAX:
+        most = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
+        tl.atomic_max(amax, bits_of_max(most), sem="relaxed")
+    else:
+        s, inverse = scale_and_inverse(tl.load(amax), MAX_EXPONENT)
+        if program == 0:
+            tl.store(scale, s)
+        store_float8(
+            v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32), inverse,
+            rows, words, first_row, first_col, M, N, W, MAX_EXPONENT, ROWS, WORDS, QUADS, COLUMNS,
+        )  # fmt: skip
+
+
+@kernel
+def _transpose_kernel(x, words, M, N, R, W, across, QUADS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x int32 (M, R), N = 4 R bytes a row -> words int32 (N, W), of which word i holds the rows 4 i to 4 i + 3."""
+    program = tl.program_id(0)
+    first_row = (program // across).to(tl.int64) * (4 * QUADS)
+    quad = first_row + 4 * tl.arange(0, QUADS)
+    first_col = program % across * COLUMNS
+    col = first_col // 4 + tl.arange(0, COLUMNS // 4)
+    start = x + quad[:, None] * R + col[None, :]
+    inside = (col < R)[None, :]
+    w0 = tl.load(start, mask=inside & (quad < M)[:, None], other=0)
+    w1 = tl.load(start + R, mask=inside & (quad + 1 < M)[:, None], other=0)
+    w2 = tl.load(start + 2 * R, mask=inside & (quad + 2 < M)[:, None], other=0)
+    w3 = tl.load(start + 3 * R, mask=inside & (quad + 3 < M)[:, None], other=0)
+    place = first_row // 4 + tl.arange(0, QUADS)
+    for j in tl.static_range(4):
+        low = ((w0 >> (8 * j)) & 255) | (((w1 >> (8 * j)) & 255) << 8)
+        word = low | (((w2 >> (8 * j)) & 255) << 16) | (((w3 >> (8 * j)) & 255) << 24)
+        at = (4 * col + j).to(tl.int64)[:, None] * W + place[None, :]
+        tl.store(words + at, tl.trans(word), mask=(col < R)[:, None] & (place < W)[None, :])
+
+
+@custom_op()
+def _float8_amax(x: Tensor) -> Tensor:
+    """The bits of max |x|, int32 (). An op of its own: what it gives is worth keeping where x is computed again."""
+    if not use_kernels(x):
+        return amax_reference(x)
+    amax = x.new_zeros((), dtype=torch.int32)
+    if not is_fake(amax):
+        _launch(x, amax, amax, amax, amax, E4M3, AMAX=True, ROWS=False, WORDS=False)
+    return amax
+
+
+@custom_op()
+def _float8_cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not use_kernels(x):
+        wide = as_rows(x).float()
+        return quantized_reference(wide, scale_of_bits(amax, dtype), dtype, need_rows, need_columns)
+    rows, columns = empty_layouts(x, x.shape[:-1].numel(), x.shape[-1], dtype, need_rows, need_columns)
+    scale = x.new_empty((), dtype=torch.float32)
+    if not is_fake(scale):
+        _launch(x, amax, *outputs(rows, columns), scale, dtype, AMAX=False, ROWS=need_rows, WORDS=need_columns)
+    return rows, columns, scale
+
+
+def _launch(
+    x: Tensor, amax: Tensor, rows: Tensor, words: Tensor, scale: Tensor, dtype: torch.dtype, **options: bool
+) -> None:
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    programs, across = tiles(M, N)
+    _cast_kernel[(max(programs, 1),)](
+        *rows_and_stride(x), amax, rows, words, scale, M, N, aligned(M) // 4, max(across, 1),
+        AMAX=options["AMAX"], MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=options["ROWS"], WORDS=options["WORDS"], **TILE,
+    )  # fmt: skip
+
+
+@custom_op()
+def _float8_transpose(x: Tensor) -> Tensor:
+    """Of the bytes of float8."""
+    if not use_kernels(x):
+        return _transposed(x)
+    M, N = x.shape
+    found = x.new_empty(N, aligned(M))
+    if is_fake(found) or not found.numel():
+        return found
+    programs, across = tiles(M, N)
+    _transpose_kernel[(programs,)](
+        x.contiguous().view(torch.int32), found.view(torch.int32), M, N, N // 4, aligned(M) // 4, across, **TILE
+    )
+    return found

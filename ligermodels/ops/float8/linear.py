@@ -1,0 +1,152 @@
+"""A linear layer in float8: y = x W^T, dx = dy W and dW = dy^T x, each a product of float8 operands.
+
+Scales are tensor-wise, so that one rounding serves both products in which a tensor takes part, in either layout.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import BackendError, InputError
+from ligermodels.ops.float8.cast import float8_cast, with_layouts
+from ligermodels.ops.float8.mm import float8_mm
+from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
+from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
+
+
+@dataclass(frozen=True)
+class Float8Recipe:
+    """How linear layers compute in float8; scales are tensor-wise, of each tensor's own maximum or of a bound of it.
+
+    gradient_dtype: the format of gradients of outputs; inputs and weights are E4M3.
+    forward_fast, backward_fast: whether the tensor cores' sums stay in their registers, of fewer bits than float32.
+    """
+
+    gradient_dtype: torch.dtype = E5M2
+    forward_fast: bool = True
+    backward_fast: bool = True
+
+    dtype = E4M3
+
+    def __post_init__(self) -> None:
+        if self.gradient_dtype not in (E4M3, E5M2):
+            raise InputError(
+                f"Float8Recipe: gradient_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, "
+                f"got {self.gradient_dtype}"
+            )
+
+
+def float8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Float8Recipe, frozen: Float8Tensor | None = None
+) -> Tensor:
+    """x weight^T + bias, with x, weight and the gradient of the result in float8.
+
+    x: (..., K), any floating dtype, or a Float8Tensor, whose producer has cast it. weight: (N, K), any floating dtype.
+    bias: (N,). K and N are multiples of 16; the number of rows is any. frozen: a weight that needs no gradient, cast
+    before by `float8_cast` into both layouts; `weight` is then not read.
+    Returns (..., N) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
+    Gradients are computed only for what requires one, in the dtypes of x, weight and bias.
+    Raises InputError if shapes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
+    """
+    reject_dtensors("float8_linear", x, weight, bias)
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
+        raise InputError(
+            f"float8_linear: x (..., K) and weight (N, K) must fit and be on one device; got {tuple(x.shape)} on "
+            f"{x.device} and {tuple(weight.shape)} on {weight.device}"
+        )
+    check_float8_sizes("float8_linear", *weight.shape)
+    if (reason := float8_unsupported(x.device)) is not None:
+        raise BackendError(f"float8_linear: {reason}")
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    recording = torch.is_grad_enabled()
+    need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
+    x8 = float8_cast(x, recipe.dtype, columns=need_weight)
+    w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, need_x)
+    kept = x8.columns if need_weight else None, x8.scale, w8.columns if need_x else None, w8.scale
+    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe)
+    added = None if bias is None else bias.detach().to(dtype)
+    found: Tensor = _Product.apply(y, _rows(x8), _rows(w8), x8.scale, w8.scale, added, recipe.forward_fast)
+    return found
+
+
+def check_float8_sizes(name: str, out_features: int, in_features: int) -> None:
+    """InputError, naming the layer, unless both sizes are multiples of 16, as float8 matrix products want them."""
+    if out_features % ALIGNMENT or in_features % ALIGNMENT:
+        raise InputError(
+            f"{name}: in_features {in_features} and out_features {out_features} must be multiples of {ALIGNMENT} for "
+            "float8; exclude the layer"
+        )
+
+
+def _rows(x: Float8Tensor) -> Tensor:
+    assert x.rows is not None
+    return x.rows
+
+
+def _columns(x: Float8Tensor) -> Tensor:
+    assert x.columns is not None
+    return x.columns
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass. Forward is what stands for the result: a shape that holds nothing.
+
+    The product is a function of its own, after what is saved here: activation checkpointing, which computes again up to
+    the last tensor that is saved, then leaves out the last product of a block."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, kept, dtype, recipe):
+        ctx.save_for_backward(*kept)  # plain tensors, which hooks on what is saved know
+        ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.shape = x.shape
+        return weight.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        x_columns, x_scale, w_columns, w_scale = ctx.saved_tensors
+        fast = ctx.recipe.backward_fast
+        dx = dw = db = None
+        if need_x or need_weight:
+            dy8 = float8_cast(dy, ctx.recipe.gradient_dtype, rows=need_x, columns=need_weight)
+        if need_x:
+            dx = float8_mm(_rows(dy8), w_columns, dy8.scale, w_scale, ctx.dtypes[0], fast_accumulation=fast)
+            dx = dx.view(ctx.shape)
+        if need_weight:
+            dw = float8_mm(_columns(dy8), x_columns, dy8.scale, x_scale, ctx.dtypes[1], fast_accumulation=fast)
+        if need_bias:
+            wide = dy.dequantize() if isinstance(dy, Float8Tensor) else dy
+            db = wide.reshape(-1, wide.shape[-1]).sum(0, dtype=torch.float32).to(ctx.dtypes[2])
+        return dx, dw, db
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, a, b, scale_a, scale_b, bias, fast):
+        return float8_mm(a, b, scale_a, scale_b, y.dtype, bias, fast_accumulation=fast).view(y.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return (dy,)
+
+
+@functools.cache
+def float8_unsupported(device: torch.device) -> str | None:
+    """Why float8 linear layers cannot run on this device, or None: GPUs need compute capability 8.9 or higher. On the
+    CPU they compute as the specification says, slowly."""
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type != "cuda":
+        return f"float8 needs a CUDA device, not {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; float8 needs 8.9 or higher"
+    return None

@@ -1,0 +1,180 @@
+"""RMSNorm, alone or after a residual addition, that writes float8: see `ops.norm.rms_norm` for the formulas.
+
+The scale needs no pass over the tensor: |x| / rms(x) is at most sqrt(N), so that the result is at most
+sqrt(N) max|offset + weight|.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.float8.cast import as_float8, check_last, empty_layouts, outputs, quantized_reference, tiles
+from ligermodels.ops.float8.scaling import (
+    MAX_EXPONENT,
+    TILE,
+    aligned,
+    bits_of_max,
+    scale_and_inverse,
+    scale_reference,
+    store_float8,
+)
+from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.norm.norm_rows import MAX_KERNEL_WIDTH, forward_launch, load_rows, store_rows
+from ligermodels.ops.norm.rms_norm import CastingMode, check_rms_norm, rms_norm_backward, rms_norm_reference
+from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.tensors import empty_like, rows_and_stride
+
+
+def float8_add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    offset: float = 0.0,
+    casting_mode: CastingMode = "llama",
+) -> tuple[Float8Tensor, Tensor]:
+    """`add_rms_norm`, with the normalised sum as float8 for a float8 linear layer. Returns (y, sum).
+
+    dtype: the format of y. Its transposed layout, which the gradient of the next layer's weight needs, is written where
+    gradients are recorded. Other arguments and errors as there; InputError for DTensors too.
+    """
+    reject_dtensors("float8_add_rms_norm", x, residual, weight)
+    check_rms_norm("float8_add_rms_norm", x, residual, weight, casting_mode)
+    check_last("float8_add_rms_norm", "x", x)
+    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama")
+    return y, total
+
+
+@kernel
+def _rms_kernel(
+    x, x_stride, residual, residual_stride, weight, total, rstd, bound, M, N, eps, offset, root,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows per program: x + residual with ADD, and 1 / rms of each row. bound: the bits of root max|offset +
+    weight|."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    v = load_rows(x, x_stride, first, M, N, ROWS, BLOCK).to(tl.float32)
+    if ADD:
+        v += load_rows(residual, residual_stride, first, M, N, ROWS, BLOCK).to(tl.float32)
+        rounded = v.to(total.dtype.element_ty)
+        store_rows(total, rounded, first, M, N, ROWS, BLOCK)
+        v = rounded.to(tl.float32)
+    row = first + tl.arange(0, ROWS)
+    tl.store(rstd + row, 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps), mask=row < M)
+    if tl.program_id(0) == 0:
+        col = tl.arange(0, BLOCK)
+        w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
+        tl.store(bound, bits_of_max(tl.where(col < N, w, 0.0) * root))
+
+
+@triton.jit
+def _normalized(x, stride, rstd, row, w, col, M, N, CAST_BEFORE: tl.constexpr):
+    """Rows of a tile of the result, float32."""
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    v = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    v = v * tl.load(rstd + row, mask=row < M, other=0.0)[:, None]
+    if CAST_BEFORE:
+        v = v.to(x.dtype.element_ty).to(tl.float32)
+    return v * w[None, :]
+
+
+@kernel
+def _normalize_kernel(
+    x, stride, rstd, weight, bound, rows, words, scale, M, N, W, offset, across,
+    CAST_BEFORE: tl.constexpr, MAX_EXPONENT: tl.constexpr, WORDS: tl.constexpr,
+    QUADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of 4 QUADS rows and COLUMNS columns per program."""
+    program = tl.program_id(0)
+    first_row = (program // across).to(tl.int64) * (4 * QUADS)
+    quad = first_row + 4 * tl.arange(0, QUADS)
+    first_col = program % across * COLUMNS
+    col = first_col + tl.arange(0, COLUMNS)
+    w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset
+    s, inverse = scale_and_inverse(tl.load(bound), MAX_EXPONENT)
+    v0 = _normalized(x, stride, rstd, quad, w, col, M, N, CAST_BEFORE)
+    v1 = _normalized(x, stride, rstd, quad + 1, w, col, M, N, CAST_BEFORE)
+    v2 = _normalized(x, stride, rstd, quad + 2, w, col, M, N, CAST_BEFORE)
+    v3 = _normalized(x, stride, rstd, quad + 3, w, col, M, N, CAST_BEFORE)
+    if program == 0:
+        tl.store(scale, s)
+    store_float8(
+        v0, v1, v2, v3, inverse, rows, words, first_row, first_col, M, N, W, MAX_EXPONENT, True, WORDS, QUADS, COLUMNS
+    )
+
+
+@custom_op()
+def _float8_rms_norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, dtype: torch.dtype, need_columns: bool, eps: float,
+    offset: float, cast_before: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Rows, columns and scale of the result; the sum (empty without a residual), and 1 / rms of each row."""
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    if not use_kernels(x, weight) or N > MAX_KERNEL_WIDTH:
+        return _reference(x, residual, weight, dtype, need_columns, eps, offset, cast_before)
+    rows, columns = empty_layouts(x, M, N, dtype, True, need_columns)
+    scale, rstd = x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = x.new_empty(0) if residual is None else empty_like(x)
+    if is_fake(scale):
+        return rows, columns, scale, total, rstd
+    weight, bound = weight.contiguous(), x.new_empty((), dtype=torch.int32)
+    launch = forward_launch(M, N)
+    source = rows_and_stride(x)
+    _rms_kernel[(max(launch.programs, 1),)](
+        *source, *rows_and_stride(residual), weight, total, rstd, bound, M, N, eps, offset, math.sqrt(N),
+        ADD=residual is not None, ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
+    )  # fmt: skip
+    programs, across = tiles(M, N)
+    _normalize_kernel[(max(programs, 1),)](
+        *(source if residual is None else rows_and_stride(total)), rstd, weight, bound, *outputs(rows, columns), scale,
+        M, N, aligned(M) // 4, offset, across, CAST_BEFORE=cast_before, MAX_EXPONENT=MAX_EXPONENT[dtype],
+        WORDS=need_columns, **TILE | {"num_warps": 8},
+    )  # fmt: skip
+    return rows, columns, scale, total, rstd
+
+
+def _reference(x, residual, weight, dtype, need_columns, eps, offset, cast_before):
+    total = x if residual is None else (x + residual).contiguous()
+    wide = total.reshape(-1, x.shape[-1]).float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y, w = wide * rstd, weight.float() + offset
+    y = (y.to(x.dtype).float() if cast_before else y) * w
+    scale = scale_reference(w.abs().max() * math.sqrt(x.shape[-1]), dtype)
+    nothing = x.new_empty(0) if residual is None else total
+    return *quantized_reference(y, scale, dtype, True, need_columns), nothing, rstd.reshape(x.shape[:-1])
+
+
+class _Float8RMSNorm(torch.autograd.Function):
+    """y, and the sum that is normalised."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before):
+        ctx.eps, ctx.offset, ctx.cast_before = eps, offset, cast_before
+        columns = any(ctx.needs_input_grad)
+        *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, columns, eps, offset, cast_before)
+        total = x if residual is None else total
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)  # an unused sum costs nothing
+        return as_float8(tuple(parts), x.shape, x.dtype), total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dtotal=None):
+        x, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return dtotal, dtotal, None
+        need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
+        if use_kernels(x, weight) and x.shape[-1] <= MAX_KERNEL_WIDTH:
+            dx, dw = rms_norm_backward(dy, dtotal, x, weight, rstd, need_x or need_residual, need_weight, ctx.offset)
+            return dx, dx, dw
+        with torch.enable_grad():
+            inputs = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            y = rms_norm_reference(*inputs, ctx.eps, offset=ctx.offset, casting_mode="gemma")
+            dx, dw = torch.autograd.grad(y, inputs, dy)
+        dx = dx if dtotal is None else dx + dtotal
+        return dx, dx, dw

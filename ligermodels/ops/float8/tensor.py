@@ -1,0 +1,60 @@
+"""A tensor whose values are float8 and a scale."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ligermodels.errors import InputError
+
+_aten = torch.ops.aten
+
+
+class Float8Tensor(Tensor):
+    """A tensor (..., N) that is kept as float8, between the layer that computes it and the linear layer that takes it.
+
+    Its shape and dtype are those of the tensor that it stands for. A linear layer in float8 takes its bytes; any other
+    operation gets `dequantize()`, so that hooks and foreign modules see numbers.
+
+    rows: float8 (M, N), row-major, with M the product of the other dimensions; None if it was not asked for.
+    columns: float8 (N, M'), the transposed one, M' being M rounded up to a multiple of 16, zeros beyond M; or None.
+    scale: float32 (), by which float8 is multiplied.
+    """
+
+    rows: Tensor | None
+    columns: Tensor | None
+    scale: Tensor
+
+    @staticmethod
+    def __new__(
+        cls, rows: Tensor | None, columns: Tensor | None, scale: Tensor, shape: torch.Size, dtype: torch.dtype
+    ) -> "Float8Tensor":
+        if rows is None and columns is None:
+            raise InputError("Float8Tensor: needs rows, columns, or both")
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=scale.device)
+        self.rows, self.columns, self.scale = rows, columns, scale
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        layouts = [name for name in ("rows", "columns") if getattr(self, name) is not None]
+        return f"Float8Tensor({tuple(self.shape)}, {self.dtype}, {' and '.join(layouts)})"
+
+    def dequantize(self) -> Tensor:
+        """float8 * scale, (..., N) in the dtype that this tensor stands for."""
+        if self.rows is not None:
+            q = self.rows
+        else:
+            assert self.columns is not None
+            q = self.columns[:, : self.shape[:-1].numel()].t()
+        return (q.float() * self.scale).to(self.dtype).reshape(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (_aten.detach.default, _aten.alias.default):
+            x = args[0]
+            return cls(x.rows, x.columns, x.scale, x.shape, x.dtype)
+        args, kwargs = pytree.tree_map_only(Float8Tensor, Float8Tensor.dequantize, (args, kwargs or {}))
+        return func(*args, **kwargs)

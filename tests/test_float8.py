@@ -1,0 +1,395 @@
+"""Models whose linear layers compute in float8: gradients beside those of float32, training, what stays as it is."""
+
+import copy
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import losses
+from runs import recipe_for as medusa_recipe
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from two_ranks import in_two_ranks
+from typer.testing import CliRunner
+from zoo import BASE, CONFIGS
+
+import ligermodels as lm
+from ligermodels import ops
+from ligermodels.cli import app
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.float8 import Float8Linear, slots
+from ligermodels.ops import Float8Tensor
+from ligermodels.ops.float8 import cast, glu, mm
+from ligermodels.training import FusedAdamW, train_heads
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = {**BASE, **SIZES, "model_type": "llama"}
+MODELS = {
+    "llama": LLAMA,
+    "qwen2, with biases": {**LLAMA, "model_type": "qwen2"},
+    "qwen3, with norms of heads": {**LLAMA, "model_type": "qwen3"},
+    "gemma2, with four norms": {**CONFIGS["gemma2"], **SIZES, "query_pre_attn_scalar": 16},
+    "olmo2, without norms before": {**CONFIGS["olmo2"], **SIZES, "num_key_value_heads": 4},
+}
+
+
+def build(config: dict[str, Any] = LLAMA, **options: Any) -> lm.CausalLM:
+    torch.manual_seed(0)
+    return lm.from_config(config, **options).train()
+
+
+def tokens(batch: int = 2, length: int = 19) -> Tensor:
+    return torch.randint(3, 131, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: lm.CausalLM) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(tokens(), labels=tokens()).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def agreement(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Cosine, and the ratio of norms."""
+    a, b = found.double().flatten(), wanted.double().flatten()
+    return float(a @ b / (a.norm() * b.norm())), float(a.norm() / b.norm())
+
+
+def in_place_of(model: lm.CausalLM) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> None:
+    model = build(MODELS[name])
+    wanted, names = gradients(model), set(model.state_dict())
+    lm.float8(model, lm.Float8Recipe(gradient_dtype=gradient_dtype))
+    assert len(in_place_of(model)) == 4 * len(model.decoder.blocks) and set(model.state_dict()) == names
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        cosine, ratio = agreement(gradient, wanted[key])
+        assert 0.93 < cosine < 1 - 1e-6, (key, cosine)  # not the same: it is computed in float8
+        assert 0.9 < ratio < 1.1, (key, ratio)
+
+
+def test_autocast() -> None:
+    """float32 parameters, products of float8 whose results are bfloat16."""
+    model = lm.float8(build({**LLAMA, "model_type": "qwen2"}))
+    wanted = gradients(model)
+    seen: list[torch.dtype] = []
+    model.decoder.blocks[1].mlp.gate_up.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model)
+    assert seen == [torch.bfloat16]
+    for key, gradient in found.items():
+        cosine, ratio = agreement(gradient, wanted[key])
+        assert gradient.dtype == torch.float32 and cosine > 0.98 and 0.95 < ratio < 1.05, (key, cosine, ratio)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_changes_nothing(mode: Any) -> None:
+    model = lm.float8(build({**LLAMA, "model_type": "qwen2"}))
+    wanted = gradients(model)
+    model.activation_checkpointing = mode
+    for _ in range(2):
+        found = gradients(model)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No product with "selective", where all but the last of a block widen, and no maximum; with "full" all but that
+    one, and the maxima of the activation, the input of o, and the weights."""
+    calls: dict[str, int] = {}
+
+    def count(name: str, module: Any, function: str) -> None:
+        plain = getattr(module, function)
+
+        def counted(*args: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return plain(*args)
+
+        monkeypatch.setattr(module, function, counted)
+
+    count("products", mm, "float8_mm_reference")
+    count("maxima", cast, "amax_reference")
+    count("maxima", glu, "amax_reference")
+    model = lm.float8(build())
+    blocks, found = len(model.decoder.blocks), {}
+    for mode in ("none", "selective", "full"):
+        model.activation_checkpointing = mode
+        calls.clear()
+        gradients(model)
+        found[mode] = calls["products"] / blocks, calls["maxima"] / blocks
+    maxima = 4 + 2 + 4  # of weights, of the inputs of o and down, of gradients
+    assert found == {"none": (12, maxima), "selective": (12, maxima), "full": (15, maxima + 4 + 2)}
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_on_the_gpu(name: str, lora: bool) -> None:
+    """Gradients beside those in bfloat16; equal bits in every run, and under activation checkpointing. 38 tokens, no
+    multiple of 16."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+
+    def make() -> lm.CausalLM:
+        model = build(MODELS[name], **options)
+        return lm.add_lora(model, r=8) if lora else model
+
+    def of(model: lm.CausalLM) -> dict[str, Tensor]:
+        model.zero_grad()
+        model(tokens().cuda(), labels=tokens().cuda()).loss.backward()
+        return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+    wanted, model = of(make()), lm.float8(make())
+    first = of(model)
+    assert first.keys() == wanted.keys()
+    for key, gradient in first.items():
+        if wanted[key].any():  # of LoRA's A nothing at first
+            cosine, ratio = agreement(gradient, wanted[key])
+            assert cosine > 0.93 and 0.9 < ratio < 1.1, (key, cosine, ratio)
+    for mode in ("none", "selective", "full"):
+        model.activation_checkpointing = mode
+        found = of(model)
+        assert all(torch.equal(found[key], first[key]) for key in first), mode
+
+
+def test_norms_and_activations_write_float8() -> None:
+    """What enters qkv, gate_up and down has been cast by what computed it; so has the gradient that leaves gate_up."""
+    model = lm.float8(build())
+    seen: dict[str, bool] = {}
+
+    def see(name: str) -> Any:
+        return lambda module, inputs: seen.__setitem__(name, isinstance(inputs[0], Float8Tensor))
+
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            module.register_forward_pre_hook(see(name))
+    arrived: list[type] = []
+
+    def see_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: arrived.append(type(gradient)))
+
+    model.decoder.blocks[0].mlp.gate_up.register_forward_hook(see_gradient)
+    gradients(model)
+    assert len(seen) == 4 * len(model.decoder.blocks)
+    assert all(cast == (not name.endswith(".o")) for name, cast in seen.items())
+    assert arrived == [Float8Tensor]
+
+
+def test_evaluation_and_generation_are_those_of_the_weights() -> None:
+    model = build()
+    wanted = model.eval()(tokens(), labels=tokens()).loss.detach()
+    generated = model.generate(tokens(), max_new_tokens=4)
+    lm.float8(model)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(), labels=tokens()).loss, wanted)
+        assert torch.equal(model.generate(tokens(), max_new_tokens=4), generated)
+        assert not torch.equal(model.train()(tokens(), labels=tokens()).loss, wanted)
+    assert not torch.equal(model.eval()(tokens(), labels=tokens()).loss, wanted)  # gradients are recorded
+
+
+def test_checkpoints_and_copies(tmp_path: Path) -> None:
+    model = lm.float8(build())
+    plain = build()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    model.save_pretrained(tmp_path / "out")
+    assert not in_place_of(lm.from_pretrained(tmp_path / "out"))
+    again = copy.deepcopy(model)
+    assert in_place_of(again) and torch.equal(
+        again(tokens(), labels=tokens()).loss, model(tokens(), labels=tokens()).loss
+    )
+    model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_stays_near_that_in_other_dtypes(dtype: torch.dtype) -> None:
+    """The same steps on the same data: the loss falls as far, and on the way."""
+    losses: list[list[float]] = []
+    for model in (build(dtype=dtype), lm.float8(build(dtype=dtype))):
+        optimizer = FusedAdamW(model.parameters(), lr=3e-3)
+        losses.append([])
+        for _ in range(30):
+            loss = model(tokens(4, 32), labels=tokens(4, 32)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    plain, found = losses
+    assert plain[-1] < 0.2 * plain[0] and plain != found
+    assert all(abs(a - b) < 0.03 for a, b in zip(plain, found, strict=True))
+
+
+def test_exclusion() -> None:
+    blocks = len(build().decoder.blocks)
+    whole = "decoder.blocks.{}.{}"
+    found = in_place_of(lm.float8(build(), exclude_first=1, exclude_last=1, exclude=["mlp.down"]))
+    assert found == [whole.format(i, n) for i in range(1, blocks - 1) for n in ("mixer.qkv", "mixer.o", "mlp.gate_up")]
+    model = lm.float8(build(), exclude=["*.1.mixer", "mixer.o", "mlp.gate_up"])
+    assert in_place_of(model) == [
+        whole.format(i, n) for i in range(blocks) for n in ("mixer.qkv", "mlp.down") if (i, n) != (1, "mixer.qkv")
+    ]
+    outputs = [[norm.float8_output is not None for norm in (b.mixer_norm, b.mlp_norm)] for b in model.decoder.blocks]
+    assert outputs == [[i != 1, False] for i in range(blocks)]
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(model).values())
+
+
+def test_frozen_weights_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medusa's backbone; a weight that is changed is cast again."""
+    casts: list[torch.Size] = []
+    cast = ops.float8_cast
+
+    def counted(x: Tensor, *args: Any, **options: Any) -> Float8Tensor:
+        if not isinstance(x, Float8Tensor):
+            casts.append(x.shape)
+        return cast(x, *args, **options)
+
+    monkeypatch.setattr(ops, "float8_cast", counted)
+    medusa = lm.MedusaModel.from_base(lm.float8(build()), num_heads=2).train()
+    losses = [medusa(tokens(), labels=tokens()).loss for _ in range(3)]
+    assert len(casts) == len(in_place_of(medusa.base)) and torch.equal(losses[0], losses[2])
+    losses[2].backward()
+    assert all(p.grad is None for p in medusa.base.decoder.parameters())
+    with torch.no_grad():
+        medusa.base.decoder.blocks[0].mixer.qkv.weight.mul_(2)
+    assert not torch.equal(medusa(tokens(), labels=tokens()).loss, losses[0])
+    assert len(casts) == len(in_place_of(medusa.base)) + 1
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_lora(dropout: float) -> None:
+    def make() -> lm.CausalLM:
+        model = lm.add_lora(build({**LLAMA, "model_type": "qwen2"}), r=4, lora_dropout=dropout)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.05)
+        return model
+
+    def with_seed(model: lm.CausalLM) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        return gradients(model)
+
+    wanted, model = with_seed(make()), lm.float8(make())
+    for mode in ("none", "selective", "full"):
+        model.activation_checkpointing = mode
+        found = with_seed(model)
+        assert found.keys() == wanted.keys() and all("lora" in key for key in found)
+        for key, gradient in found.items():
+            cosine, ratio = agreement(gradient, wanted[key])
+            assert 0.93 < cosine < 1 - 1e-6 and 0.9 < ratio < 1.1, (key, cosine, ratio)
+    model.requires_grad_()
+    with pytest.raises(InputError, match="LoRA in float8"):
+        gradients(model)
+    assert in_place_of(lm.merge_lora(model))
+
+
+def test_runs(tmp_path: Path, base: Path, data: Path) -> None:
+    """`train --float8`, of a checkpoint, of a config; and Medusa heads on a frozen model."""
+    settings = ("--set=steps=6", "--set=seq_len=16", "--set=batch_tokens=64", "--set=max_bad_lines=1", "--lr=5e-3")
+    flags = ("--float8", "--float8-exclude", "mlp", "--float8-gradients", "e4m3")
+    shutil.copytree(base, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for name, (model, more) in {
+        "plain": (base, ()),
+        "float8": (base, flags),
+        "random": (tmp_path / "config", flags),
+    }.items():
+        arguments = ("train", model, "--data", data, "--out", tmp_path / name, *settings, *more)
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == 0, result.output
+        found[name] = losses(tmp_path / name)
+        assert not in_place_of(lm.from_pretrained(tmp_path / name))
+    for plain, float8 in zip(found["plain"], found["float8"], strict=True):
+        assert plain[1] != float8[1] and abs(plain[1] - float8[1]) < 0.02 * plain[1]
+    assert all(math.isfinite(loss) for _, loss, _ in found["random"])
+    recipe = medusa_recipe(base, data, float8=True, float8_exclude="mlp")
+    assert train_heads(recipe, tmp_path / "heads").evaluation is not None
+    with pytest.raises(ConfigError, match="float8_exclude: is for float8, which is false"):
+        medusa_recipe(base, data, float8_exclude="mlp")
+    with pytest.raises(ConfigError, match="float8: is for smaller dtypes"):
+        medusa_recipe(base, data, float8=True, dtype="float64")
+
+
+def test_verify(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path / "model")
+
+    def verify(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["verify", str(tmp_path / "model"), "--float8", *arguments])
+
+    result = verify("--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    names = [name for name, _ in build().named_parameters()]
+    assert list(report["gradients"]) == names and report["tokens"] == 64
+    assert report["loss"] != report["float8_loss"] and abs(report["loss"] - report["float8_loss"]) < 0.02
+    for each in report["gradients"].values():
+        assert 0.9 < each["cosine"] < 1 - 1e-6 and 0.9 < each["norm_ratio"] < 1.1
+    assert verify("--tolerance", "0.2").exit_code == 0 and verify("--tolerance", "1e-4").exit_code == 1
+    assert "decoder.blocks.1.mlp.down.weight" in verify().stdout
+    for arguments in (["--reference", str(tmp_path)], ["--tokens", "1"], ["--float8-exclude", "none"]):
+        assert verify(*arguments).exit_code != 0
+
+
+def train_sharded(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    plain, model = lm.float8(build()), lm.float8(build())
+    for block in model.decoder.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    wanted, found = gradients(plain), gradients(model)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        assert isinstance(gradient, DTensor)
+        torch.testing.assert_close(gradient.full_tensor(), wanted[name], rtol=1e-5, atol=1e-7)
+    with pytest.raises(InputError, match="sharded already"):
+        lm.float8(model)
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    in_two_ranks(train_sharded, tmp_path)
+
+
+def test_refusals() -> None:
+    with pytest.raises(InputError, match=r"decoder.blocks.0.mixer.qkv: in_features 60 .* exclude the layer"):
+        lm.float8(lm.from_config(CONFIGS["llama-3"]))
+    mixture = {**CONFIGS["mixtral"], **SIZES}
+    with pytest.raises(InputError, match=r"blocks.0.mlp: a MoE has no rule .*exclude=\['mlp'\]"):
+        lm.float8(lm.from_config(mixture))
+    assert all(".mixer." in name for name in in_place_of(lm.float8(lm.from_config(mixture), exclude=["mlp"])))
+    model = build()
+    for options, message in (
+        ({"exclude": ["mlp.up"]}, "'mlp.up' matches no layer"),
+        ({"exclude": "mlp.down"}, "must be a sequence"),
+        ({"exclude_first": 9}, "exclude_first: must be"),
+        ({"exclude_last": 2, "exclude_first": 2}, "leaves no linear layer"),
+        ({"recipe": "e5m2"}, "recipe: must be a Float8Recipe"),
+    ):
+        with pytest.raises(InputError, match=message):
+            lm.float8(model, **options)
+    assert not in_place_of(model)
+    handle = model.decoder.blocks[1].mlp.down.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=r"blocks.1.mlp.down has hooks"):
+        lm.float8(model)
+    handle.remove()
+    with pytest.raises(InputError, match="in float8 already"):
+        lm.float8(lm.float8(model))
+    with pytest.raises(InputError, match="takes a native CausalLM, got a MedusaModel"):
+        lm.float8(lm.MedusaModel.from_base(build(), num_heads=1))
+    with pytest.raises(InputError, match=r"is torch\.float64"):
+        lm.float8(build(dtype=torch.float64))
+
+
+def test_every_linear_layer_of_known_blocks_has_a_rule() -> None:
+    """Names in `float8_linears` are those of layers; what a block of Llama has besides is no linear layer."""
+    for name in ("llama-3", "gemma2", "arcee"):
+        for block in lm.from_config(CONFIGS[name]).decoder.blocks:
+            there = {part for part, module in block.named_modules() if isinstance(module, nn.Linear)}
+            assert {slot.name for slot in slots(block)} == there
