@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.archs.decoder import Decoder, DecoderConfig
 from ligermodels.archs.export import ExportMixin
 from ligermodels.archs.generation import GenerationMixin
-from ligermodels.archs.inputs import check_inputs, prefill_lengths
+from ligermodels.archs.inputs import check_inputs, check_token_indices, prefill_lengths
 from ligermodels.archs.output import CausalLMOutput
 from ligermodels.archs.registry import family_of, first_difference, module_difference
 from ligermodels.convert.export_spec import ExportSpec
@@ -213,9 +213,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         shape = check_inputs(self, input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
         unpad = None
         if isinstance(token_indices, Tensor | Sequence) and state is None:
-            check_plain("token_indices", token_indices, torch.int64, torch.int32)
-            inside = (token_indices >= 0) & (token_indices < shape[0] * shape[1])
-            assert_async(inside, f"token_indices: must lie in [0, {shape[0] * shape[1]}), the flattened tokens")
+            check_token_indices(token_indices, shape[0] * shape[1])
         if state is None:
             others = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
             unpad = self.unpadding(attention_mask, **others)

@@ -69,6 +69,13 @@ def check_inputs(
     return inputs.shape[0], inputs.shape[1]
 
 
+def check_token_indices(token_indices: Tensor, count: int) -> None:
+    """Raises InputError unless they are indices of `count` flattened tokens."""
+    check_plain("token_indices", token_indices, torch.int64, torch.int32)
+    inside = (token_indices >= 0) & (token_indices < count)
+    assert_async(inside, f"token_indices: must lie in [0, {count}), the flattened tokens")
+
+
 def prefill_lengths(attention_mask: Tensor | None, state: DecodingState | None) -> Tensor | None:
     """The tokens of each sequence in a prefill, long (B,)."""
     if attention_mask is None or state is None:
