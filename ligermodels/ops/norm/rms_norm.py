@@ -3,7 +3,6 @@
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
@@ -85,13 +84,13 @@ def rms_norm_reference(
 ) -> Tensor:  # fmt: skip
     """The specification of `rms_norm`, in plain torch."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    scale = None if weight is None else weight.to(dtype)
-    scale = scale + offset if scale is not None and offset else scale
-    if x.dtype == dtype or casting_mode == "gemma":
-        y = F.rms_norm(x.to(dtype), x.shape[-1:], scale, eps)
-    else:
-        y = F.rms_norm(x.to(dtype), x.shape[-1:], None, eps)
-        y = y if scale is None else y.to(x.dtype).to(dtype) * scale
+    y = x.to(dtype)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        if casting_mode == "llama":
+            y = y.to(x.dtype).to(dtype)
+        weight = weight.to(dtype)
+        y = y * (weight + offset if offset else weight)
     y = y.to(x.dtype).contiguous()
     return y if residual is None else (y + residual).contiguous()
 
