@@ -236,8 +236,8 @@ class Targets:
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:
     """total / num_items_in_batch, scalars; 0 / 0 is 0: without a target in all batches there is no loss.
 
-    Raises InputError for several numbers, for a negative one, and for 0 where the total is another; of a tensor on a GPU
-    the last two are device assertions.
+    Raises InputError for several numbers, for a negative one, and for 0 where the total is another; of a tensor on a
+    GPU the last two are device assertions.
     """
     message = "num_items_in_batch: must be above 0, the number of targets; 0 only where no label is counted"
     if isinstance(num_items_in_batch, Tensor):
