@@ -46,8 +46,11 @@ def patient(name: str) -> Iterator[None]:
     }
     try:
         yield
-    finally:
-        client.event_hooks = hooks
+    finally:  # another thread may have added its own since, or taken its own away
+        client.event_hooks = {
+            event: [hook for hook in found if hook not in (watch.before, watch.within)]
+            for event, found in client.event_hooks.items()
+        }
 
 
 class _Watch:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ligermodels.convert.files import CHECKPOINT
+from ligermodels.convert.input_files import shown
 from ligermodels.convert.journal import (
     JOURNAL,
     LOCK,
@@ -41,7 +42,10 @@ def written_whole(
     Raises CheckpointError when `folder` is a file, holds something without `overwrite`, is being written by another, or
     cannot be written.
     """
-    folder = folder.resolve()  # Of a link, what it points to is replaced.
+    try:
+        folder = folder.resolve()  # Of a link, what it points to is replaced.
+    except (OSError, RuntimeError) as error:  # RuntimeError: Python below 3.13, of a link to itself
+        raise CheckpointError(f"{shown(folder)}: is no path: {error}") from None
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; give a folder")
     # In the folder if it is there: it may be a mount, and its parent may be read-only.
@@ -93,16 +97,21 @@ def written_whole(
 
 def is_empty(folder: Path) -> bool:
     """Whether `folder` holds nothing but locks, and what a killed save has left over, which the next one removes."""
-    return all(_is_leftover(path.name, folder) for path in folder.iterdir())
+    return all(
+        _is_partial(path, folder) or (re.fullmatch(r"\.\w+\.lock", path.name) and path.is_file())
+        for path in folder.iterdir()
+    )
 
 
-def _is_leftover(name: str, folder: Path) -> bool:
-    return re.fullmatch(rf"\.\w+\.lock|\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial", name) is not None
+def _is_partial(path: Path, folder: Path) -> bool:
+    """Whether it is a folder that a save into `folder` has made: see `temporary_name`."""
+    found = re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial", path.name)
+    return found is not None and is_folder(path)
 
 
 def _remove_leftovers(folder: Path, parent: Path) -> None:
     for path in parent.iterdir():
-        if _is_leftover(path.name, folder) and is_folder(path):
+        if _is_partial(path, folder):
             # Whoever would still give it its final name finds it gone, instead of half gone.
             with suppress(OSError):
                 shutil.rmtree(path.rename(parent / temporary_name(folder)), ignore_errors=True)

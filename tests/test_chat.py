@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -324,6 +326,19 @@ def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -
 def test_a_chat_that_cannot_be_used_is_an_error(source: str, messages: list[dict], words: str) -> None:
     with pytest.raises(InputError, match=f"mine: .*({words})"):
         ChatTemplate(source, {"bos_token": "<s>"}, name="mine").spans(messages, special=re.compile("<"))
+
+
+def test_null_is_a_missing_key() -> None:
+    """As in transformers: templates would write "None"."""
+    template = ChatTemplate(LOOP + "{{ message.content }}{{ message.tool_calls is defined }}{% endfor %}")
+    assert template.render([{"role": "user", "content": "a", "tool_calls": None}, {"content": None}]) == "aFalseFalse"
+
+
+def test_a_limit_of_memory_that_cannot_be_raised() -> None:
+    """`ulimit -v`, of which the process that renders inherits the hard limit."""
+    program = "from ligermodels.data.chat import ChatTemplate; print(ChatTemplate('a{{ messages }}').render([]))"
+    command = ["bash", "-c", 'ulimit -v 900000 && exec "$0" -c "$1"', sys.executable, program]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "a[]\n"
 
 
 @pytest.mark.parametrize("system", ["raises", "dropped", "taken", "added"])

@@ -446,3 +446,27 @@ def test_a_journal_of_another_moves_nothing(tmp_path: Path) -> None:
     (elsewhere / PLAN).write_text(json.dumps({"old": ["config.json"], "new": ["mine"]}))
     (out / JOURNAL).symlink_to(elsewhere)
     assert contents(out)[0] == 1e4 * OLD and (elsewhere / "mine").exists()
+
+
+def test_what_others_keep_there_stays(tmp_path: Path) -> None:
+    """Folders that other tools use as locks, beside a checkpoint and in it, are not what a killed save has left."""
+    out, files = tmp_path / "out", tmp_path / "files"
+    kept = [tmp_path / ".other.lock/mine", tmp_path / ".out.lock.d/mine", tmp_path / ".else.0a1b2c3d.partial/mine"]
+    for path in kept:
+        path.parent.mkdir()
+        path.write_text("mine")
+    sharded(OLD, files, out)
+    (out / ".git.lock").mkdir()
+    (out / ".git.lock/mine").write_text("mine")
+    sharded(NEW, files, out, overwrite=True)
+    assert contents(out)[0] == 1e4 * NEW
+    assert all(path.read_text() == "mine" for path in (*kept, out / ".git.lock/mine"))
+    (tmp_path / "locked/.git.lock").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="is not empty"):
+        sharded(NEW, files, tmp_path / "locked")
+
+
+def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("out")
+    with pytest.raises(CheckpointError, match="out: "):
+        sharded(OLD, tmp_path / "files", tmp_path / "out")

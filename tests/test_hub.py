@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from hub_server import COMMIT, TOKEN, Hub, serving
+from huggingface_hub.utils import get_session
 
 from ligermodels.convert import hub as hub_module
+from ligermodels.convert.patience import patient
 from ligermodels.errors import CheckpointError, HubError
 
 CHILD = """
@@ -238,3 +240,18 @@ def test_a_time_limit_that_is_none(hub: Hub, tmp_path: Path) -> None:
             kind == "HubError"
             and f"LIGERMODELS_HUB_TIMEOUT: must be a number of seconds above 0, got '{limit}'" in message
         )
+
+
+def test_two_downloads_at_a_time_leave_no_hooks() -> None:
+    """Of huggingface_hub's client, which all threads share; what is left would end requests that are none of ours."""
+
+    def hooks() -> dict[str, list[object]]:
+        return {event: list(found) for event, found in get_session().event_hooks.items()}
+
+    before, first, second = hooks(), patient("some/first"), patient("some/second")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert hooks() != before
+    second.__exit__(None, None, None)
+    assert hooks() == before

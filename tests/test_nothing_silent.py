@@ -381,6 +381,8 @@ def test_no_items_in_a_batch(kind: Any) -> None:
         for wrong in (0, -3):
             with pytest.raises(InputError, match=r"num_items_in_batch: must be (a number )?(above|of at least) 0"):
                 model(ids, labels=ids, num_items_in_batch=kind(wrong))
+    with pytest.raises(InputError, match=r"num_items_in_batch: must be one number, got a tensor of shape \(2,\)"):
+        base(ids, labels=ids, num_items_in_batch=torch.tensor([5, 5]))
 
 
 def test_arguments_without_an_effect_are_errors() -> None:

@@ -45,7 +45,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         self.decoder = Decoder(config)
         self.head = LMHead(config.hidden_size, config.vocab_size, config.head)
         self._tie()
-        self.register_load_state_dict_post_hook(lambda model, _: model._after_loading())
+        self.register_load_state_dict_post_hook(_after_loading)
         self.reset_parameters()
 
     @property
@@ -55,11 +55,6 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
     def _tie(self) -> None:
         if self.config.head.tied and isinstance(self.head, LMHead) and hasattr(self.decoder.embed, "weight"):
             self.head.weight = self.decoder.embed.weight
-
-    def _after_loading(self) -> None:
-        # With `assign`, tied weights are two parameters, and what no state has is still on the meta device.
-        self._tie()
-        fill_meta_buffers(self, self.config.initializer_range)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Moving between devices makes new Parameters, each module its own: tie them again.
@@ -355,3 +350,9 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
 
 
 _RECOMPUTE: dict[str, ActivationCheckpointing] = {"nothing": "none", "activations": "selective", "blocks": "full"}
+
+
+def _after_loading(model: CausalLM, _: object) -> None:
+    # With `assign`, tied weights are two parameters, and what no state has is still on the meta device.
+    model._tie()
+    fill_meta_buffers(model, model.config.initializer_range)

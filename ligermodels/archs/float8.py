@@ -10,7 +10,7 @@ from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.lora import check_untouched
-from ligermodels.errors import BackendError, InputError
+from ligermodels.errors import BackendError, InputError, short
 from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import is_sharded
@@ -30,7 +30,8 @@ def float8(
     """Let the linear layers of the blocks compute in float8, forward and backward, in place.
 
     Weights stay what they are, in the model, its checkpoints and the optimizer: each forward pass casts them, but those
-    that need no gradient once. Embeddings, head, norms, routers, experts, attention and the residual stay in the
+    that need no gradient once, and again when they are changed (but for changes in place through `.data`, which PyTorch
+    does not count). Embeddings, head, norms, routers, experts, attention and the residual stay in the
     model's dtype. It holds in training mode, and wherever gradients are recorded; in eval mode under `torch.no_grad`,
     as in generation, layers compute in their own dtype.
 
@@ -56,6 +57,8 @@ def float8(
             raise InputError(f"{name}: must be a number of blocks, 0 to {len(blocks)}, got {value!r}")
     if isinstance(exclude, str):
         raise InputError(f"exclude: must be a sequence of patterns, got {exclude!r}; give [{exclude!r}]")
+    if not isinstance(exclude, Sequence) or not all(isinstance(each, str) for each in exclude):
+        raise InputError(f"exclude: must be a sequence of patterns, got {short(exclude)}")
     used: set[str] = set()
 
     def excluded(block: str, name: str) -> bool:

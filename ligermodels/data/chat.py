@@ -116,7 +116,10 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         known = {"tools": None, "documents": None, **self.tokens, **variables}
-        known |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        # As in transformers: OpenAI's API and columns of tables have null where a key is missing, and templates do not
+        # expect it (they write "None").
+        turns = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        known |= {"messages": turns, "add_generation_prompt": add_generation_prompt}
         return rendering.render(self.name, self.source, self.now, known)
 
     def spans(

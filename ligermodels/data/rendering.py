@@ -145,7 +145,9 @@ class _GenerationTag(Extension):
 
 def serve() -> None:
     """Answer requests, a line each, until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v` may have set one, which cannot be raised
+    limit = BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in sys.stdin.buffer:
         try:
             seconds, *request = json.loads(line)

@@ -236,12 +236,14 @@ class Targets:
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:
     """total / num_items_in_batch, scalars; 0 / 0 is 0: without a target in all batches there is no loss.
 
-    Raises InputError for a negative number, and for 0 where the total is another; of a tensor on a GPU that is a device
-    assertion.
+    Raises InputError for several numbers, for a negative one, and for 0 where the total is another; of a tensor on a
+    GPU the last two are device assertions.
     """
     message = "num_items_in_batch: must be above 0, the number of targets; 0 only where no label is counted"
     if isinstance(num_items_in_batch, Tensor):
         items = num_items_in_batch
+        if items.numel() != 1:
+            raise InputError(f"num_items_in_batch: must be one number, got a tensor of shape {tuple(items.shape)}")
         assert_async((items > 0) | (items == 0) & (total == 0), f"{message}; got another tensor")
         return total / items.masked_fill(items == 0, 1)
     if not num_items_in_batch >= 0:

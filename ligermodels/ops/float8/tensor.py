@@ -51,6 +51,10 @@ class Float8Tensor(Tensor):
             q = self.columns[:, : self.shape[:-1].numel()].t()
         return (q.float() * self.scale).to(self.dtype).reshape(self.shape)
 
+    def __coerce_same_metadata_as_tangent__(self, expected_metadata: Any, expected_type: type | None = None) -> Any:
+        """What torch.compile, which has planned with plain gradients, gets for one."""
+        return self.dequantize() if expected_type is Tensor else None
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (_aten.detach.default, _aten.alias.default):
