@@ -76,7 +76,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
                 "tensor: the base of this model has been spread by itself; make the model on a base that has not, and "
                 "spread them together"
             )
-        if not any(map(is_tensor_parallel, model.modules())):
+        if before is None or not any(map(is_tensor_parallel, model.modules())):
             tensor_parallel(model, meshes.parameters["tensor"])
     if plan.expert > 1:
         expert_parallel(model, cast(DeviceMesh, meshes.experts)["expert"])
