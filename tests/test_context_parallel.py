@@ -19,6 +19,7 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
+from ligermodels.speculative.joint import frozen_copy
 
 FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "gpt_oss", "phi3", "qwen3_moe", "deepseek_v3")
 """Untied; tied; windows and softcap; norms of queries and keys; sinks; frequencies that go by the row's length; a
@@ -142,6 +143,11 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     for inputs in inputs_of_all_kinds().values():
         check_pass(both[1], both[0], inputs)
     assert torch.equal(whole(next(both[1].parameters())), next(both[0].parameters()))
+    # A reference, spread alike.
+    copied, ids = frozen_copy(both[1]), batch(0)["input_ids"]
+    assert [p.placements for p in copied.parameters()] == [p.placements for p in both[1].parameters()]
+    with torch.no_grad():
+        assert torch.equal(copied(ids).logits, both[1](ids).logits)
 
 
 def test_families(tmp_path: Path) -> None:

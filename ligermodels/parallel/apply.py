@@ -15,6 +15,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import FullPrecision
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
+from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.parallel.expert import check_expert_parallel, expert_parallel
 from ligermodels.parallel.fsdp import fsdp
 from ligermodels.parallel.plan import ParallelPlan
@@ -75,7 +76,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
                 "tensor: the base of this model has been spread by itself; make the model on a base that has not, and "
                 "spread them together"
             )
-        if before is None:
+        if before is None or not any(map(is_tensor_parallel, model.modules())):
             tensor_parallel(model, meshes.parameters["tensor"])
     if plan.expert > 1:
         expert_parallel(model, cast(DeviceMesh, meshes.experts)["expert"])

@@ -222,6 +222,23 @@ def test_how_fla_is_called(monkeypatch: pytest.MonkeyPatch, lengths: list[int] |
     assert fla.run(*given.values(), state, bounds, False)[1].numel() == 0
 
 
+def test_fla_sees_bounds_that_were_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def rule(*operands: Tensor, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, None]:
+        seen.append(cu_seqlens)
+        return operands[2], None
+
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", SimpleNamespace(chunk_gated_delta_rule=rule))
+    x, bounds = torch.zeros(1, 6, 1, 2), torch.tensor([0, 2, 6], dtype=torch.int32)
+    for _ in range(2):  # two layers of a model
+        fla.run(x, x, x, x[..., 0], x[..., 0], None, bounds, False)
+    bounds.copy_(torch.tensor([0, 5, 6]))
+    fla.run(x, x, x, x[..., 0], x[..., 0], None, bounds, False)
+    assert seen[0] is seen[1] and seen[2] is not seen[0]
+    assert [each.tolist() for each in seen[1:]] == [[0, 2, 6], [0, 5, 6]]
+
+
 def test_which_calls_fla_refuses() -> None:
     request = fla.DeltaRequest("cuda", torch.bfloat16, 128, packed=True, continued=False, compiling=False)
     for change, reason in (

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ligermodels.ops.runtime.tensors import without_autocast
 
@@ -67,13 +68,28 @@ def run(
     """As `gated_delta_rule`."""
     rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     state = None if initial_state is None else initial_state.float()
+    bounds = None if cu_seqlens is None else _unchanging(cu_seqlens)
     with without_autocast(q):
         o, last = rule(
             q, k, v, g.float(), beta.float(), initial_state=state, output_final_state=final_state,
-            use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens,
+            use_qk_l2norm_in_kernel=True, cu_seqlens=bounds,
         )  # fmt: skip
     if not final_state:
         return o, o.new_empty(0)
     if cu_seqlens is not None:  # of each document: that of the last one that has tokens
         last = last[(cu_seqlens[:-1] < cu_seqlens[-1]).sum().view(1) - 1]
     return o, last
+
+
+_COPIES = WeakTensorKeyDictionary()
+
+
+def _unchanging(bounds: Tensor) -> Tensor:
+    """A copy of `bounds`, the same tensor until these are changed in place: what fla reads on the host it keeps by the
+    identity of the tensor, whatever its values have become."""
+    version = None if bounds.is_inference() else bounds._version
+    known = _COPIES.get(bounds)
+    if known is None or version is None or known[0] != version:
+        known = _COPIES[bounds] = version, bounds.clone()
+    found: Tensor = known[1]
+    return found
