@@ -27,9 +27,10 @@ from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import data_share, join, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.extension import check_longer, continue_schedule, warmup_steps
 from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare
-from ligermodels.training.inputs import content_of, documents_of, require_same_content, same_recipe
-from ligermodels.training.interruption import AgreedStop, Interrupted, sigterm, until
+from ligermodels.training.inputs import content_of, documents_of, length_changes, require_same_content, same_recipe
+from ligermodels.training.interruption import AgreedStop, Interrupted, stop_signals, until
 from ligermodels.training.job import Evaluation, JobFactory
 from ligermodels.training.loop import Hook, StepMetrics, is_due, train
 from ligermodels.training.metrics import Metrics
@@ -54,7 +55,7 @@ class Console:
 @dataclass(frozen=True)
 class Outcome:
     """The last step taken, of how many; the final evaluation, None without a validation split or when the run was
-    stopped; `stopped`: whether SIGTERM ended it, even if after the last step."""
+    stopped; `stopped`: whether a signal ended it, even if after the last step."""
 
     step: int
     steps: int
@@ -81,8 +82,12 @@ def run_job(
     (fingerprints of the files read).
 
     A run that was killed resumes with the losses of an uninterrupted one: bit for bit on a CPU of the same kind, and on
-    a GPU of the same kind where the backward of attention is deterministic. On SIGTERM the current step is finished, an
-    evaluation is abandoned (and repeated on resuming), a checkpoint is written, and the outcome is not `finished`.
+    a GPU of the same kind where the backward of attention is deterministic. On SIGTERM and Ctrl-C the current step is
+    finished, an evaluation is abandoned (and repeated on resuming) and a checkpoint is written; after SIGTERM the
+    outcome is not `finished`, after Ctrl-C KeyboardInterrupt is raised, and at once by a second one.
+
+    A resumed run may be given more steps, or epochs, than before. From there on its learning rates, and what else
+    depends on how many steps there are, are those of the longer run; a message says so.
 
     Only one run at a time has a folder. Of checkpoints that are damaged, or of another step than they say, it resumes
     from the one before, with a warning.
@@ -101,6 +106,7 @@ def run_job(
     Raises:
         ConfigError: the recipe has no base or data, a dtype that cannot be trained in, or a tokenizer that does not fit
             the base; or is not that of the checkpoint.
+        KeyboardInterrupt: Ctrl-C, after the checkpoint of the step has been written.
         InputError: the data cannot be read, has more unusable lines than allowed, or is not what the run started with.
         CheckpointError: the base, its tokenizer or template, or every checkpoint of the run is unusable; or the base is
             not the one that the run started with; or another run has the folder, or it cannot be written.
@@ -117,6 +123,8 @@ def run_job(
         outcome = run.train()
         if joined:
             run.ranks.gather(None)  # so that no rank leaves while another needs it
+        if run.is_interrupted:
+            raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")
         return outcome
     except (dist.DistError, RuntimeError) as error:
         if isinstance(error, LigerModelsError) or not (dist.is_initialized() and _is_of_peers(error)):
@@ -149,6 +157,7 @@ class _Run:
         self.micro_batch_size, self.accumulation_steps = recipe.micro_batches(self.data_size)
         self.checkpoints = Checkpoints(out / CHECKPOINTS, recipe.keep_checkpoints)
         self.start, self.targets, self.about = 0, 0, dict[str, Any]()
+        self.is_interrupted = False
         if resume and (found := self._first(self.checkpoints.newest)):
             self.start, self.about = found
             self.targets = self.about.get("targets", 0)
@@ -169,8 +178,13 @@ class _Run:
         if self.about:
             require_same_content(self.content, self.about["content"])
         self.indices, self.validation = self.documents.corpus.split(recipe.validation_fraction, recipe.seed)
-        self.steps = self.about["steps"] if self.about else self._count_steps()
-        wanted = min(40, self.steps // 10) if recipe.warmup_steps is None else recipe.warmup_steps
+        before = self.about.get("steps")
+        if before is None or length_changes(recipe, self.about["recipe"]):
+            self.steps = self._count_steps()
+            check_longer(self.steps, before or 0)
+        else:
+            self.steps = before
+        wanted = warmup_steps(recipe.warmup_steps, self.steps, self.about)
         self.warmup_steps = min(wanted, self.steps)
         if wanted > self.steps:
             console.say(f"warmup_steps: {wanted:,} is more than there are steps; all {self.steps:,} are warm-up")
@@ -244,7 +258,14 @@ class _Run:
         self.batches = Prefetcher(self._share(self._packed(self.indices, seed=recipe.seed)))
         if self.about:
             self.checkpoints.load(self.start, self.job.model, self.optimizer)
-            self.schedule.load_state_dict(self.about["schedule"])
+            continue_schedule(
+                self.schedule,
+                self.optimizer,
+                self.about["schedule"],
+                steps=self.steps,
+                before=self.about["steps"],
+                say=self.console.say,
+            )
             self.batches.load_state_dict(self.about["data"])
             self.console.say(f"resuming after step {self.start:,} of {self.steps:,}")
 
@@ -267,14 +288,14 @@ class _Run:
         return batches if self.data_size == 1 else RankBatches(batches, self.data_rank, self.data_size)
 
     def train(self) -> Outcome:
-        """Train to the end, or to SIGTERM, and export."""
+        """Train to the end, or to a signal, and export."""
         recipe = self.recipe
         self._first(lambda: prepare(self.out, recipe, self.content, start_over=not self.about))
         metrics = Metrics(self.out, after=self.start, writes=self.ranks.writes)
         evaluate_every = recipe.evaluate_every or self.steps
         evaluations: dict[int, Evaluation] = {}
         try:
-            with self.console.progress("training") as update, sigterm() as arrived:
+            with self.console.progress("training") as update, stop_signals(self.console.say) as arrived:
                 stop = AgreedStop(arrived)
 
                 def report(state: StepMetrics) -> None:
@@ -317,7 +338,7 @@ class _Run:
                         output_metrics=self.job.output_metrics,
                     )
                 self._ensure_checkpoint(step)
-                stopped = stop()
+                stopped, self.is_interrupted = stop(), arrived.is_ctrl_c
         except BaseException:
             with suppress(CheckpointError):  # of the checkpoint in progress; the first error counts
                 self.checkpoints.wait()
@@ -349,6 +370,7 @@ class _Run:
     def _save(self, step: int) -> None:
         about = {
             "steps": self.steps,
+            "warmup_steps": self.warmup_steps,
             "targets": self.targets,
             "recipe": self.recipe.settings(),
             "content": self.content,
