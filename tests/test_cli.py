@@ -21,7 +21,7 @@ from zoo import make_checkpoint
 
 import ligermodels as lm
 from ligermodels.cli import app
-from ligermodels.console import progress
+from ligermodels.console import progress, show_table
 from ligermodels.data.tokenizer import TextStream, Tokenizer
 from ligermodels.errors import LigerModelsError
 
@@ -384,11 +384,49 @@ def test_the_reader_goes_away(checkpoint: Path) -> None:
     assert process.returncode == 1
 
 
-def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def lines_of(screen: io.StringIO) -> list[str]:
+    return [re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", line).replace("\r", "") for line in screen.getvalue().splitlines()]
+
+
+def test_80_columns_elide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither step nor time of a progress bar, nor a number or a word of a table."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    screen, note = Terminal(), "loss 6.2530, 11,588 tokens/s, head accuracy 10% 11% 33% 22% 11% 50%, 112.4 GiB"
+    monkeypatch.setattr(sys, "stderr", screen)
+    for title in ("training", f"loading {'a-long-path/' * 12}"):
+        screen.truncate(screen.seek(0))
+        with progress(title) as update:
+            update(12345, 100000, note)
+        shown = lines_of(screen)
+        assert max(map(len, shown[1:])) <= 80 and "…" not in screen.getvalue()
+        assert any("12345/100000" in line and "-:--:--" in line for line in shown)
+        assert (
+            note in " ".join(line.strip() for line in shown)
+            and "".join(shown).count("a-long-path/") >= len(title) // 13
+        )
+
+    columns, row = ["head", "token", "loss", *(f"top-{k}" for k in range(1, 11))], [f"{i}00.{i}%" for i in range(10)]
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    show_table(columns, [("0", "t+2", "6.253", *row), ("1", "t+3", "6.253", *row)], numbers=range(2, 13))
+    shown = lines_of(screen)
+    assert max(map(len, shown)) <= 80
+    words = [word for line in shown for word in line.split()]
+    for cell, count in {**dict.fromkeys(columns[1:], 1), **dict.fromkeys(row, 2), "t+3": 1}.items():
+        assert words.count(cell) == count, cell
+    assert words.count("head") == words.count("1") == 2  # each part has the first column
+    screen.truncate(screen.seek(0))
+    show_table(["", ""], [("x" * 100, "y" * 100)])
+    assert max(map(len, lines_of(screen))) <= 80 and screen.getvalue().count("x") == screen.getvalue().count("y") == 100
+
+
+def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for screen, wanted in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", screen)
