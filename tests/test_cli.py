@@ -24,6 +24,7 @@ from ligermodels.cli import app
 from ligermodels.console import progress, show_table
 from ligermodels.data.tokenizer import TextStream, Tokenizer
 from ligermodels.errors import LigerModelsError
+from ligermodels.speculative.decoding import TreeStep
 
 CORPUS = Path(__file__).read_text()
 CONFIG = {**BASE, "vocab_size": 307, "hidden_size": 48, "num_hidden_layers": 2, "rope_theta": 777.0}
@@ -173,7 +174,7 @@ def test_export_casts_and_shards(checkpoint: Path, tmp_path: Path) -> None:
         assert torch.equal(found, wanted), name
 
 
-def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) -> None:
+def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": part}) + "\n" for part in CORPUS.split("\n\n\n")))
     heads = tmp_path / "heads"
@@ -201,6 +202,20 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) ->
     fast = ok(run("generate", checkpoint, "--medusa", heads, *prompt))
     assert fast.stdout == ok(run("generate", checkpoint, *prompt)).stdout
     assert "tokens per step" in fast.stderr
+    with monkeypatch.context() as broken:  # Ctrl-C in a step: the text of those before has been shown, and stays
+        steps, take = [], TreeStep.__call__
+
+        def interrupted(*arguments: Any) -> None:
+            steps.append(1)
+            if len(steps) == 3:
+                raise KeyboardInterrupt
+            take(*arguments)
+
+        broken.setattr(TreeStep, "__call__", interrupted)
+        result = run("generate", checkpoint, "--medusa", heads, *prompt)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    shown = result.stdout.removesuffix("\n")
+    assert shown and result.stdout.endswith("\n") and len(shown) < len(fast.stdout) and fast.stdout.startswith(shown)
 
     ok(run("medusa", "export", checkpoint, heads, tmp_path / "vllm", "--profile", "vllm"))
     exported = load_file(tmp_path / "vllm" / "model.safetensors")
@@ -311,6 +326,8 @@ def test_bad_input_is_one_line_and_exit_code_1(broken: Path, case: str) -> None:
     [
         ("generate", "PATH"),
         ("genrate", "genrate"),
+        ("--verbose info x", "--verbose"),
+        ("medusa trian", "trian"),
         ("generate x --prompt a --dtype int3", "float32"),
         ("generate x --prompt a --device gpu", "gpu"),
         ("generate x --prompt a --max-new-tokens 0", "max-new-tokens"),
@@ -323,7 +340,8 @@ def test_bad_input_is_one_line_and_exit_code_1(broken: Path, case: str) -> None:
 def test_wrong_usage_is_exit_code_2(arguments: str, words: str) -> None:
     result = run(*arguments.split())
     assert (result.exit_code, result.stdout) == (2, "")
-    assert words in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert re.fullmatch(r"error: .* \(see `\S.* --help`\)", line) and words in line
 
 
 def test_debug_lets_the_error_through(broken: Path) -> None:
@@ -339,7 +357,7 @@ def test_interrupted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(lm.CausalLM, "forward", interrupted)
     result = run("generate", checkpoint, "--prompt", "x")
-    assert (result.exit_code, result.output) == (130, "error: interrupted\n")
+    assert (result.exit_code, result.output) == (130, "interrupted\n")
 
 
 def test_verify_without_transformers_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +384,22 @@ def test_a_process_off_a_terminal(checkpoint: Path, tmp_path: Path) -> None:
     process = start("export", checkpoint, tmp_path / "out")
     assert process.communicate() == ("", f"wrote {tmp_path / 'out'}\n")
     assert process.returncode == 0
+
+
+def test_completion_in_a_shell() -> None:
+    """What the script that `--install-completion` installs calls; without torch, as that would take seconds."""
+    environment = {**os.environ, "_LIGERMODELS_COMPLETE": "complete_bash", "PYTHONPROFILEIMPORTTIME": "1"}
+    command = [sys.executable, "-m", "ligermodels"]
+    for words, at, wanted in (
+        ("ligermodels ge", 1, "generate"),
+        ("ligermodels medusa train --warm", 3, "--warmup-steps"),
+    ):
+        environment |= {"COMP_WORDS": words, "COMP_CWORD": str(at)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [wanted], done.stderr[-500:]
+        assert " torch\n" not in done.stderr and " typer\n" in done.stderr
+    shown = subprocess.run([*command, "--show-completion", "bash"], capture_output=True, text=True, check=True).stdout
+    assert "_LIGERMODELS_COMPLETE=complete_bash" in shown and "complete -o default" in shown
 
 
 def test_a_repository_offline() -> None:
