@@ -20,6 +20,7 @@ from zoo import LLAMA as BASE
 from zoo import make_checkpoint
 
 import ligermodels as lm
+from ligermodels import pretrained
 from ligermodels.cli import app
 from ligermodels.console import progress, show_table
 from ligermodels.data.tokenizer import TextStream, Tokenizer
@@ -277,7 +278,7 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
     "no weights": (without("model.safetensors"), ["verify", "{folder}"], "model.safetensors"),
     "no tokenizer": (without("tokenizer.json"), GENERATE, "tokenizer.json: no such file"),
     "bad tokenizer": (with_content("tokenizer.json", "{}"), GENERATE, "tokenizer.json: not a tokenizer"),
-    "output in use": (None, ["export", "{folder}", "{folder}"], "not empty"),
+    "output in use": (None, ["export", "{folder}", "{folder}"], "not an empty folder"),
     "output of training in use": (
         None,
         ["medusa", "train", "{folder}", "--out", "{folder}", "--data", "x"],
@@ -319,6 +320,44 @@ def test_bad_input_is_one_line_and_exit_code_1(broken: Path, case: str) -> None:
     assert result.stderr.splitlines()[-1:] == errors and words in errors[0]
     assert "Traceback" not in result.output and result.stdout == ""
     assert sorted(broken.rglob("*")) == before, "something was left behind"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("generate {model} --prompt x --heads {here}/none", "none"),
+        ("chat {model} --heads {here}/none", "none"),
+        ("chat {model} --adapter {here}/none", "none"),
+        ("export {model} {model}", "--overwrite"),
+        ("export {model} {here}/out --heads {here}/none", "none"),
+        ("verify {model} --reference {here}/none", "none"),
+        ("verify {model} --text {here}/none", "none"),
+        ("medusa eval {model} {here}/none --data {here}/text.txt", "none"),
+        ("medusa eval {model} {model} --data {here}/none", "none"),
+        ("medusa eval {model} {model} --data {here}/text.txt --plot {here}/none/plot.png", "none"),
+        ("medusa export {model} {here}/none {here}/out", "none"),
+        ("medusa train {model} --data {here}/text.txt --out {here}/out --start-from {here}/none", "none"),
+        ("medusa train {model} --data {here}/text.txt --out {here}/text.txt", "text.txt"),
+        ("train {model} --data {here}/text.txt --out {here}/out --chat-template {here}/none", "none"),
+        ("train {here}/none --data {here}/text.txt --out {here}/out", "none"),
+        ("train {model} --data {here}/none --out {here}/out", "none"),
+        ("train {model} --recipe {here}/none.yaml --out {here}/out", "none.yaml"),
+        ("mtp export {model} {here}/none {here}/out", "none"),
+        ("medusa self-distillation-data {model} --data {here}/text.txt --out {here}/none/own.jsonl", "none"),
+    ],
+)
+def test_paths_are_checked_before_work_begins(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, words: str
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("weights have been read")
+
+    monkeypatch.setattr(pretrained, "reading", work)
+    (tmp_path / "text.txt").write_text(CORPUS)
+    result = run(*arguments.format(model=checkpoint, here=tmp_path).split())
+    assert result.exit_code == 1, (result.output, result.exception)
+    assert result.stderr.count("error: ") == 1 and words in result.stderr.splitlines()[-1] and result.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ def chat(
 
     place = options.device_named(device)
     source = models.find(path, adapter)
+    if heads is not None:
+        options.require_heads(heads)
     tokenizer = Tokenizer(source.tokenizer)
     template = ChatTemplate.from_folder(source.tokenizer, chat_template or source.chat_template)
     model = source.load(dtype, place, attention)

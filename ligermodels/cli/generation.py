@@ -51,6 +51,8 @@ def generate(
 
     place = options.device_named(device)
     source = models.find(path, adapter)
+    if medusa is not None:
+        options.require_heads(medusa)
     tokenizer = Tokenizer(source.tokenizer)
     ids = [tokenizer.encode(text) for text in prompts]
     model = source.load(dtype, place, attention)

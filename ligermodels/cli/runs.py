@@ -90,6 +90,9 @@ def train_heads(
     out = require_given(chosen, out, "BASE")
     place = options.device_named(device)
     require_usable(out, resume=resume, overwrite=overwrite)
+    start: str | None = chosen.settings().get("start_from")
+    if start is not None and not resume:
+        options.require_heads(start)
 
     from ligermodels import training
     from ligermodels.cli.evaluation import show_scores

@@ -24,8 +24,10 @@ Content = dict[str, list[Fingerprint]]
 """Fingerprints of the files of each of BY_CONTENT."""
 
 
-def documents_of(recipe: TrainingRecipe, base: Base, say: Callable[[str], object]) -> Documents:
-    """The recipe's data as documents, by the tokenizer of `base`."""
+def documents_of(
+    recipe: TrainingRecipe, base: Base, say: Callable[[str], object], *, piece: int | None = None
+) -> Documents:
+    """The recipe's data as documents, by the tokenizer of `base`; long texts in pieces of so many bytes."""
     return Documents.of_checkpoint(
         base.tokenizer,
         recipe.data,
@@ -34,6 +36,7 @@ def documents_of(recipe: TrainingRecipe, base: Base, say: Callable[[str], object
         date=recipe.date,
         max_bad_lines=recipe.max_bad_lines,
         on_bad_line=say,
+        piece=piece,
     )
 
 
