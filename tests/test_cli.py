@@ -218,6 +218,10 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path, mo
     shown = result.stdout.removesuffix("\n")
     assert shown and result.stdout.endswith("\n") and len(shown) < len(fast.stdout) and fast.stdout.startswith(shown)
 
+    ok(run("export", checkpoint, tmp_path / "whole", "--heads", heads))
+    shown = ok(run("info", tmp_path / "whole", "--json"))
+    assert json.loads(shown.stdout)["medusa_heads"]["heads"] == 3 and not shown.stderr  # no field is unknown
+
     ok(run("medusa", "export", checkpoint, heads, tmp_path / "vllm", "--profile", "vllm"))
     exported = load_file(tmp_path / "vllm" / "model.safetensors")
     head = load_file(checkpoint / "model.safetensors")["lm_head.weight"]
