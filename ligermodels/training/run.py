@@ -338,7 +338,8 @@ class _Run:
                         output_metrics=self.job.output_metrics,
                     )
                 self._ensure_checkpoint(step)
-                stopped, self.is_interrupted = stop(), arrived.is_ctrl_c
+                stopped = stop()
+                self.is_interrupted = stopped and arrived.is_ctrl_c
         except BaseException:
             with suppress(CheckpointError):  # of the checkpoint in progress; the first error counts
                 self.checkpoints.wait()
