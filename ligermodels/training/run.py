@@ -33,7 +33,7 @@ from ligermodels.training.inputs import content_of, documents_of, length_changes
 from ligermodels.training.interruption import AgreedStop, Interrupted, stop_signals, until
 from ligermodels.training.job import Evaluation, JobFactory
 from ligermodels.training.loop import Hook, StepMetrics, is_due, train
-from ligermodels.training.metrics import Metrics
+from ligermodels.training.metrics import Metrics, progress_note
 from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
 from ligermodels.training.recipe import R, TrainingRecipe
 
@@ -300,7 +300,7 @@ class _Run:
 
                 def report(state: StepMetrics) -> None:
                     self.targets = state.targets
-                    update(state.step, state.steps, _note(state))
+                    update(state.step, state.steps, progress_note(state))
                     metrics.write_report(state)
 
                 def evaluate(step: int) -> None:
@@ -395,17 +395,3 @@ class _Run:
             return until(stop, self._share(islice(found, limit)))
 
         return self.job.evaluate(batches)
-
-
-def _note(state: StepMetrics) -> str:
-    """The text beside the progress bar."""
-    parts = [f"loss {state.loss:.4f}", f"{state.tokens_per_second:,.0f} tokens/s"]
-    for name, value in state.each[-1].losses.items():
-        if not isinstance(value, list):
-            parts.append(f"{name.replace('_', ' ')} {value:.4f}")
-    for name, value in state.ratios.items():
-        shares = value if isinstance(value, list) else [value]
-        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in shares)}")
-    if state.peak_memory is not None:
-        parts.append(f"{state.peak_memory / 2**30:.1f} GiB")
-    return ", ".join(parts)
