@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 
 class ProgressUpdate(Protocol):
@@ -44,18 +46,48 @@ def say(message: str) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> None:
-    """Print a table on standard output; columns with an index in `numbers` are right-aligned."""
-    screen = console()
-    table = Table(box=SIMPLE_HEAD if screen.is_terminal else None, pad_edge=False, show_header=any(columns))
-    right = set(numbers)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    with screen.capture() as shown:
-        screen.print(table)
-    for line in shown.get().splitlines():
-        screen.out(line.rstrip(), highlight=False)
+    """Print a table on standard output; columns with an index in `numbers` are right-aligned.
+
+    Where it is wider than the terminal, texts are folded; numbers are not, but stand in further tables below, each with
+    the first column.
+    """
+    screen, rows, right = console(), list(rows), set(numbers)
+    least = [_least_width(column, (row[i] for row in rows), i in right) for i, column in enumerate(columns)]
+    for group in _groups(least, screen.width):
+        table = Table(box=SIMPLE_HEAD if screen.is_terminal else None, pad_edge=False, show_header=any(columns))
+        for i in group:
+            justify: Literal["left", "right"] = "right" if i in right else "left"
+            table.add_column(columns[i], justify=justify, overflow="fold", min_width=least[i])
+        for row in rows:
+            table.add_row(*(row[i] for i in group))
+        with screen.capture() as shown:
+            screen.print(table)
+        for line in shown.get().splitlines():
+            screen.out(line.rstrip(), highlight=False)
+
+
+GAP = 3
+"""Characters between two columns, and around a table, at most."""
+FOLDED = 16
+"""Texts of table cells are not folded to fewer characters."""
+
+
+def _least_width(column: str, cells: Iterable[str], is_number: bool) -> int:
+    """Characters that a column needs: its longest number, or some of its longest text, and each word of its title."""
+    longest = max(map(cell_len, cells), default=0)
+    return max(longest if is_number else min(longest, FOLDED), *map(cell_len, column.split()), 1)
+
+
+def _groups(widths: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of each of as few tables as fit the width: the first column, and as many others as have room."""
+    found, used = [[0]], GAP + widths[0]
+    for i in range(1, len(widths)):
+        if used + GAP + widths[i] > width and len(found[-1]) > 1:
+            found.append([0])
+            used = GAP + widths[0]
+        found[-1].append(i)
+        used += GAP + widths[i]
+    return found
 
 
 def print_json(content: Any) -> None:
@@ -83,11 +115,19 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
         yield lambda done, total, note="": say(f"{what}: {done} of {total}, {note}") if note else None
         return
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    note = TextColumn("{task.fields[note]}", markup=False)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), amount, TimeRemainingColumn(), note)
-    with Progress(*columns, console=screen, transient=True) as bar:
+    # What is too long for the terminal is folded in the first column: the amount and the time are always there whole.
+    title = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
+    with _Bar(title, BarColumn(bar_width=20), amount, TimeRemainingColumn(), console=screen, transient=True) as bar:
         task = bar.add_task(what, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+
+
+class _Bar(Progress):
+    """A progress bar with the note below it."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(task.fields["note"], overflow="fold") for task in self.tasks if task.fields["note"])
 
 
 def _notebook_line(what: str, in_bytes: bool) -> ProgressUpdate:

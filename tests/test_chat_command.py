@@ -85,6 +85,16 @@ def test_an_answer_ends_with_its_turn(speaker: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0 and result.stdout == "\n", result.output
 
 
+def test_ctrl_c_at_the_prompt_ends_a_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def read(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    converse(lambda *_: pytest.fail("there is no turn"), [])
+    assert capsys.readouterr().out == "\n"
+
+
 def test_in_a_terminal(speaker: Path) -> None:
     (first,) = answers(speaker, ["Hi"], [])
     ours, theirs = pty.openpty()

@@ -20,10 +20,12 @@ from zoo import LLAMA as BASE
 from zoo import make_checkpoint
 
 import ligermodels as lm
+from ligermodels import pretrained
 from ligermodels.cli import app
-from ligermodels.console import progress
+from ligermodels.console import progress, show_table
 from ligermodels.data.tokenizer import TextStream, Tokenizer
 from ligermodels.errors import LigerModelsError
+from ligermodels.speculative.decoding import TreeStep
 
 CORPUS = Path(__file__).read_text()
 CONFIG = {**BASE, "vocab_size": 307, "hidden_size": 48, "num_hidden_layers": 2, "rope_theta": 777.0}
@@ -173,7 +175,7 @@ def test_export_casts_and_shards(checkpoint: Path, tmp_path: Path) -> None:
         assert torch.equal(found, wanted), name
 
 
-def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) -> None:
+def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": part}) + "\n" for part in CORPUS.split("\n\n\n")))
     heads = tmp_path / "heads"
@@ -201,6 +203,24 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path) ->
     fast = ok(run("generate", checkpoint, "--medusa", heads, *prompt))
     assert fast.stdout == ok(run("generate", checkpoint, *prompt)).stdout
     assert "tokens per step" in fast.stderr
+    with monkeypatch.context() as broken:  # Ctrl-C in a step: the text of those before has been shown, and stays
+        steps, take = [], TreeStep.__call__
+
+        def interrupted(*arguments: Any) -> None:
+            steps.append(1)
+            if len(steps) == 3:
+                raise KeyboardInterrupt
+            take(*arguments)
+
+        broken.setattr(TreeStep, "__call__", interrupted)
+        result = run("generate", checkpoint, "--medusa", heads, *prompt)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    shown = result.stdout.removesuffix("\n")
+    assert shown and result.stdout.endswith("\n") and len(shown) < len(fast.stdout) and fast.stdout.startswith(shown)
+
+    ok(run("export", checkpoint, tmp_path / "whole", "--heads", heads))
+    shown = ok(run("info", tmp_path / "whole", "--json"))
+    assert json.loads(shown.stdout)["medusa_heads"]["heads"] == 3 and not shown.stderr  # no field is unknown
 
     ok(run("medusa", "export", checkpoint, heads, tmp_path / "vllm", "--profile", "vllm"))
     exported = load_file(tmp_path / "vllm" / "model.safetensors")
@@ -262,7 +282,7 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
     "no weights": (without("model.safetensors"), ["verify", "{folder}"], "model.safetensors"),
     "no tokenizer": (without("tokenizer.json"), GENERATE, "tokenizer.json: no such file"),
     "bad tokenizer": (with_content("tokenizer.json", "{}"), GENERATE, "tokenizer.json: not a tokenizer"),
-    "output in use": (None, ["export", "{folder}", "{folder}"], "not empty"),
+    "output in use": (None, ["export", "{folder}", "{folder}"], "not an empty folder"),
     "output of training in use": (
         None,
         ["medusa", "train", "{folder}", "--out", "{folder}", "--data", "x"],
@@ -309,8 +329,48 @@ def test_bad_input_is_one_line_and_exit_code_1(broken: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ("generate {model} --prompt x --heads {here}/none", "none"),
+        ("chat {model} --heads {here}/none", "none"),
+        ("chat {model} --adapter {here}/none", "none"),
+        ("export {model} {model}", "--overwrite"),
+        ("export {model} {here}/out --heads {here}/none", "none"),
+        ("verify {model} --reference {here}/none", "none"),
+        ("verify {model} --text {here}/none", "none"),
+        ("medusa eval {model} {here}/none --data {here}/text.txt", "none"),
+        ("medusa eval {model} {model} --data {here}/none", "none"),
+        ("medusa eval {model} {model} --data {here}/text.txt --plot {here}/none/plot.png", "none"),
+        ("medusa export {model} {here}/none {here}/out", "none"),
+        ("medusa train {model} --data {here}/text.txt --out {here}/out --start-from {here}/none", "none"),
+        ("medusa train {model} --data {here}/text.txt --out {here}/text.txt", "text.txt"),
+        ("train {model} --data {here}/text.txt --out {here}/out --chat-template {here}/none", "none"),
+        ("train {here}/none --data {here}/text.txt --out {here}/out", "none"),
+        ("train {model} --data {here}/none --out {here}/out", "none"),
+        ("train {model} --recipe {here}/none.yaml --out {here}/out", "none.yaml"),
+        ("mtp export {model} {here}/none {here}/out", "none"),
+        ("medusa self-distillation-data {model} --data {here}/text.txt --out {here}/none/own.jsonl", "none"),
+    ],
+)
+def test_paths_are_checked_before_work_begins(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, words: str
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("weights have been read")
+
+    monkeypatch.setattr(pretrained, "reading", work)
+    (tmp_path / "text.txt").write_text(CORPUS)
+    result = run(*arguments.format(model=checkpoint, here=tmp_path).split())
+    assert result.exit_code == 1, (result.output, result.exception)
+    assert result.stderr.count("error: ") == 1 and words in result.stderr.splitlines()[-1] and result.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         ("generate", "PATH"),
         ("genrate", "genrate"),
+        ("--verbose info x", "--verbose"),
+        ("medusa trian", "trian"),
         ("generate x --prompt a --dtype int3", "float32"),
         ("generate x --prompt a --device gpu", "gpu"),
         ("generate x --prompt a --max-new-tokens 0", "max-new-tokens"),
@@ -323,7 +383,8 @@ def test_bad_input_is_one_line_and_exit_code_1(broken: Path, case: str) -> None:
 def test_wrong_usage_is_exit_code_2(arguments: str, words: str) -> None:
     result = run(*arguments.split())
     assert (result.exit_code, result.stdout) == (2, "")
-    assert words in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert re.fullmatch(r"error: .* \(see `\S.* --help`\)", line) and words in line
 
 
 def test_debug_lets_the_error_through(broken: Path) -> None:
@@ -339,7 +400,7 @@ def test_interrupted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(lm.CausalLM, "forward", interrupted)
     result = run("generate", checkpoint, "--prompt", "x")
-    assert (result.exit_code, result.output) == (130, "error: interrupted\n")
+    assert (result.exit_code, result.output) == (130, "interrupted\n")
 
 
 def test_verify_without_transformers_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +429,22 @@ def test_a_process_off_a_terminal(checkpoint: Path, tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+def test_completion_in_a_shell() -> None:
+    """What the script that `--install-completion` installs calls; without torch, as that would take seconds."""
+    environment = {**os.environ, "_LIGERMODELS_COMPLETE": "complete_bash", "PYTHONPROFILEIMPORTTIME": "1"}
+    command = [sys.executable, "-m", "ligermodels"]
+    for words, at, wanted in (
+        ("ligermodels ge", 1, "generate"),
+        ("ligermodels medusa train --warm", 3, "--warmup-steps"),
+    ):
+        environment |= {"COMP_WORDS": words, "COMP_CWORD": str(at)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [wanted], done.stderr[-500:]
+        assert " torch\n" not in done.stderr and " typer\n" in done.stderr
+    shown = subprocess.run([*command, "--show-completion", "bash"], capture_output=True, text=True, check=True).stdout
+    assert "_LIGERMODELS_COMPLETE=complete_bash" in shown and "complete -o default" in shown
+
+
 def test_a_repository_offline() -> None:
     process = start("info", "nobody/nothing")
     shown, messages = process.communicate()
@@ -384,11 +461,49 @@ def test_the_reader_goes_away(checkpoint: Path) -> None:
     assert process.returncode == 1
 
 
-def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def lines_of(screen: io.StringIO) -> list[str]:
+    return [re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", line).replace("\r", "") for line in screen.getvalue().splitlines()]
+
+
+def test_80_columns_elide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither step nor time of a progress bar, nor a number or a word of a table."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    screen, note = Terminal(), "loss 6.2530, 11,588 tokens/s, head accuracy 10% 11% 33% 22% 11% 50%, 112.4 GiB"
+    monkeypatch.setattr(sys, "stderr", screen)
+    for title in ("training", f"loading {'a-long-path/' * 12}"):
+        screen.truncate(screen.seek(0))
+        with progress(title) as update:
+            update(12345, 100000, note)
+        shown = lines_of(screen)
+        assert max(map(len, shown[1:])) <= 80 and "…" not in screen.getvalue()
+        assert any("12345/100000" in line and "-:--:--" in line for line in shown)
+        assert (
+            note in " ".join(line.strip() for line in shown)
+            and "".join(shown).count("a-long-path/") >= len(title) // 13
+        )
+
+    columns, row = ["head", "token", "loss", *(f"top-{k}" for k in range(1, 11))], [f"{i}00.{i}%" for i in range(10)]
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    show_table(columns, [("0", "t+2", "6.253", *row), ("1", "t+3", "6.253", *row)], numbers=range(2, 13))
+    shown = lines_of(screen)
+    assert max(map(len, shown)) <= 80
+    words = [word for line in shown for word in line.split()]
+    for cell, count in {**dict.fromkeys(columns[1:], 1), **dict.fromkeys(row, 2), "t+3": 1}.items():
+        assert words.count(cell) == count, cell
+    assert words.count("head") == words.count("1") == 2  # each part has the first column
+    screen.truncate(screen.seek(0))
+    show_table(["", ""], [("x" * 100, "y" * 100)])
+    assert max(map(len, lines_of(screen))) <= 80 and screen.getvalue().count("x") == screen.getvalue().count("y") == 100
+
+
+def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for screen, wanted in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", screen)

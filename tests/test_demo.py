@@ -69,6 +69,12 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
         assert AutoTokenizer.from_pretrained(folder / name).decode(ids[0]) == text
     medusa = lm.MedusaModel.from_pretrained(model, folder / "medusa")
     assert torch.equal(medusa.generate(ids, 20), model.generate(ids, 20))
+    # A sample of text, as the model continues it without heads.
+    sample, ours = results["sample"], lm.Tokenizer.from_pretrained(folder / "model")
+    prompt = ours.encode(sample["prompt"])
+    new = model.generate([prompt], 80, do_sample=False)[0, len(prompt) :].tolist()
+    assert len(prompt) >= 5 and sample["continuation"] == ours.continuation(prompt, new)
+    assert f"«{sample['continuation'].rstrip()}»" in captured.out.replace("\n  ", "\n")
     joint = lm.from_pretrained(folder / "joint")
     assert all(not torch.equal(a, b) for a, b in zip(joint.parameters(), model.parameters(), strict=True))
     chat, adapter = results["fine_tuning"]["chat"], results["fine_tuning"]["adapter"]

@@ -156,7 +156,7 @@ def test_on_the_gpu(name: str, lora: bool) -> None:
     for key, gradient in first.items():
         if wanted[key].any():  # of LoRA's A nothing at first
             cosine, ratio = agreement(gradient, wanted[key])
-            assert cosine > 0.93 and 0.9 < ratio < 1.1, (key, cosine, ratio)
+            assert cosine > 0.93 and 0.85 < ratio < 1.15, (key, cosine, ratio)
     for mode in ("none", "selective", "full"):
         model.activation_checkpointing = mode
         found = of(model)

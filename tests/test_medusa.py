@@ -310,9 +310,14 @@ def test_batches_decode_as_each_row_alone(kind: Any, batch: int) -> None:
             rows = [row[:end] + [0] * (max(ends) - end) for row, end in zip(wanted, ends, strict=True)]
             options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": 0}
             assert model.generate(prompts, **options)[:, -max(ends) :].tolist() == rows
-            out = medusa_generate(model, propose, prompts, tree=tree, **options)
+            gained: list[list[list[int]]] = []
+            out = medusa_generate(model, propose, prompts, tree=tree, **options, on_tokens=gained.append)
             assert out.sequences[:, -max(ends) :].tolist() == rows
             assert out.new_tokens == sum(ends)
+            # As they come: one of each row from the prefill, then those of each step.
+            streamed = [[token for step in gained for token in step[i]] for i in range(batch)]
+            assert streamed == [row[:end] for row, end in zip(rows, ends, strict=True)]
+            assert len(gained) == out.passes + 1 and [len(row) for row in gained[0]] == [1] * batch
             # Past its original context a dynamic rope gives each token frequencies of its own: one token a step.
             assert out.tokens_per_step >= (1.0 if name == "dynamic" else 1.3) or eos
 

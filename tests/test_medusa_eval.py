@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import weakref
 from pathlib import Path
@@ -190,6 +191,19 @@ def test_prompts_are_what_a_model_is_asked(base: Path, tmp_path: Path) -> None:
     orders = {str(opening_prompts(documents, indices, 99, prompt_tokens=4, seed=seed)) for seed in range(9)}
     assert len(orders) > 1
     assert opening_prompts(documents, indices[[1, 3]], 9, prompt_tokens=4) == [wanted[2]]
+
+
+def test_a_file_of_text_is_enough(base: Path, tmp_path: Path) -> None:
+    """It is one document: its beginning and further pieces of it, from all of it, are prompts."""
+    file = tmp_path / "book.txt"
+    file.write_text("".join(random.Random(0).choices("words of a text ", k=3000)))
+    documents = Documents.of_checkpoint(base, [file])
+    ids = documents.tokenizer.encode(file.read_text())
+    found = opening_prompts(documents, documents.corpus.split(0, 0)[0], 6, prompt_tokens=5)
+    assert len(found) == 6 and len(set(map(tuple, found))) == 6 and found[0] == ids[:5]
+    places = [next(i for i in range(len(ids)) if ids[i : i + 5] == prompt) for prompt in found]
+    assert places == sorted(places) and places[-1] > 0.7 * len(ids)
+    assert len(opening_prompts(documents, documents.corpus.split(0, 0)[0], 10**6, prompt_tokens=5)) > 100
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------

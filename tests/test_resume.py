@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, or fail anywhere: they go on, come out the same to the bit, and with nothing else."""
 
+import json
 import os
 import random
 import re
@@ -25,6 +26,7 @@ from ligermodels.speculative import evaluation
 from ligermodels.training import Console, MedusaRecipe, loop, medusa, read_recipe, train_heads
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import same_recipe
+from ligermodels.training.optimizer import cosine_factor
 from ligermodels.training.renamed import SETTINGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,6 +107,65 @@ def test_sigterm_saves_and_ends(base: Path, data: Path, tmp_path: Path, children
     again = train_heads(recipe, out, resume=True)
     assert again.finished
     assert torch.equal(again.evaluation.scores.hits, outcome.evaluation.scores.hits) and len(losses(out)) == 60
+
+
+def test_ctrl_c_saves_and_ends(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one after the step, at the command line with what to do then; the second one at once."""
+    recipe, out = recipe_for(base, data, checkpoint_every=100, evaluate_every=None), tmp_path / "out"
+    arguments = ["medusa", "train", "--recipe", str(write_recipe(recipe, tmp_path / "recipe.yaml")), "--out", str(out)]
+    with monkeypatch.context() as broken:
+        broken.setattr(loop, "on_device", Moment(loop.on_device, 8, lambda: os.kill(os.getpid(), signal.SIGINT)))
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 130 and Checkpoints(out / "checkpoints").steps() == [4], result.output
+    assert "stopped after step 4 of 12; --resume continues" in result.stderr.splitlines()
+    assert "error" not in result.stderr and "Traceback" not in result.stderr
+    assert train_heads(recipe, out, resume=True).finished
+    train_heads(recipe, tmp_path / "whole")
+    assert losses(out) == losses(tmp_path / "whole") and equal_heads(out, tmp_path / "whole")
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)  # the handler runs between two instructions
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(loop, "on_device", Moment(loop.on_device, 8, twice))
+        train_heads(recipe, tmp_path / "twice")
+    assert not Checkpoints(tmp_path / "twice" / "checkpoints").steps()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
+def test_a_run_is_extended(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """The steps after the extension have the learning rates of the longer run, and its data."""
+    recipe, out = recipe_for(base, data, steps=6, warmup_steps=None, evaluate_every=None), tmp_path / "out"
+    with monkeypatch.context() as broken:
+        if stopped:
+            broken.setattr(loop, "on_device", Moment(loop.on_device, 8, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        assert train_heads(recipe, out).finished != stopped
+    start = 4 if stopped else 6
+    before, said = steps_of(out), list[str]()
+    longer = recipe.changed({"steps": 12})
+    assert train_heads(longer, out, resume=True, console=Console(said.append)).finished
+    assert [line for line in said if f"extended from 6 to 12 steps: from step {start + 1} on" in line]
+    found = steps_of(out)
+    assert found[:start] == before[:start] and [step for step, _ in found] == list(range(1, 13))
+    rates = [longer.learning_rate * cosine_factor(i, 12, 0, longer.min_lr_ratio) for i in range(12)]
+    assert [rate for _, rate in found[start:]] == pytest.approx(rates[start:]) and found[1][1] < rates[1]
+    # What it is now is what it is when it is resumed again, and it is as long.
+    assert train_heads(longer, out, resume=True).finished and steps_of(out) == found
+    with pytest.raises(ConfigError, match="the run has 12, and would have 6"):
+        train_heads(recipe, out, resume=True)
+    assert train_heads(longer.changed({"epochs": 50.0}), out, resume=True).step > 12
+
+
+def steps_of(out: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["learning_rate"]) for line in lines if "learning_rate" in line]
 
 
 def interrupt() -> None:
@@ -228,10 +289,12 @@ def test_a_run_on_a_gpu_goes_on_to_the_bit(
 def test_a_run_goes_on_only_with_what_it_began_with(base: Path, data: Path, tmp_path: Path) -> None:
     recipe, out = recipe_for(base, data, steps=4, checkpoint_every=2, evaluate_every=None), tmp_path / "out"
     train_heads(recipe, out)
-    for change in ({"learning_rate": 1e-3}, {"num_heads": 4}, {"seed": 4}, {"steps": 5}):
+    for change in ({"learning_rate": 1e-3}, {"num_heads": 4}, {"seed": 4}):
         (name,) = change
         with pytest.raises(ConfigError, match=f"cannot resume with another recipe: {name} was"):
             train_heads(recipe.changed(change), out, resume=True)
+    with pytest.raises(ConfigError, match="can be extended, not shortened"):
+        train_heads(recipe.changed({"steps": 3}), out, resume=True)
     free = recipe.changed({"evaluate_every": 1, "keep_checkpoints": 1, "date": None})
     assert train_heads(free, out, resume=True).finished
     # Without --resume it begins anew, and leaves nothing of the old one.

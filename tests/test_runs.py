@@ -139,7 +139,7 @@ def test_what_is_not_finite_ends_the_run_and_is_named(base: Path, data: Path, tm
         ({"date": "today"}, ConfigError, "date: must be YYYY-MM-DD, got 'today'"),
         ({"max_bad_lines": 0}, InputError, r"data\.jsonl:31: not an object"),
         ({"chat_template": "nowhere.jinja"}, CheckpointError, "nowhere.jinja"),
-        ({"data": ("nowhere.txt",)}, InputError, "nowhere.txt: cannot be read"),
+        ({"data": ("nowhere.txt",)}, InputError, "nowhere.txt: "),
     ],
 )
 def test_bad_settings_leave_nothing_behind(

@@ -121,6 +121,16 @@ def test_data_from_the_command_line(base: Path, data: Path, tmp_path: Path) -> N
         assert run(name).exit_code == 1 and words in run(name).stderr
 
 
+def test_a_file_of_text_is_enough(base: Path, tmp_path: Path) -> None:
+    """Pieces of it are continued, as many as it has of the length that they become."""
+    (tmp_path / "book.txt").write_text("words of a text\n" * 100)
+    arguments = ["--data", tmp_path / "book.txt", "--out", tmp_path / "own.jsonl", "--max-new-tokens", 16]
+    command = ["medusa", "self-distillation-data", base, *arguments, "--prompt-tokens", 9]
+    result = CliRunner().invoke(app, list(map(str, command)))
+    assert result.exit_code == 0, result.output
+    assert 16 <= len((tmp_path / "own.jsonl").read_text().splitlines()) <= 20  # of 1,600 bytes, 100 each at most
+
+
 def test_own_words_go_on_where_they_were_killed(base: Path, data: Path, tmp_path: Path, children: Any) -> None:
     out = {name: tmp_path / f"{name}.jsonl" for name in ("whole", "killed")}
     options = ["--max-bad-lines", "1", "--max-new-tokens", "24", "--prompt-tokens", "4", "--batch-size", "2"]

@@ -5,6 +5,8 @@ import importlib.util
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +18,21 @@ from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, 
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
+# Some releases of typer depend on click, others have a copy of it; this is the one that they raise.
+CLICK_ERROR: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+
 
 class Commands(TyperGroup):
     """Runs a command. Errors that users can cause are one line on standard error and an exit code, no traceback."""
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _one_line_errors():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: Any) -> Any:
         """Exit codes: 0 fine, 1 an error or a failed check, 2 wrong usage, 130 interrupted."""
         try:
-            with warnings.catch_warnings():
+            with _one_line_errors(), warnings.catch_warnings():
                 warnings.filterwarnings("always", category=DeprecationWarning, module=r"ligermodels\.")
                 warnings.showwarning = lambda message, *_: say(f"warning: {message}")
                 result = super().invoke(ctx)
@@ -36,7 +45,7 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             if ctx.params["debug"]:
                 raise
-            say("error: interrupted")
+            say("interrupted")
             raise typer.Exit(130) from None
         except Exception as error:
             if ctx.params["debug"] or not _is_expected(error):
@@ -46,7 +55,21 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from None
 
 
-def _one_line(error: Exception) -> str:
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Wrong usage in the style of other errors."""
+    try:
+        yield
+    except CLICK_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # It is the help.
+            raise
+        ctx = getattr(error, "ctx", None)
+        where = f" (see `{ctx.command_path} --help`)" if ctx is not None else ""
+        say(f"error: {_one_line(error.format_message()).rstrip('.')}{where}")
+        raise typer.Exit(error.exit_code) from None
+
+
+def _one_line(error: Exception | str) -> str:
     first, *others = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     return f"{first} {'; '.join(others)}".strip()
 
@@ -60,7 +83,6 @@ app = typer.Typer(
     cls=Commands,
     help="Native transformer models: Hugging Face checkpoints in, trained models and Medusa heads out.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -17,7 +17,7 @@ from ligermodels.errors import InputError
 if TYPE_CHECKING:
     from ligermodels.data.chat import Message
 
-COMMANDS = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+COMMANDS = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer or, after it, ends"
 
 
 def chat(
@@ -27,8 +27,7 @@ def chat(
         typer.Option(
             "--heads",
             "--medusa",
-            help="Medusa or MTP heads, a folder or a hub id (PATH, if it holds them): faster answers, each shown at "
-            "its end.",
+            help="Medusa or MTP heads, a folder or a hub id (PATH, if it holds them): faster answers.",
         ),
     ] = None,
     adapter: models.Adapter = None,
@@ -55,10 +54,12 @@ def chat(
 
     from ligermodels.data.chat import ChatTemplate, end_of_turn
     from ligermodels.data.tokenizer import TextStream, Tokenizer
-    from ligermodels.generation.generate import as_eos_ids, until_eos
+    from ligermodels.generation.generate import as_eos_ids
 
     place = options.device_named(device)
     source = models.find(path, adapter)
+    if heads is not None:
+        options.require_heads(heads)
     tokenizer = Tokenizer(source.tokenizer)
     template = ChatTemplate.from_folder(source.tokenizer, chat_template or source.chat_template)
     model = source.load(dtype, place, attention)
@@ -70,22 +71,22 @@ def chat(
         arguments["eos_token_id"] = sorted(ends)
     context = model.hf_config.get("max_position_embeddings")
 
-    def new_tokens(prompt: list[int]) -> Iterator[int]:
-        if medusa is not None:
-            row = medusa.generate([prompt], **arguments)[0, len(prompt) :].tolist()
-            yield from until_eos(row, sorted(ends))
-        else:
-            yield from (int(token[0]) for token in model.stream([prompt], **arguments))
-
     def answer(messages: list[Message], show: Callable[[str], None]) -> None:
         text = template.render(messages, add_generation_prompt=True)
         prompt = tokenizer.encode_with_offsets(text)[0]
         if isinstance(context, int) and len(prompt) > context:
             say(f"the chat has {len(prompt):,} tokens, and the model's max_position_embeddings is {context:,}; /reset")
         stream = TextStream(tokenizer, prompt)
-        for token in new_tokens(prompt):
-            if token not in ends:
-                show(stream.push(token))
+
+        def push(tokens: list[int]) -> None:
+            for token in tokens:
+                if token not in ends:
+                    show(stream.push(token))
+
+        if medusa is not None:
+            medusa.generate([prompt], on_tokens=lambda rows: push(rows[0]), **arguments)
+        else:
+            model.generate([prompt], on_token=lambda tokens: push(tokens.tolist()), **arguments)
         show(stream.flush())
 
     converse(answer, [] if system is None else [{"role": "system", "content": system}])
@@ -114,13 +115,14 @@ def converse(answer: Callable[[list[Message], Callable[[str], None]], None], ope
             answer(messages, show)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
+                print(flush=True)
                 raise
         print(flush=True)
         messages.append({"role": "assistant", "content": "".join(said)})
 
 
 def _turns() -> Iterator[str]:
-    """Lines of the user that are not empty."""
+    """Lines of the user that are not empty, up to the end of the input, or Ctrl-C at an empty prompt."""
     if not sys.stdin.isatty():
         try:
             yield from filter(None, map(str.strip, sys.stdin))
@@ -129,7 +131,7 @@ def _turns() -> Iterator[str]:
         return
     with suppress(ImportError):  # not on Windows; editing and recalling lines
         import readline  # noqa: F401
-    with suppress(EOFError):
+    with suppress(EOFError, KeyboardInterrupt):
         while True:
             if turn := input("> ").strip():
                 yield turn

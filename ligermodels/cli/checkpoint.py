@@ -59,6 +59,8 @@ def verify(
 
     place = options.device_named(device)
     folder = options.folder_of(path)
+    if reference is not None and not reference.is_dir():
+        raise InputError(f"--reference {reference}: no such folder")
     ids = None if text is None else Tokenizer(folder).encode(read_text(text, InputError))[:tokens]
     with progress(f"loading {path}", in_bytes=True) as update:
         report = compare(
@@ -160,7 +162,10 @@ def export(
 
     The tokenizer is copied; any Hugging Face loader opens the result. `medusa export` writes heads alone.
     """
+    options.require_free(out, overwrite)
     source = models.find(path, adapter)
+    if heads is not None:
+        options.require_heads(heads)
     if heads is None and models.holds_heads(source.folder):
         heads = str(source.folder)
     if heads is not None and keep_all:

@@ -97,6 +97,7 @@ def checked(path: str) -> dict[str, int]:
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """Of the checkpoint in `folder`; errors as of `describe`."""
     from ligermodels.archs import family_of
+    from ligermodels.archs.extra_heads import without_heads
     from ligermodels.archs.fields import FULL
     from ligermodels.convert.config_json import dtype_of, read_json, rope_parameters
     from ligermodels.convert.dequantize import dequantized
@@ -107,7 +108,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.speculative.mtp_files import head_tensors
 
     hf_config, quantization = without_quantization(read_json(folder / "config.json"))
-    model = from_config(hf_config, device="meta")
+    model = from_config(without_heads(hf_config)[0], device="meta")
     config = model.config
     thetas = family_of(model.hf_config).default_theta
     rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) and FULL in thetas else None)

@@ -72,6 +72,7 @@ def evaluate(
     from ligermodels.speculative.tree import expected_tokens, grow
 
     folder = options.folder_of(base)
+    options.require_heads(heads)
     given = {"max_bad_lines": max_bad_lines, "chat_template": chat_template, "date": date}
     documents, indices, default_len = _documents(folder, data or [], validation_of, given)
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)

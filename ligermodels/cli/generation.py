@@ -51,6 +51,8 @@ def generate(
 
     place = options.device_named(device)
     source = models.find(path, adapter)
+    if medusa is not None:
+        options.require_heads(medusa)
     tokenizer = Tokenizer(source.tokenizer)
     ids = [tokenizer.encode(text) for text in prompts]
     model = source.load(dtype, place, attention)
@@ -62,15 +64,23 @@ def generate(
     stream = TextStream(tokenizer, ids[0]) if len(ids) == 1 and not as_json else None
     start = time.perf_counter()
     report: dict[str, Any] = {}
-    if heads:
-        out = heads.generate(ids, return_stats=True, **arguments)
-        sequences, report = out.sequences, {"steps": out.steps, "tokens_per_step": out.tokens_per_step}
-    elif stream:
-        sequences = model.generate(
-            ids, on_token=lambda token: print(stream.push(int(token[0])), end="", flush=True), **arguments
-        )
-    else:
-        sequences = model.generate(ids, **arguments)
+
+    def show(tokens: list[int]) -> None:
+        if stream:
+            print("".join(map(stream.push, tokens)), end="", flush=True)
+
+    try:
+        if heads:
+            on_tokens = (lambda rows: show(rows[0])) if stream else None
+            out = heads.generate(ids, return_stats=True, on_tokens=on_tokens, **arguments)
+            sequences, report = out.sequences, {"steps": out.steps, "tokens_per_step": out.tokens_per_step}
+        else:
+            on_token = (lambda tokens: show(tokens.tolist())) if stream else None
+            sequences = model.generate(ids, on_token=on_token, **arguments)
+    except KeyboardInterrupt:
+        if stream:
+            print(stream.flush(), flush=True)
+        raise
     new = [until_eos(row, eos) for row in sequences[:, max(map(len, ids)) :].tolist()]
     seconds = time.perf_counter() - start
 
@@ -86,7 +96,7 @@ def generate(
     for one in completions:
         if len(completions) > 1:
             typer.echo(f"--- {one['prompt']}")
-        typer.echo(stream.flush() if stream and not heads else one["completion"])
+        typer.echo(stream.flush() if stream else one["completion"])
     say(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s")
     if heads:
         say(f"{heads.kind}: {report['steps']} steps, {report['tokens_per_step']:.2f} tokens per step")

@@ -18,6 +18,9 @@ Heads = Annotated[
     typer.Argument(metavar="HEADS", help="The heads, in any format of `export`; of MTP also a checkpoint with them."),
 ]
 
+BYTES_PER_TOKEN = 4
+"""Of usual text, about."""
+
 DATA = typer.Option("--data", help="Text, or .jsonl with a text or a chat in each line. May be repeated.")
 ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
 Date = Annotated[str | None, typer.Option(help="YYYY-MM-DD, for chat templates that write it.  [default: today]")]
@@ -49,6 +52,7 @@ def export(
 
     profile_named(profile)
     options.require_free(out, overwrite)
+    options.require_heads(heads)
     with progress(f"loading {heads}", in_bytes=True) as update:
         medusa = MedusaModel.from_pretrained(options.load(base, None, "cpu"), heads, progress=update)
     medusa.export(out, profile, base_model=base_model or base, max_shard_size=max_shard_size, overwrite=overwrite)
@@ -75,8 +79,8 @@ def self_distillation_data(
 ) -> None:
     """Generate self-distillation data: the model's own continuations.
 
-    The model continues the beginning of each text, and writes every turn of the assistant in a chat. It may be stopped
-    at any time; the same command with --resume continues.
+    The model continues the beginning of each text, and of each piece of a long one, and writes every turn of the
+    assistant in a chat. It may be stopped at any time; the same command with --resume continues.
     """
     if out.suffix != ".jsonl":
         raise InputError(f"{out}: the output is JSON lines; give a name that ends in .jsonl")
@@ -89,6 +93,7 @@ def self_distillation_data(
         raise InputError(f"{out}: its folder does not exist")
     place = options.device_named(device)
 
+    from ligermodels.data.corpus import PIECE
     from ligermodels.training import MedusaRecipe
     from ligermodels.training.base import Base
     from ligermodels.training.inputs import content_of, documents_of
@@ -105,7 +110,9 @@ def self_distillation_data(
     checkpoint = Base.of_checkpoint(folder)
     date = date or (interrupted_with(out, "date") if resume else None) or datetime.now().date().isoformat()
     recipe = MedusaRecipe(data=data, chat_template=chat_template, date=date, max_bad_lines=max_bad_lines)
-    documents = documents_of(recipe, checkpoint, say)
+    # Of a long text each piece is continued: as long, by a rule of thumb, as what it becomes.
+    piece = min(PIECE, BYTES_PER_TOKEN * (prompt_tokens + max_new_tokens))
+    documents = documents_of(recipe, checkpoint, say, piece=piece)
     content = content_of(recipe, checkpoint)
     source = SelfDistillation(
         options.load(folder, dtype, place, attention),

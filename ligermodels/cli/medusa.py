@@ -45,7 +45,8 @@ def train(
     """Train heads on a frozen model or, in stage 2, together with it.
 
     Flags take precedence over the recipe, and the recipe over the defaults. At the end the heads are evaluated on the
-    validation split. A run that was killed, or stopped by SIGTERM (exit code 143), continues with --resume.
+    validation split. A run that was killed, or stopped by SIGTERM or Ctrl-C (which finish the
+    step and save), continues with --resume; with more --steps it is extended.
     """
     given: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "attention": attention}
     runs.train_heads(MedusaRecipe, "train_heads", base, recipe, settings, assignments, out, **given)

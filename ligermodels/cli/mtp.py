@@ -36,7 +36,8 @@ def train(
     """Train a head of multi-token prediction on a frozen model: the model's own head further, or a new one.
 
     Flags take precedence over the recipe, and the recipe over the defaults. At the end the head is evaluated on the
-    validation split. A run that was killed, or stopped by SIGTERM (exit code 143), continues with --resume.
+    validation split. A run that was killed, or stopped by SIGTERM or Ctrl-C (which finish the
+    step and save), continues with --resume; with more --steps it is extended.
     """
     given: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "attention": attention}
     runs.train_heads(MTPRecipe, "train_mtp", base, recipe, settings, assignments, out, **given)
@@ -54,6 +55,7 @@ def export(
     from ligermodels.speculative.mtp import MTPModel
 
     options.require_free(out, overwrite)
+    options.require_heads(head)
     model = MTPModel.from_pretrained(options.load(base, None, "cpu"), head)
     if alone:
         model.save_head(out, overwrite=overwrite)

@@ -67,6 +67,13 @@ def load(path: str | Path, dtype: Dtype | None, device: str, attention: str = "a
         return from_pretrained(path, dtype=kind, device=device, attention=attention, progress=update)
 
 
+def require_heads(heads: str) -> None:
+    """Raises CheckpointError and HubError now for heads that are not there: before their base model is loaded."""
+    from ligermodels.convert import hub
+
+    hub.resolve(heads, weights=False)
+
+
 def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
     """Medusa or MTP heads for `base`, from a folder or the hub, with a progress bar."""
     from ligermodels.speculative.load import load_multi_head

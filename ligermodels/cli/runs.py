@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,11 +23,15 @@ Assignments = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder to write the result to.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue from the newest checkpoint in the output folder, if any.")
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue from the newest checkpoint in the output folder, if any; with more --steps, extend the run.",
+    ),
 ]
 
-STOPPED = 128 + 15
-"""Exit code of a run that SIGTERM stopped."""
+STOPPED, INTERRUPTED = 128 + 15, 128 + 2
+"""Exit codes of a run that SIGTERM stopped, or Ctrl-C."""
 
 
 def recipe_of(
@@ -85,17 +90,35 @@ def train_heads(
     out = require_given(chosen, out, "BASE")
     place = options.device_named(device)
     require_usable(out, resume=resume, overwrite=overwrite)
+    start: str | None = chosen.settings().get("start_from")
+    if start is not None and not resume:
+        options.require_heads(start)
 
     from ligermodels import training
     from ligermodels.cli.evaluation import show_scores
 
     run = getattr(training, train)
-    outcome = run(chosen, out, device=place, attention=attention, resume=resume, console=console())
+    with resumable(out):
+        outcome = run(chosen, out, device=place, attention=attention, resume=resume, console=console())
     show_end(outcome, out)
     if (found := outcome.evaluation) is not None:
         show_scores(found.scores)
         if (kl := found.kl) is not None:
             say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
+
+
+@contextmanager
+def resumable(out: Path) -> Iterator[None]:
+    """Ctrl-C ends a run with what `--resume` can do then, and INTERRUPTED."""
+    from ligermodels.training.folder import has_checkpoints
+
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if is_first_rank():
+            how = "--resume continues" if has_checkpoints(out) else "there is no checkpoint yet"
+            say(f"{str(error) or 'interrupted'}; {how}")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def console() -> Console:

@@ -37,7 +37,7 @@ def train(
 
     --set takes precedence over flags, these over the recipe, and the recipe over the defaults. At the end the model is
     evaluated on the validation split and written as a Hugging Face checkpoint. A run that was killed, or stopped by
-    SIGTERM (exit code 143), continues with --resume.
+    SIGTERM or Ctrl-C (which finish the step and save), continues with --resume; with more --steps it is extended.
     """
     chosen = runs.recipe_of(FineTuningRecipe, recipe, base, settings or {}, assignments or [])
     out = runs.require_given(chosen, out, "MODEL")
@@ -46,7 +46,8 @@ def train(
 
     from ligermodels.training import fine_tune
 
-    outcome = fine_tune(chosen, out, device=place, attention=attention, resume=resume, console=runs.console())
+    with runs.resumable(out):
+        outcome = fine_tune(chosen, out, device=place, attention=attention, resume=resume, console=runs.console())
     runs.show_end(outcome, out)
     if (found := outcome.evaluation) is not None:
         say(f"validation loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")

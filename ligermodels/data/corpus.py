@@ -42,11 +42,14 @@ class _File:
 class Corpus:
     """The documents in files, by index: each line of a file of JSON lines, each piece of any other file.
 
-    Memory holds eight bytes per document, its offset. A piece has at most 2 * PIECE bytes.
+    Memory holds eight bytes per document, its offset. A piece has at most 2 * `piece` bytes.
     """
 
-    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
-        """Scan the files. Raises InputError for one that cannot be read or is not UTF-8, and as `has_json_lines`."""
+    def __init__(self, paths: Iterable[str | os.PathLike[str]], *, piece: int | None = None) -> None:
+        """Scan the files. Raises InputError for one that cannot be read or is not UTF-8, and as `has_json_lines`.
+
+        piece: PIECE by default.
+        """
         self._files: list[_File] = []
         count = 0
         for path in (as_path(each, InputError, "the name of a data file") for each in paths):
@@ -54,7 +57,7 @@ class Corpus:
             with open_file(path, InputError) as content:
                 try:
                     size = os.fstat(content.fileno()).st_size
-                    starts = _line_starts(content) if has_lines else _piece_starts(content, path)
+                    starts = _line_starts(content) if has_lines else _piece_starts(content, path, piece or PIECE)
                 except OSError as error:
                     raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
             self._files.append(_File(path, size, has_lines, count, starts))
@@ -95,6 +98,10 @@ class Corpus:
             is_last = place + 1 == len(file.starts)
             end = file.size if is_last else file.starts[place + 1]
             return content.read(end - file.starts[place]), False, place == 0, is_last
+
+    def is_line(self, index: int) -> bool:
+        """Whether it is a line of a file of JSON lines, and no piece of a text."""
+        return self._find(index)[0].has_lines
 
     def name(self, index: int) -> str:
         """FILE:LINE where document `index` starts. Counts lines, so it reads the file up to there."""
@@ -176,19 +183,19 @@ def _line_starts(content: BinaryIO) -> array[int]:
     return starts
 
 
-def _piece_starts(content: BinaryIO, path: Path) -> array[int]:
+def _piece_starts(content: BinaryIO, path: Path, piece: int) -> array[int]:
     starts, position = array("q"), 0
     decoder = codecs.getincrementaldecoder("utf-8")()
-    while chunk := content.read(PIECE):
+    while chunk := content.read(piece):
         if not starts:
             starts.append(0)
         pending = len(decoder.getstate()[0])
         try:
-            decoder.decode(chunk, final=len(chunk) < PIECE)
+            decoder.decode(chunk, final=len(chunk) < piece)
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: not UTF-8 text at byte {position - pending + error.start}") from None
         position += len(chunk)
-        if len(chunk) == PIECE:
+        if len(chunk) == piece:
             line_end = chunk.rfind(b"\n") + 1
             starts.append(position - (len(chunk) - line_end if line_end else len(decoder.getstate()[0])))
     if decoder.getstate()[0]:

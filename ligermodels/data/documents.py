@@ -72,6 +72,7 @@ class Documents:
         config: Path | None = None,
         chat_template: str | None = None,
         date: str | None = None,
+        piece: int | None = None,
         **options: Any,
     ) -> Documents:
         """The documents in `files`, by the tokenizer, chat template and EOS of the checkpoint in `folder`.
@@ -80,6 +81,7 @@ class Documents:
             config: another config.json, which names the EOS.
             chat_template: the file of another template.
             date: YYYY-MM-DD, for templates that write it; by default today.
+            piece: bytes of a piece of a long text; by default as of `Corpus`.
             options: `max_bad_lines` and `on_bad_line`.
 
         Raises as `Corpus`, `Tokenizer` and `ChatTemplate.from_folder`.
@@ -93,7 +95,7 @@ class Documents:
 
         eos = read_json(config or folder / "config.json").get("eos_token_id")
         eos = eos[0] if isinstance(eos, list) else eos
-        return cls(Corpus(files), Tokenizer(folder), template, eos_token_id=eos, **options)
+        return cls(Corpus(files, piece=piece), Tokenizer(folder), template, eos_token_id=eos, **options)
 
     def __len__(self) -> int:
         return len(self.corpus)

@@ -40,22 +40,29 @@ class OpenChat:
 def opening_prompts(
     documents: Documents, indices: Indices, count: int, *, prompt_tokens: int, seed: int = 0
 ) -> list[list[int]]:
-    """Prompts (token ids) from up to `count` documents: the first `prompt_tokens` tokens of a text or of a piece of a
-    long one, and a chat up to the assistant's first turn.
+    """Up to `count` prompts (token ids) from documents: the first `prompt_tokens` tokens of a text or of a piece of a
+    long one, and a chat up to the assistant's first turn. Where there are too few documents, files of text give
+    further pieces of `prompt_tokens` tokens, spread over all of them.
 
     `seed` decides which documents. Prompts are distinct, and each has a token that is not special. Raises InputError
     for more unusable lines than allowed, CheckpointError for chats without a template.
     """
-    tokenizer, found = documents.tokenizer, list[list[int]]()
+    tokenizer, found, further = documents.tokenizer, list[list[int]](), list[list[int]]()
     special = set(map(tokenizer.backend.token_to_id, tokenizer.special_tokens()))
     for index in map(int, indices[permutation(len(indices), seed, "prompts")]):
         if len(found) == count:
             break
         record = documents.records([index])[0]
         if isinstance(record, str):
-            prompt = tokenizer.encode(record)[:prompt_tokens]
+            ids = tokenizer.encode(record)
+            prompt, starts = ids[:prompt_tokens], range(prompt_tokens, len(ids) - prompt_tokens + 1, prompt_tokens)
+            if not documents.corpus.is_line(index):
+                further += [ids[start : start + prompt_tokens] for start in starts]
         else:
             prompt = (record and OpenChat([], *record).prompt(documents, index)) or []
         if prompt not in found and not special.issuperset(prompt):
+            found.append(prompt)
+    for prompt in further[:: max(1, len(further) // max(1, count - len(found)))]:
+        if len(found) < count and prompt not in found and not special.issuperset(prompt):
             found.append(prompt)
     return found

@@ -22,7 +22,7 @@ from ligermodels.data.documents import Documents, TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.demo.corpus import END, installed_sources, train_tokenizer
 from ligermodels.demo.job import equally_spaced, learn
-from ligermodels.demo.report import claim, stage, write_results
+from ligermodels.demo.report import claim, sample, show_sample, stage, write_results
 from ligermodels.errors import InputError
 from ligermodels.speculative.benchmark import evaluate_continuations
 from ligermodels.speculative.evaluation import evaluate, evaluate_heads
@@ -157,6 +157,7 @@ def _main_job(folder: Path, s: GpuDemoSettings) -> dict[str, Any]:
             for number, heads in ((1, medusa), (2, joint))
             for found in _measured(heads, prompts, s)
         ]
+    text = sample(medusa, lm.Tokenizer.from_pretrained(checkpoint), prompts[-1])
     accuracy = {name: evaluate_heads(each, held_out()).accuracy(1).tolist() for name, each in _named(medusa, joint)}
     return {
         "settings": asdict(s),
@@ -166,6 +167,7 @@ def _main_job(folder: Path, s: GpuDemoSettings) -> dict[str, Any]:
         "loss": {"model": loss, "stage 2": evaluate(joint.base, held_out())},
         "accuracy": accuracy,
         "decoding": measured,
+        "sample": text,
     }
 
 
@@ -272,7 +274,8 @@ def _config(s: GpuDemoSettings, end: int | None) -> dict[str, Any]:
 
 
 def _show(results: Mapping[str, Any]) -> None:
-    """Print a table of the speeds."""
+    """Print a sample of text, and a table of the speeds."""
+    show_sample(results["sample"])
     rows = [
         (
             f"stage {each['stage']}, batch {each['batch']}, {each['acceptance']}",

@@ -24,7 +24,7 @@ from ligermodels.data.documents import Documents, TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.demo.chats import ASKED, descriptions, fine_tune, right_answers, write_chats
 from ligermodels.demo.corpus import END, python_sources, train_tokenizer
-from ligermodels.demo.report import claim, show, stage, write_results
+from ligermodels.demo.report import claim, sample, show, stage, write_results
 from ligermodels.errors import LigerModelsError
 from ligermodels.speculative.benchmark import fit_tree
 from ligermodels.speculative.evaluation import HeadScores, evaluate, evaluate_heads, evaluate_kl
@@ -186,13 +186,10 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
         kl = evaluate_kl(joint.base, model, validation_batches())
 
     with stage("decoding", "text, with the heads of stage 1 and without", seconds) as update:
-        fit = fit_tree(
-            medusa,
-            equally_spaced(validation.documents, s.prompts, s.prompt_tokens),
-            nodes=s.tree_nodes,
-            max_new_tokens=s.new_tokens,
-            progress=update,
-        )
+        prompts = equally_spaced(validation.documents, s.prompts, s.prompt_tokens)
+        fit = fit_tree(medusa, prompts, nodes=s.tree_nodes, max_new_tokens=s.new_tokens, progress=update)
+
+        text = sample(medusa, lm.Tokenizer.from_pretrained(checkpoint), prompts[-1])
 
     with stage("export", "exports, for Hugging Face and for vLLM", seconds):
         medusa.base.save_pretrained(folder / "exported", overwrite=True)
@@ -225,6 +222,7 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
         "longer": _accuracies(longer_scores),
         "joint": {**_accuracies(joint_scores), "perplexity_change": kl.perplexity_change, "kl": kl.kl},
         "fine_tuning": tuned,
+        "sample": text,
         "decoding": {
             **asdict(fit.benchmark),
             "predicted_tokens_per_step": fit.predicted,

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import exp
 from pathlib import Path
 from typing import Any
 
 from ligermodels.console import ProgressUpdate, progress, say, show_table
+from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.demo.chats import ASKED
 from ligermodels.errors import CheckpointError
+from ligermodels.speculative.multi_head import MultiHeadModel
 from ligermodels.training.folder import write_atomically
 
 STAGES = 10
+SAMPLE_TOKENS, PROMPT_LINES = 80, 4
+"""Of the sample of text: new tokens, and lines of the prompt that are shown."""
 RESULTS = "demo.json"
 """The file of results; it marks a folder as a demo's, which another demo may replace."""
 WRITTEN = {
@@ -50,6 +55,20 @@ def claim(folder: Path) -> None:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
+def sample(model: MultiHeadModel, tokenizer: Tokenizer, prompt: Sequence[int]) -> dict[str, str]:
+    """A prompt, and what the model continues it with by its heads."""
+    new = model.generate([list(prompt)], SAMPLE_TOKENS)[0, len(prompt) :].tolist()
+    return {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.continuation(prompt, new)}
+
+
+def show_sample(found: Mapping[str, str]) -> None:
+    """Print a `sample`: the last lines of the prompt, and the continuation."""
+    opening = "\n".join(found["prompt"].splitlines()[-PROMPT_LINES:])
+    text = f"{opening}«{found['continuation'].rstrip()}»"
+    print("A sample of text; what the model has written is in « »:\n")
+    print(textwrap.indent(text, "  "), end="\n\n", flush=True)
+
+
 def write_results(folder: Path, results: dict[str, Any]) -> None:
     """Write demo.json, atomically."""
     write_atomically(folder / RESULTS, f"{json.dumps(results, indent=2)}\n".encode())
@@ -66,7 +85,8 @@ def stage(name: str, title: str, seconds: dict[str, float], stages: int = STAGES
 
 
 def show(folder: Path, results: dict[str, Any]) -> None:
-    """Print a table of the heads' accuracies, one of the other results, and suggested commands."""
+    """Print a sample of text, a table of the heads' accuracies, one of the other results, and suggested commands."""
+    show_sample(results["sample"])
     decoding, seconds = results["decoding"], results["seconds"]
     plain, medusa = (decoding["tokens"] / decoding[f"{name}_seconds"] for name in ("plain", "medusa"))
     accuracy, joint = results["accuracy"], results["joint"]

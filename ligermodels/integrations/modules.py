@@ -111,6 +111,7 @@ class _NormView:
     weight: Tensor
     config: NormConfig
     of_heads: bool = False
+    float8_output: None = None
 
 
 def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = None) -> Tensor:

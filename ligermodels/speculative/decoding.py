@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,6 +62,7 @@ def speculative_generate(
     pad_token_id: int | None = None,
     attention_mask: Tensor | None = None,
     cuda_graph: bool = True,
+    on_tokens: Callable[[list[list[int]]], object] | None = None,
 ) -> SpeculativeOutput:
     """`generate` in fewer forward passes.
 
@@ -84,6 +85,8 @@ def speculative_generate(
         drafter: proposes the tokens of the tree.
         tree: the candidates to try.
         temperature, epsilon, delta: how to accept, as above.
+        on_tokens: called after the prefill and after each step with the tokens that each row has gained, B lists of
+            any length.
         The others are those of `generate`.
 
     Raises:
@@ -106,8 +109,12 @@ def speculative_generate(
         take = Graphed(partial(step, sequences), state.device, cuda_graph)
         passes = 0
         switches = bool(step.thresholds.switches)
-        finished = Finished(state.device, not switches)
-        while (ago := finished(finish(sequences.done))) is None:
+        finished, gained = Finished(state.device, not (switches or on_tokens)), _Gained(sequences)
+        while True:
+            if on_tokens is not None:
+                on_tokens(gained())
+            if (ago := finished(finish(sequences.done))) is not None:
+                break
             if switches and bool(step.needs_prefill(sequences).any()):
                 step.prefill_again(sequences, int(sequences.cache_seqlens.max()))
             else:
@@ -116,6 +123,19 @@ def speculative_generate(
         passes -= ago
     tokens = torch.cat([ids, new_tokens(sequences.text, sequences.start, sequences.count, pad_id)], dim=1)
     return SpeculativeOutput(tokens, int(sequences.steps.sum()), int(sequences.count.sum()), passes)
+
+
+class _Gained:
+    """A function that gives the new tokens of each row since the call before, B lists. It waits for the device."""
+
+    def __init__(self, sequences: ops.Sequences) -> None:
+        self._sequences, self._seen = sequences, [0] * len(sequences.text)
+
+    def __call__(self) -> list[list[int]]:
+        starts, counts = self._sequences.start.tolist(), self._sequences.count.tolist()
+        before, self._seen = self._seen, counts
+        rows = zip(self._sequences.text, starts, before, counts, strict=True)
+        return [text[start + old : start + new].tolist() for text, start, old, new in rows]
 
 
 def medusa_generate(model: DecodingModel, propose: Propose, input_ids: TokenIds, **options: Any) -> SpeculativeOutput:

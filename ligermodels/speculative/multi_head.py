@@ -257,7 +257,7 @@ class MultiHeadModel(nn.Module):
             input_ids: one prompt or several of any lengths; sequences of a batch grow at their own pace.
             tree: candidates checked at each step; by default `default_tree`.
             return_stats: give a `SpeculativeOutput`, with steps and tokens per step, instead of the token ids alone.
-            options: as `speculative_generate`.
+            options: as `speculative_generate`; `on_tokens` gets the tokens of each step.
         """
         tree = self.default_tree() if tree is None else tree
         if not isinstance(tree, Tree):

@@ -17,12 +17,17 @@ from ligermodels.training.recipe import R, TrainingRecipe
 BY_CONTENT = {"base", "data", "chat_template"}
 """Settings that name files. Their content must be the same; their paths may differ."""
 
+LENGTH = {"steps", "epochs"}
+"""Settings of how long a run is. It may become longer when it resumes."""
+
 Content = dict[str, list[Fingerprint]]
 """Fingerprints of the files of each of BY_CONTENT."""
 
 
-def documents_of(recipe: TrainingRecipe, base: Base, say: Callable[[str], object]) -> Documents:
-    """The recipe's data as documents, by the tokenizer of `base`."""
+def documents_of(
+    recipe: TrainingRecipe, base: Base, say: Callable[[str], object], *, piece: int | None = None
+) -> Documents:
+    """The recipe's data as documents, by the tokenizer of `base`; long texts in pieces of so many bytes."""
     return Documents.of_checkpoint(
         base.tokenizer,
         recipe.data,
@@ -31,21 +36,33 @@ def documents_of(recipe: TrainingRecipe, base: Base, say: Callable[[str], object
         date=recipe.date,
         max_bad_lines=recipe.max_bad_lines,
         on_bad_line=say,
+        piece=piece,
     )
 
 
 def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
     """`recipe` with the date and the settings in `kept` of `before`, those in a checkpoint. Raises ConfigError when
-    they differ in a setting that affects training."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        before = recipe.current_names(before)
+    they differ in a setting that affects training, other than LENGTH."""
+    before = _current(recipe, before)
     kept = {name: before[name] for name in recipe.kept}
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
-    now = {name: value for name, value in recipe.settings().items() if name not in recipe.may_change | BY_CONTENT}
+    now = {
+        name: value for name, value in recipe.settings().items() if name not in recipe.may_change | BY_CONTENT | LENGTH
+    }
     if told := changes(now, before):
         raise ConfigError(f"the run cannot resume with another recipe: {told}; use the old one, or start over")
     return recipe
+
+
+def length_changes(recipe: TrainingRecipe, before: Mapping[str, Any]) -> str:
+    """How `recipe` differs from `before`, that of a checkpoint, in the length of the run; empty if it does not."""
+    return changes({name: getattr(recipe, name) for name in sorted(LENGTH)}, _current(recipe, before))
+
+
+def _current(recipe: TrainingRecipe, before: Mapping[str, Any]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return recipe.current_names(before)
 
 
 def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:

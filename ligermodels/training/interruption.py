@@ -1,12 +1,13 @@
-"""SIGTERM as a flag that a run polls where it can stop."""
+"""SIGTERM and Ctrl-C as a flag that a run polls where it can stop."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,23 +15,57 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+SAVING = "interrupted: finishing the step and saving a checkpoint; Ctrl-C again ends the run at once"
+
 
 class Interrupted(Exception):
-    """SIGTERM arrived; the current evaluation is abandoned."""
+    """A signal arrived; the current evaluation is abandoned."""
+
+
+class Arrived:
+    """Whether SIGTERM or SIGINT (Ctrl-C) has arrived, and whether the first one was Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+
+    def __call__(self) -> bool:
+        return self._first is not None
+
+    @property
+    def is_ctrl_c(self) -> bool:
+        return self._first == signal.SIGINT
+
+    def handle(self, number: int, _: object) -> None:
+        """Note the signal. Ctrl-C for the second time raises KeyboardInterrupt; not under torchrun, which sends its
+        processes a signal that the terminal has sent them already."""
+        if self._first is None:
+            self._first = number
+        elif number == signal.SIGINT and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            raise KeyboardInterrupt
 
 
 @contextmanager
-def sigterm() -> Iterator[Callable[[], bool]]:
-    """A function that returns whether SIGTERM has arrived. The signal does not end the process meanwhile."""
-    arrived = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # other threads cannot handle signals
-        yield arrived.is_set
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: arrived.set())
+def stop_signals(say: Callable[[str], object]) -> Iterator[Arrived]:
+    """Whether SIGTERM or Ctrl-C has arrived. Meanwhile neither ends the process, until a second Ctrl-C; `say` gets a
+    message about that. A handler of SIGINT that is not Python's own is left in place."""
+    arrived, before = Arrived(), dict[int, Any]()
+
+    def handle(number: int, frame: object) -> None:
+        is_first = not arrived()
+        arrived.handle(number, frame)
+        if is_first and arrived.is_ctrl_c:
+            # In a thread of its own: the signal may have come in the middle of other output.
+            threading.Thread(target=say, args=(SAVING,)).start()
+
+    if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, handle)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, handle)
     try:
-        yield arrived.is_set
+        yield arrived
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class AgreedStop:

@@ -83,3 +83,17 @@ def _entry(line: bytes) -> dict[str, Any]:
         return {**found, "step": float(found["step"])}
     except (ValueError, LookupError, TypeError):
         return {"step": math.inf}
+
+
+def progress_note(state: StepMetrics) -> str:
+    """The text beside the progress bar."""
+    parts = [f"loss {state.loss:.4f}", f"{state.tokens_per_second:,.0f} tokens/s"]
+    for name, value in state.each[-1].losses.items():
+        if not isinstance(value, list):
+            parts.append(f"{name.replace('_', ' ')} {value:.4f}")
+    for name, value in state.ratios.items():
+        shares = value if isinstance(value, list) else [value]
+        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in shares)}")
+    if state.peak_memory is not None:
+        parts.append(f"{state.peak_memory / 2**30:.1f} GiB")
+    return ", ".join(parts)

@@ -17,26 +17,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.float8 import float8
 from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError, TrainingError
-from ligermodels.ops import Float8Recipe
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import DATA, data_share, join, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.extension import check_longer, continue_schedule, warmup_steps
 from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare
-from ligermodels.training.inputs import content_of, documents_of, require_same_content, same_recipe
-from ligermodels.training.interruption import AgreedStop, Interrupted, sigterm, until
+from ligermodels.training.inputs import content_of, documents_of, length_changes, require_same_content, same_recipe
+from ligermodels.training.interruption import AgreedStop, Interrupted, stop_signals, until
 from ligermodels.training.job import Evaluation, JobFactory
 from ligermodels.training.loop import Hook, StepMetrics, is_due, train
-from ligermodels.training.metrics import Metrics
+from ligermodels.training.metrics import Metrics, progress_note
 from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
+from ligermodels.training.preparation import prepare_model
 from ligermodels.training.recipe import R, TrainingRecipe
 
 T = TypeVar("T")
@@ -57,7 +56,7 @@ class Console:
 @dataclass(frozen=True)
 class Outcome:
     """The last step taken, of how many; the final evaluation, None without a validation split or when the run was
-    stopped; `stopped`: whether SIGTERM ended it, even if after the last step."""
+    stopped; `stopped`: whether a signal ended it, even if after the last step."""
 
     step: int
     steps: int
@@ -84,8 +83,12 @@ def run_job(
     (fingerprints of the files read).
 
     A run that was killed resumes with the losses of an uninterrupted one: bit for bit on a CPU of the same kind, and on
-    a GPU of the same kind where the backward of attention is deterministic. On SIGTERM the current step is finished, an
-    evaluation is abandoned (and repeated on resuming), a checkpoint is written, and the outcome is not `finished`.
+    a GPU of the same kind where the backward of attention is deterministic. On SIGTERM and Ctrl-C the current step is
+    finished, an evaluation is abandoned (and repeated on resuming) and a checkpoint is written; after SIGTERM the
+    outcome is not `finished`, after Ctrl-C KeyboardInterrupt is raised, and at once by a second one.
+
+    A resumed run may be given more steps, or epochs, than before. From there on its learning rates, and what else
+    depends on how many steps there are, are those of the longer run; a message says so.
 
     Only one run at a time has a folder. Of checkpoints that are damaged, or of another step than they say, it resumes
     from the one before, with a warning.
@@ -104,6 +107,7 @@ def run_job(
     Raises:
         ConfigError: the recipe has no base or data, a dtype that cannot be trained in, or a tokenizer that does not fit
             the base; or is not that of the checkpoint.
+        KeyboardInterrupt: Ctrl-C, after the checkpoint of the step has been written.
         InputError: the data cannot be read, has more unusable lines than allowed, or is not what the run started with.
         CheckpointError: the base, its tokenizer or template, or every checkpoint of the run is unusable; or the base is
             not the one that the run started with; or another run has the folder, or it cannot be written.
@@ -120,6 +124,8 @@ def run_job(
         outcome = run.train()
         if joined:
             run.ranks.gather(None)  # so that no rank leaves while another needs it
+        if run.is_interrupted:
+            raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")
         return outcome
     except (dist.DistError, RuntimeError) as error:
         if isinstance(error, LigerModelsError) or not (dist.is_initialized() and _is_of_peers(error)):
@@ -152,6 +158,7 @@ class _Run:
         self.micro_batch_size, self.accumulation_steps = recipe.micro_batches(self.data_size)
         self.checkpoints = Checkpoints(out / CHECKPOINTS, recipe.keep_checkpoints)
         self.start, self.targets, self.about = 0, 0, dict[str, Any]()
+        self.is_interrupted = False
         if resume and (found := self._first(self.checkpoints.newest)):
             self.start, self.about = found
             self.targets = self.about.get("targets", 0)
@@ -172,8 +179,13 @@ class _Run:
         if self.about:
             require_same_content(self.content, self.about["content"])
         self.indices, self.validation = self.documents.corpus.split(recipe.validation_fraction, recipe.seed)
-        self.steps = self.about["steps"] if self.about else self._count_steps()
-        wanted = min(40, self.steps // 10) if recipe.warmup_steps is None else recipe.warmup_steps
+        before = self.about.get("steps")
+        if before is None or length_changes(recipe, self.about["recipe"]):
+            self.steps = self._count_steps()
+            check_longer(self.steps, before or 0)
+        else:
+            self.steps = before
+        wanted = warmup_steps(recipe.warmup_steps, self.steps, self.about)
         self.warmup_steps = min(wanted, self.steps)
         if wanted > self.steps:
             console.say(f"warmup_steps: {wanted:,} is more than there are steps; all {self.steps:,} are warm-up")
@@ -210,7 +222,7 @@ class _Run:
     def load(self, make_job: JobFactory[Any], device: str, attention: str) -> None:
         """The base model, the job and the optimizer, in the state of the checkpoint, if there is one."""
         recipe = self.recipe
-        options: dict[str, Any] = {"prepare": partial(_prepare, make_job, recipe)}
+        options: dict[str, Any] = {"prepare": partial(prepare_model, make_job, recipe)}
         if spread := world_size() > 1 or recipe.parallel != ParallelPlan():
             options["plan"] = recipe.parallel
         with self.console.progress(f"loading {recipe.base}", in_bytes=True) as update:
@@ -246,7 +258,14 @@ class _Run:
         self.batches = Prefetcher(self._share(self._packed(self.indices, seed=recipe.seed)))
         if self.about:
             self.checkpoints.load(self.start, self.job.model, self.optimizer)
-            self.schedule.load_state_dict(self.about["schedule"])
+            continue_schedule(
+                self.schedule,
+                self.optimizer,
+                self.about["schedule"],
+                steps=self.steps,
+                before=self.about["steps"],
+                say=self.console.say,
+            )
             self.batches.load_state_dict(self.about["data"])
             self.console.say(f"resuming after step {self.start:,} of {self.steps:,}")
 
@@ -269,19 +288,19 @@ class _Run:
         return batches if self.data_size == 1 else RankBatches(batches, self.data_rank, self.data_size)
 
     def train(self) -> Outcome:
-        """Train to the end, or to SIGTERM, and export."""
+        """Train to the end, or to a signal, and export."""
         recipe = self.recipe
         self._first(lambda: prepare(self.out, recipe, self.content, start_over=not self.about))
         metrics = Metrics(self.out, after=self.start, writes=self.ranks.writes)
         evaluate_every = recipe.evaluate_every or self.steps
         evaluations: dict[int, Evaluation] = {}
         try:
-            with self.console.progress("training") as update, sigterm() as arrived:
+            with self.console.progress("training") as update, stop_signals(self.console.say) as arrived:
                 stop = AgreedStop(arrived)
 
                 def report(state: StepMetrics) -> None:
                     self.targets = state.targets
-                    update(state.step, state.steps, _note(state))
+                    update(state.step, state.steps, progress_note(state))
                     metrics.write_report(state)
 
                 def evaluate(step: int) -> None:
@@ -320,6 +339,7 @@ class _Run:
                     )
                 self._ensure_checkpoint(step)
                 stopped = stop()
+                self.is_interrupted = stopped and arrived.is_ctrl_c
         except BaseException:
             with suppress(CheckpointError):  # of the checkpoint in progress; the first error counts
                 self.checkpoints.wait()
@@ -351,6 +371,7 @@ class _Run:
     def _save(self, step: int) -> None:
         about = {
             "steps": self.steps,
+            "warmup_steps": self.warmup_steps,
             "targets": self.targets,
             "recipe": self.recipe.settings(),
             "content": self.content,
@@ -374,26 +395,3 @@ class _Run:
             return until(stop, self._share(islice(found, limit)))
 
         return self.job.evaluate(batches)
-
-
-def _prepare(make_job: JobFactory[R], recipe: R, model: CausalLM) -> None:
-    """Change the modules of the base model as the job and the recipe want them."""
-    if (own := getattr(make_job, "prepare", None)) is not None:
-        own(recipe, model)
-    if recipe.float8:
-        gradients = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}[recipe.float8_gradients]
-        float8(model, Float8Recipe(gradient_dtype=gradients), exclude=recipe.float8_exclude)
-
-
-def _note(state: StepMetrics) -> str:
-    """The text beside the progress bar."""
-    parts = [f"loss {state.loss:.4f}", f"{state.tokens_per_second:,.0f} tokens/s"]
-    for name, value in state.each[-1].losses.items():
-        if not isinstance(value, list):
-            parts.append(f"{name.replace('_', ' ')} {value:.4f}")
-    for name, value in state.ratios.items():
-        shares = value if isinstance(value, list) else [value]
-        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in shares)}")
-    if state.peak_memory is not None:
-        parts.append(f"{state.peak_memory / 2**30:.1f} GiB")
-    return ", ".join(parts)

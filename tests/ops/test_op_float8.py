@@ -216,7 +216,9 @@ def test_linear(where: Where, gradient_dtype: torch.dtype, bias: bool) -> None:
                 for a, c in zip(found, wanted[: len(found)], strict=True):
                     if a is not None:
                         assert a.dtype == where.dtype
-                        limit = 2 * torch.finfo(where.dtype).eps if where.dtype != torch.float32 else 1e-5
+                        # Tensor cores keep fewer bits of a sum than float32 has.
+                        exact = 1e-5 if where.device == "cpu" else 2e-3
+                        limit = 2 * torch.finfo(where.dtype).eps if where.dtype != torch.float32 else exact
                         torch.testing.assert_close(a.double(), c, rtol=limit, atol=limit * float(c.abs().max()))
         only_x = torch.autograd.grad(float8_linear(x, w.detach(), b, recipe=recipe), x, dy)[0]
         torch.testing.assert_close(only_x.double(), wanted[1], rtol=0.02, atol=0.02)

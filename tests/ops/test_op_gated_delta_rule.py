@@ -239,7 +239,7 @@ def test_fla_sees_bounds_that_were_changed_in_place(monkeypatch: pytest.MonkeyPa
     assert [each.tolist() for each in seen[1:]] == [[0, 2, 6], [0, 5, 6]]
 
 
-def test_which_calls_fla_refuses() -> None:
+def test_which_calls_fla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     request = fla.DeltaRequest("cuda", torch.bfloat16, 128, packed=True, continued=False, compiling=False)
     for change, reason in (
         ({"device": "cpu"}, "on CUDA, not on cpu"),
@@ -247,7 +247,9 @@ def test_which_calls_fla_refuses() -> None:
         ({"key_dim": 257}, "more than 256"),
         ({"continued": True}, "after an initial state"),
         ({"compiling": True}, "torch.compile"),
+        ({"gradient": True}, "gradients are wrong on Hopper"),
     ):
+        monkeypatch.setattr(fla, "_wrong_gradients", lambda: True)
         assert reason in str(fla.refuses(request._replace(**change)))
     refusal = fla.refuses(request)
     assert refusal is None if fla.installed() else "fla-core 0.6 or later is not installed" in str(refusal)

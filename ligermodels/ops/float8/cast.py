@@ -19,9 +19,10 @@ from ligermodels.ops.float8.scaling import (
     scale_and_inverse,
     scale_reference,
     store_float8,
+    use_float8_kernels,
 )
 from ligermodels.ops.float8.tensor import Float8Tensor
-from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
@@ -183,7 +184,7 @@ def _transpose_kernel(x, words, M, N, R, W, across, QUADS: tl.constexpr, COLUMNS
 @custom_op()
 def _float8_amax(x: Tensor) -> Tensor:
     """The bits of max |x|, int32 (). An op of its own: what it gives is worth keeping where x is computed again."""
-    if not use_kernels(x):
+    if not use_float8_kernels(x):
         return amax_reference(x)
     amax = x.new_zeros((), dtype=torch.int32)
     if not is_fake(amax):
@@ -195,7 +196,7 @@ def _float8_amax(x: Tensor) -> Tensor:
 def _float8_cast(
     x: Tensor, amax: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not use_kernels(x):
+    if not use_float8_kernels(x):
         wide = as_rows(x).float()
         return quantized_reference(wide, scale_of_bits(amax, dtype), dtype, need_rows, need_columns)
     rows, columns = empty_layouts(x, x.shape[:-1].numel(), x.shape[-1], dtype, need_rows, need_columns)
@@ -219,7 +220,7 @@ def _launch(
 @custom_op()
 def _float8_transpose(x: Tensor) -> Tensor:
     """Of the bytes of float8."""
-    if not use_kernels(x):
+    if not use_float8_kernels(x):
         return _transposed(x)
     M, N = x.shape
     found = x.new_empty(N, aligned(M))

@@ -29,10 +29,11 @@ from ligermodels.ops.float8.scaling import (
     bits_of_max,
     scale_and_inverse,
     store_float8,
+    use_float8_kernels,
 )
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import GELU, GLUOptions, activation_part, bounded, glu_numbers, glu_reference
-from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import rows_and_stride
@@ -162,7 +163,7 @@ def _float8_glu_amax(
 ) -> Tensor:  # fmt: skip
     """The bits of the maximum of what `_float8_glu_cast` writes, int32 ()."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
-    if not use_kernels(gate_up):
+    if not use_float8_kernels(gate_up):
         return amax_reference(_values_reference(gate_up, dy, options))
     amax = gate_up.new_zeros((), dtype=torch.int32)
     if not is_fake(amax):
@@ -177,7 +178,7 @@ def _float8_glu_cast(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rows, columns and scale: of the activation, or with dy of the gradient of gate_up."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
-    if not use_kernels(gate_up):
+    if not use_float8_kernels(gate_up):
         values = _values_reference(gate_up, dy, options)
         return quantized_reference(values, scale_of_bits(amax, dtype), dtype, True, need_columns)
     M, N = gate_up.shape[:-1].numel(), gate_up.shape[-1] // (2 if dy is None else 1)

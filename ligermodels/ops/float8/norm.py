@@ -18,11 +18,12 @@ from ligermodels.ops.float8.scaling import (
     scale_and_inverse,
     scale_reference,
     store_float8,
+    use_float8_kernels,
 )
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.norm.norm_rows import MAX_KERNEL_WIDTH, forward_launch, load_rows, store_rows
 from ligermodels.ops.norm.rms_norm import CastingMode, check_rms_norm, rms_norm_backward, rms_norm_reference
-from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import empty_like, rows_and_stride
@@ -74,13 +75,13 @@ def _rms_kernel(
 
 @triton.jit
 def _normalized(x, stride, rstd, row, w, col, M, N, CAST_BEFORE: tl.constexpr):
-    """Rows of a tile of the result, float32."""
+    """Rows of a tile of the result, float32, zeros where there are none."""
     inside = (row < M)[:, None] & (col < N)[None, :]
     v = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     v = v * tl.load(rstd + row, mask=row < M, other=0.0)[:, None]
     if CAST_BEFORE:
         v = v.to(x.dtype.element_ty).to(tl.float32)
-    return v * w[None, :]
+    return tl.where(inside, v * w[None, :], 0.0)  # 0 * w may be -0
 
 
 @kernel
@@ -115,7 +116,7 @@ def _float8_rms_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Rows, columns and scale of the result; the sum (empty without a residual), and 1 / rms of each row."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
-    if not use_kernels(x, weight) or N > MAX_KERNEL_WIDTH:
+    if not use_float8_kernels(x, weight) or N > MAX_KERNEL_WIDTH:
         return _reference(x, residual, weight, dtype, need_columns, eps, offset, cast_before)
     rows, columns = empty_layouts(x, M, N, dtype, True, need_columns)
     scale, rstd = x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -169,7 +170,7 @@ class _Float8RMSNorm(torch.autograd.Function):
         if dy is None:
             return dtotal, dtotal, None
         need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
-        if use_kernels(x, weight) and x.shape[-1] <= MAX_KERNEL_WIDTH:
+        if use_float8_kernels(x, weight) and x.shape[-1] <= MAX_KERNEL_WIDTH:
             dx, dw = rms_norm_backward(dy, dtotal, x, weight, rstd, need_x or need_residual, need_weight, ctx.offset)
             return dx, dx, dw
         with torch.enable_grad():

@@ -26,7 +26,7 @@ MAX_KEY_DIM = 256
 
 class DeltaRequest(NamedTuple):
     """The properties of a call by which a backend is chosen; none is read from device memory. `continued`: from an
-    initial state."""
+    initial state; `gradient`: one may be asked for."""
 
     device: str
     dtype: torch.dtype
@@ -34,6 +34,7 @@ class DeltaRequest(NamedTuple):
     packed: bool
     continued: bool
     compiling: bool
+    gradient: bool = False
 
 
 @functools.cache
@@ -44,6 +45,13 @@ def installed() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= MIN_VERSION
+
+
+@functools.cache
+def _wrong_gradients() -> bool:
+    """Whether fla refuses the backward pass on this GPU, by the version of Triton."""
+    version = tuple(int(part) for part in re.findall(r"\d+", metadata.version("triton"))[:3])
+    return (3, 4) <= version < (3, 7, 1) and torch.cuda.get_device_capability()[0] == 9
 
 
 def refuses(request: DeltaRequest) -> str | None:
@@ -58,6 +66,8 @@ def refuses(request: DeltaRequest) -> str | None:
         return "packed documents after an initial state are not implemented on it"
     if request.compiling:
         return "torch.compile does not trace it"
+    if request.gradient and _wrong_gradients():
+        return "its gradients are wrong on Hopper with Triton 3.4 to 3.7.0 (fla-org/flash-linear-attention#640)"
     return None if installed() else f"fla-core {'.'.join(map(str, MIN_VERSION))} or later is not installed"
 
 

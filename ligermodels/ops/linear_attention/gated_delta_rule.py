@@ -91,13 +91,16 @@ def gated_delta_rule(
         check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32)
         if q.shape[0] != 1:
             raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}")
-    if _chooses_fla(q, initial_state, cu_seqlens, backend):
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta))
+    if _chooses_fla(q, initial_state, cu_seqlens, backend, gradient):
         return fla.run(q, k, v, g, beta, initial_state, cu_seqlens, final_state)
     o, state = gated_delta_rule_reference(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return o, state if final_state else o.new_empty(0)
 
 
-def _chooses_fla(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, backend: str) -> bool:
+def _chooses_fla(
+    q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, backend: str, gradient: bool
+) -> bool:
     """Whether fla, rather than the reference, serves the call."""
     if backend not in BACKENDS:
         raise BackendError(f"gated_delta_rule: backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
@@ -105,7 +108,8 @@ def _chooses_fla(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | N
         return False
     compiling = torch.compiler.is_compiling()
     packed, continued = cu_seqlens is not None, initial_state is not None
-    refusal = fla.refuses(fla.DeltaRequest(q.device.type, q.dtype, q.shape[3], packed, continued, compiling))
+    request = fla.DeltaRequest(q.device.type, q.dtype, q.shape[3], packed, continued, compiling, gradient)
+    refusal = fla.refuses(request)
     if refusal and backend == "fla":
         raise BackendError(f"gated_delta_rule: backend 'fla' cannot serve this call: {refusal}")
     return not refusal

@@ -1,0 +1,20 @@
+"""Changes to the modules of a run's base model, before it is spread over ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.float8 import float8
+from ligermodels.ops import Float8Recipe
+from ligermodels.training.job import JobFactory
+from ligermodels.training.recipe import R
+
+
+def prepare_model(make_job: JobFactory[R], recipe: R, model: CausalLM) -> None:
+    """Change the modules of the base model as the job and the recipe want them."""
+    if (own := getattr(make_job, "prepare", None)) is not None:
+        own(recipe, model)
+    if recipe.float8:
+        gradients = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}[recipe.float8_gradients]
+        float8(model, Float8Recipe(gradient_dtype=gradients), exclude=recipe.float8_exclude)
