@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -22,17 +23,37 @@ DEVICE = "cuda"
 RESULTS = Path(__file__).parent / "results"
 ERROR_LIMIT = 0.03
 """bf16 results farther than this from the fp32 ones, by `relative_error`, make a timing void."""
+PACKAGES = (
+    *("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy"),
+    *("flash-attn-4", "flash-attn-3", "flash-attn", "flash-linear-attention", "fla-core", "peft", "trl", "torchao"),
+)
+"""Whose versions are recorded, where they are installed."""
+CACHE_BYTES = 2**28
+"""What is overwritten between calls, more than the L2 cache."""
+LATE, LATE_SHARE = 0.03, 0.02
+"""Milliseconds, and the share of a call's time, that may pass between its end by events and by the host's clock."""
+MEASURE = 2
+"""Counts the ways in which ops were timed: times of different ones do not compare. Before 2, inputs stayed the same
+from call to call and only the first call was checked."""
 IN_A_ROW = 2**30
 """Bytes that calls timed in a row move together, at least: what one of them needs has left the cache since the last
 round."""
 
 
-def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
-    """Median time of `call`, by device events, the L2 cache cleared before each; what runs `before` it is not timed.
+class Untrusted(ValueError):
+    """A time that is no time of what was asked for."""
 
-    As `triton.testing.do_bench`, but never fewer than five times.
+
+def milliseconds(
+    call: Callable[[], Any], before: Callable[[], Any] | None = None, after: Callable[[Any], Any] | None = None
+) -> float:
+    """Median time of `call`, by device events, the L2 cache cleared before each; what runs `before` it, and what is
+    done with its result `after` it, is not timed.
+
+    As `triton.testing.do_bench`, but never fewer than five times. Raises Untrusted when the device works on after the
+    events, by the host's clock: work on a stream that the current one does not wait for.
     """
-    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=DEVICE)
 
     def timed(count: int) -> float:
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
@@ -41,13 +62,38 @@ def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = Non
                 before()
             cache.zero_()
             start.record()
-            call()
+            result = call()
             end.record()
-        torch.cuda.synchronize()
+            if after is not None:
+                after(result)
+            del result
+        synchronize()
         return float(statistics.median(start.elapsed_time(end) for start, end in events))
 
     timed(2)
-    return timed(min(max(int(60 / timed(3)), 5), 200))
+    found = timed(min(max(int(60 / timed(3)), 5), 200))
+    late = late_milliseconds(call, before)
+    if late > LATE + LATE_SHARE * found:
+        raise Untrusted(f"the device works for {late:.3g} ms after the events, by which a call takes {found:.3g} ms")
+    return found
+
+
+def late_milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None, rounds: int = 3) -> float:
+    """How long the device works on after the current stream has done a call, by the host's clock: on other streams,
+    which events on this one do not see. The least of some rounds, for hosts are shared."""
+    found = []
+    for _ in range(rounds):
+        if before is not None:
+            before()
+        synchronize()
+        call()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        end.synchronize()
+        start = time.perf_counter()
+        synchronize()
+        found.append((time.perf_counter() - start) * 1e3)
+    return min(found)
 
 
 def one_after_another(call: Callable[[], Any], count: int) -> float:
@@ -73,14 +119,18 @@ def sustained(call: Callable[[], Any], seconds: float = 1.0) -> float:
     return one_after_another(call, 5)
 
 
-def taking_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = 3) -> dict[str, float]:
+def taking_turns(
+    calls: Mapping[str, Callable[[], Any]],
+    hooks: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] | None = None,
+    rounds: int = 3,
+) -> dict[str, float]:
     """`milliseconds` of each, the median of some rounds in which they take turns: a card slows down as it gets hot, and
-    what is measured minutes apart does not compare to a few per cent."""
+    what is measured minutes apart does not compare to a few per cent. `hooks`: what runs before and after a call."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         names = list(calls)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found[name].append(milliseconds(calls[name]))
+            found[name].append(milliseconds(calls[name], *(hooks or {}).get(name, ())))
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -107,13 +157,18 @@ def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
     return graph.replay
 
 
-def in_a_row(calls: Sequence[Callable[[], Any]]) -> float:
+def in_a_row(calls: Sequence[Callable[[], Any]], verify: Callable[[Callable[[], Any]], None] | None = None) -> float:
     """Median time of one of `calls`, which follow one another in one CUDA graph as the kernels of a model do. What they
-    give is kept until all are done; with tensors of its own to take, none finds anything in the cache.
+    give is kept until all are done; with tensors of its own to take, none finds anything in the cache. `verify` gets
+    what replays the graph, once it is timed, and raises what it finds wrong.
 
     Raises RuntimeError as `graphed` does.
     """
-    return milliseconds(graphed(lambda: [call() for call in calls])) / len(calls)
+    replay = graphed(lambda: [call() for call in calls])
+    found = milliseconds(replay) / len(calls)
+    if verify is not None:
+        verify(replay)
+    return found
 
 
 def row_length(count: int) -> int:
@@ -192,11 +247,15 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(difference / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
-def facts() -> Mapping[str, str]:
-    """Versions, GPU, commit and day."""
-    packages = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy")
+def worst(errors: Iterable[float]) -> float:
+    """The largest, or NaN where one is."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+def facts() -> Mapping[str, Any]:
+    """Versions of torch and of every peer that is installed, GPU, commit, day, and the way of measuring."""
     found = {}
-    for package in (*packages, "flash-attn-4", "flash-attn-3", "flash-attn", "fla-core"):
+    for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -205,7 +264,8 @@ def facts() -> Mapping[str, str]:
     if commit is None:
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         commit = head.stdout.strip() or "unknown"
-    return {**found, "gpu": gpu_name(), "commit": commit, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+    day = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    return {**found, "gpu": gpu_name(), "commit": commit, "date": day, "measure": MEASURE}
 
 
 def gpu_name() -> str:

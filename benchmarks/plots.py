@@ -84,6 +84,7 @@ COLOURS = {
     "liger_cloned": "#9ecae1",
     "transformers + liger": "#1f77b4",
     "torch": "#ff7f0e",
+    "torch_fused": "#8c564b",
     "torch_chunked": "#bcbd22",
     "torch.compile": "#9467bd",
     "transformers": "#ff7f0e",

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import math
 import shlex
@@ -21,6 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+from benching import without_a_device  # noqa: E402
 
 import ligermodels as lm  # noqa: E402
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
@@ -73,26 +76,7 @@ SIZES |= {"head_dim": 16, "vocab_size": 128, "num_hidden_layers": 2}
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain clock in place of the device's events and graphs."""
-
-    def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
-        if before is not None:
-            before()
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-
-    monkeypatch.setattr(measure, "DEVICE", "cpu")
-    monkeypatch.setattr(measure, "milliseconds", milliseconds)
-    monkeypatch.setattr(measure, "one_after_another", lambda call, count: milliseconds(call))
-    monkeypatch.setattr(measure, "sustained", milliseconds)
-    monkeypatch.setattr(measure, "graphed", lambda call, times=1: lambda: [call() for _ in range(times)])
-    monkeypatch.setattr(measure, "eager_microseconds", lambda call: 1e3 * milliseconds(call))
-    monkeypatch.setattr(measure, "peak_mib", lambda call: float(len(call())))
-    monkeypatch.setattr(measure, "copy_rate", lambda: 1e10)
-    monkeypatch.setattr(measure, "IN_A_ROW", 1)
-    monkeypatch.setattr(measure, "free", lambda: 0.0)
-    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+    without_a_device(monkeypatch)
 
 
 @pytest.mark.parametrize("op", ops.CASES)
@@ -125,6 +109,31 @@ def test_chunked_log_probs_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> 
         assert record["error"] < 0.01
 
 
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch before 2.13")
+def test_the_fused_loss_of_torch_is_a_peer() -> None:
+    """By chunks, of both linear losses, where it gives what is asked for."""
+    cases = [losses.linear_cross_entropy(16, 32, 40, ignored=0.5), losses.linear_log_probs(16, 32, 40, entropy=False)]
+    for case in cases:
+        (record,) = ops_benchmark.measured(case, ["torch_fused"], 1e10)
+        assert record.get("error", 1.0) < 0.01, record
+        assert "failed" not in record, record
+
+
+def test_facts_name_every_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version, where it is installed."""
+    installed = {"torch": "2.13.0", "peft": "0.19", "trl": "1.16", "fla-core": "0.4", "torchao": "0.15"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(measure.metadata, "version", version)
+    found = measure.facts()
+    assert installed == {key: found[key] for key in measure.PACKAGES if key in found}
+    assert found["measure"] == measure.MEASURE
+
+
 def test_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call has tensors of its own, enough of them; each pass is compared to copies timed in the same way."""
     monkeypatch.setattr(measure, "IN_A_ROW", 2**30)
@@ -132,9 +141,9 @@ def test_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "row_length", lambda count: count // 100)
     rows: list[tuple[str, list[Passes]]] = []
 
-    def in_a_row(calls: Sequence[Any]) -> float:
-        rows.append((calls[0].__name__, [call.__self__ for call in calls]))
-        return {"forward": 2.0, "both": 8.0}[calls[0].__name__]
+    def in_a_row(calls: Sequence[Any], verify: Any) -> float:
+        rows.append((calls[0].call.__name__, [call.call.__self__ for call in calls]))
+        return {"forward": 2.0, "both": 8.0}[calls[0].call.__name__]
 
     monkeypatch.setattr(measure, "in_a_row", in_a_row)
     monkeypatch.setattr(measure, "copy_milliseconds", lambda count: count / 1e3)
