@@ -260,12 +260,22 @@ def facts() -> Mapping[str, Any]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    commit = os.environ.get("COMMIT")  # For a tree that was copied without its history.
-    if commit is None:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = head.stdout.strip() or "unknown"
     day = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    return {**found, "gpu": gpu_name(), "commit": commit, "date": day, "measure": MEASURE}
+    return {**found, "gpu": gpu_name(), "commit": commit(), "date": day, "measure": MEASURE}
+
+
+def commit() -> str:
+    """Of the code that runs, in the current folder; with a note where it has changed since. COMMIT in the environment
+    names that of a tree that was copied without its history."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+    code = ("--", "ligermodels", "benchmarks", ":!benchmarks/results")  # to which runs add
+    head = git("rev-parse", "HEAD") or "unknown"
+    return f"{head} with changes" if git("status", "--porcelain", "--untracked-files=no", *code) else head
 
 
 def gpu_name() -> str:
