@@ -72,13 +72,13 @@ def milliseconds(
 
     timed(2)
     found = timed(min(max(int(60 / timed(3)), 5), 200))
-    late = late_milliseconds(call, before)
+    late = late_milliseconds(call, before) - late_milliseconds(lambda: None)
     if late > LATE + LATE_SHARE * found:
         raise Untrusted(f"the device works for {late:.3g} ms after the events, by which a call takes {found:.3g} ms")
     return found
 
 
-def late_milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None, rounds: int = 3) -> float:
+def late_milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None, rounds: int = 5) -> float:
     """How long the device works on after the current stream has done a call, by the host's clock: on other streams,
     which events on this one do not see. The least of some rounds, for hosts are shared."""
     found = []
@@ -89,24 +89,35 @@ def late_milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None 
         call()
         end = torch.cuda.Event(enable_timing=True)
         end.record()
-        end.synchronize()
-        start = time.perf_counter()
-        synchronize()
-        found.append((time.perf_counter() - start) * 1e3)
+        found.append(_milliseconds_after(end))
     return min(found)
+
+
+def _milliseconds_after(event: torch.cuda.Event) -> float:
+    """By the host's clock, from an event to when the device has nothing left to do."""
+    event.synchronize()
+    start = time.perf_counter()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
 
 
 def one_after_another(call: Callable[[], Any], count: int) -> float:
     """Median milliseconds from the end of each of `count` calls on the device to that of the next. The host waits for
-    none of them; the device waits for the host only where launching takes longer."""
+    none of them; the device waits for the host only where launching takes longer. Raises Untrusted when the device
+    works on after the last of them for a good part of a call."""
     call()  # the host is behind at first
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
         call()
         event.record()
-    synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in pairwise(events)))
+    late = _milliseconds_after(events[-1])
+    found = float(statistics.median(start.elapsed_time(end) for start, end in pairwise(events)))
+    if late > 1 + found / 4:
+        raise Untrusted(
+            f"the device works for {late:.3g} ms after the last of calls that take {found:.3g} ms by events"
+        )
+    return found
 
 
 def sustained(call: Callable[[], Any], seconds: float = 1.0) -> float:

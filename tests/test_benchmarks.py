@@ -392,11 +392,22 @@ def test_steps_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
         def elapsed_time(self, end: "Event") -> float:
             return end.time - self.time
 
+        def synchronize(self) -> None: ...
+
     def call() -> None:
         clock[0] += next(durations)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock[0] / 1e3))
     assert one_after_another(call, 3) == 2.0 and next(durations, None) is None
+
+    def wait() -> None:
+        clock[0] += 1.3 * 4.0  # for another stream
+
+    durations = iter([4.0] * 4)
+    monkeypatch.setattr(measure, "synchronize", wait)
+    with pytest.raises(measure.Untrusted, match=r"works for 5\.2 ms after the last of calls that take 4 ms"):
+        one_after_another(call, 3)
 
 
 def test_a_profile_counts_every_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:
