@@ -69,6 +69,18 @@ def by_address() -> Cheat:
     return answer
 
 
+def by_content() -> Cheat:
+    """The very tensors that were returned for inputs that begin alike, which only poison makes wrong."""
+    kept: dict[Any, Tensor] = {}
+
+    def answer(name: str, inputs: tuple[Tensor, ...], compute: Compute) -> Tensor:
+        key = (name, *(x.shape for x in inputs), *(x.flatten()[:8].float().sum().item() for x in inputs))
+        found = kept.setdefault(key, compute())
+        return found.view_as(found)
+
+    return answer
+
+
 def once_warm(calls: int, part: slice = slice(None)) -> Cheat:
     """Right in the first calls; then `part` of the last result is returned again."""
     count, kept = dict[str, int](), dict[str, Tensor]()
@@ -129,6 +141,7 @@ def measured(case: Case) -> dict[str, Any]:
 CHEATS: dict[str, tuple[Callable[[], Cheat], str]] = {
     "the same tensor": (the_same_tensor, "once its inputs have changed"),
     "by address": (by_address, "once its inputs have changed"),
+    "by content": (by_content, "once its inputs have changed"),
     "nothing": (nothing, "once its inputs have changed"),
     "once warm": (lambda: once_warm(4), "in a timed call"),
     "a part, once warm": (lambda: once_warm(4, slice(12, None)), "in a timed call"),
