@@ -21,11 +21,14 @@ COMMANDS = {
     "delta": ["benchmarks.delta"],
     "training": [
         "benchmarks.training --floor --profile",
-        "benchmarks.training qwen3.5-9b gemma-4-e4b ministral-3-8b --providers ligermodels transformers",
+        "benchmarks.training qwen3.5-9b gemma-4-e4b ministral-3-8b --providers transformers",
         "benchmarks.training 1b --providers 'ligermodels + torch.compile'",
         "benchmarks.training gemma --providers 'transformers + torch.compile'",
         "benchmarks.training 1b --providers ligermodels --in-backward",
         "benchmarks.command_line",
+    ],
+    "nativize": [
+        "benchmarks.training 'llama-3-8b 4x4096' --providers 'transformers + nativize' 'transformers + liger'"
     ],
     "decoding": [
         "benchmarks.decoding --transformers",

@@ -140,7 +140,8 @@ def taking_turns(
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         names = list(calls)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        first = turn % max(len(names), 1)
+        for name in names[first:] + names[:first]:
             found[name].append(milliseconds(calls[name], *(hooks or {}).get(name, ())))
     return {name: statistics.median(times) for name, times in found.items()}
 
