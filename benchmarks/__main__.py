@@ -5,7 +5,7 @@ with tensors of its own, so without launches from Python and with memory as busy
 of the rate of a large device copy, for the fewest bytes that the op must move, and `..._of_copy_at_size` shares of the
 speed of a copy that moves just as many, alone or in a row as the op, or of one for each of two passes.
 `..._limit_ms` is the time of what nobody can leave out (of the linear losses their GEMMs), measured in turns with the
-op. `both` is forward and backward.
+op. `both` is forward and backward. `benchmarks.checks` says what each timed call must hold to.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.case import Call, Case, Passes
+from benchmarks.checks import Checked, Kept, Other, Truth, confirm, poison, truth, verify_replay
 from benchmarks.ops import CASES
 
 COLUMNS = (
@@ -33,52 +34,50 @@ REPEATS = 20
 """Calls of a small case in one CUDA graph."""
 
 
-def truth(case: Case, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of the outputs to start from, in bf16, and the outputs and gradients of plain torch in fp32."""
-    eager = case.providers["torch"]
-    seeds = Passes(case, eager, inputs).seeds
-    exact = tuple(x.float() if x.is_floating_point() else x for x in inputs)
-    return seeds, Passes(case, eager, exact, [seed.float() for seed in seeds]).both()
-
-
-def _launched(case: Case, passes: Passes) -> dict[str, Any]:
+def _launched(passes: Passes, known: Truth) -> dict[str, Any]:
     """Times of a small case."""
-    record: dict[str, Any] = {"eager_us": measure.eager_microseconds(passes.both)}
-    try:
-        record["graph_us"] = measure.milliseconds(measure.graphed(passes.both, REPEATS)) / REPEATS * 1e3
-    except Exception as failure:
-        record["graph"] = f"{type(failure).__name__}: {failure}"[:200]
-    return record
+    record = {"eager_us": measure.eager_microseconds(passes.both), **_in_a_row(passes, "both", REPEATS, known)}
+    names = {"both_row_ms": "graph_us", "both_row": "graph"}
+    return {names.get(key, key): 1e3 * value if key == "both_row_ms" else value for key, value in record.items()}
 
 
-def _timed(case: Case, passes: Passes, copies: dict[str, float]) -> dict[str, Any]:
+def _timed(case: Case, passes: Passes, known: Truth, copies: dict[str, float]) -> dict[str, Any]:
     """Times of a large case, memory, and shares of the limit, which `copies` holds in part."""
-    before = passes.before if case.overwritten else None
     record: dict[str, Any] = {}
-    for which, call in (("forward", passes.forward), ("both", passes.both)):
+    for which in ("forward", "both"):
+        checked = Checked(passes, which, known)
         if case.limit is None:
-            record[f"{which}_ms"] = measure.milliseconds(call, before)
-            continue
-        alone = torch.no_grad()(partial(case.limit[which == "both"], *passes.leaves))
-        times = measure.taking_turns({"limit": alone, "ours": call})
-        record |= {f"{which}_ms": times["ours"], f"{which}_limit_ms": times["limit"]}
-        record[f"{which}_of_limit"] = times["limit"] / times["ours"]
-    passes.before()
+            record[f"{which}_ms"] = measure.milliseconds(checked.call, *checked.hooks)
+        else:
+            alone = torch.no_grad()(partial(case.limit[which == "both"], *passes.leaves))
+            times = measure.taking_turns({"limit": alone, "ours": checked.call}, {"ours": checked.hooks})
+            record |= {f"{which}_ms": times["ours"], f"{which}_limit_ms": times["limit"]}
+            record[f"{which}_of_limit"] = times["limit"] / times["ours"]
+        checked.verify("in a timed call")
+    passes.reset()
     record["peak_mib"] = measure.peak_mib(passes.both)
     record["beyond_gradients_mib"] = record["peak_mib"] - sum(x.nbytes for x in passes.trained) / 2**20
     if case.bytes is None:
         return record
     for which, count in zip(("forward", "both"), case.bytes, strict=True):
         if not case.overwritten:
-            try:
-                every = [passes, *(passes.another() for _ in range(measure.row_length(count) - 1))]
-                record[f"{which}_row_ms"] = measure.in_a_row([getattr(one, which) for one in every])
-            except Exception as failure:  # A peer that waits for the device cannot be captured.
-                record[f"{which}_row"] = f"{type(failure).__name__}: {failure}"[:200]
+            record |= _in_a_row(passes, which, measure.row_length(count), known)
         for key in (key for key in (which, f"{which}_row") if f"{key}_ms" in record):
             record[f"{key}_of_copy"] = count / record[f"{key}_ms"] * 1e3 / copies["copy_bytes_per_s"]
             record[f"{key}_of_copy_at_size"] = copies[f"{key}_copy_ms"] / record[f"{key}_ms"]
     return record
+
+
+def _in_a_row(passes: Passes, which: str, count: int, known: Truth) -> dict[str, Any]:
+    """Time of a call among `count` in a CUDA graph, or why there is none."""
+    every = [passes, *(passes.another() for _ in range(count - 1))]
+    calls = [Kept(getattr(one, which)) for one in every]
+    try:
+        return {f"{which}_row_ms": measure.in_a_row(calls, partial(verify_replay, every, calls, known))}
+    except measure.Untrusted:  # It was captured, and is wrong.
+        raise
+    except Exception as failure:  # A peer that waits for the device cannot be captured.
+        return {f"{which}_row": f"{type(failure).__name__}: {failure}"[:200]}
 
 
 def _copies(case: Case) -> dict[str, float]:
@@ -97,36 +96,38 @@ def measured(case: Case, only: list[str] | None, copy_rate: float, turn: int = 0
     """A record for each provider of a case, or those of them that are in `only`. Which of them begins changes with
     `turn`: a card is coolest for the first."""
     torch.manual_seed(0)
-    inputs = case.inputs()
+    other, inputs = Other.of(case), case.inputs()
     copies = {"copy_bytes_per_s": copy_rate, **_copies(case)}
-    seeds, wanted = truth(case, inputs)
+    known = truth(case, inputs)
     asked = [provider for provider in case.providers if only is None or provider in only]
     first = turn % max(len(asked), 1)
     for provider in asked[first:] + asked[:first]:
         record: dict[str, Any] = {"case": case.name, "provider": provider, **copies}
         try:
-            own = tuple(x.clone() for x in inputs), [seed.clone() for seed in seeds]  # Some peers write into both.
-            record |= _of_provider(case, case.providers[provider], *own, wanted, copies)
-        except Exception as failure:  # A result, not the end of the run.
+            record |= _of_provider(case, case.providers[provider], inputs, known, copies)
+            if other is not None:
+                other.confirm(provider)
+        except Exception as failure:  # A result, not the end of the run; a time that is not to be trusted is none.
+            record = {key: record[key] for key in ("case", "provider", *copies, "error") if key in record}
             record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
         yield record
         measure.free()
 
 
 def _of_provider(
-    case: Case,
-    call: Call,
-    inputs: tuple[Tensor, ...],
-    seeds: list[Tensor],
-    wanted: list[Tensor],
-    copies: dict[str, float],
+    case: Case, call: Call, inputs: tuple[Tensor, ...], known: Truth, copies: dict[str, float]
 ) -> dict[str, Any]:
-    passes = Passes(case, call, inputs, seeds)
-    error = max(measure.relative_error(a, b) for a, b in zip(passes.both(), wanted, strict=True))
-    passes.before()
+    passes = Passes(case, call, inputs, known.seeds)
+    outputs = passes.both()
+    error = measure.worst(measure.relative_error(a, b) for a, b in zip(outputs, known.wanted, strict=True))
+    poison(outputs)
+    del outputs
     if not error < measure.ERROR_LIMIT:
         raise ValueError(f"wrong by {error:.2g}")
-    return {"error": error, **(_launched(case, passes) if case.small else _timed(case, passes, copies))}
+    confirm(passes, known, "once its inputs have changed")
+    record = {"error": error, **(_launched(passes, known) if case.small else _timed(case, passes, known, copies))}
+    confirm(passes, known, "after it was timed")
+    return record
 
 
 def main() -> None:

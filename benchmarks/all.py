@@ -18,19 +18,30 @@ from benchmarks import measure, report
 COMMANDS = {
     "ops": ["benchmarks"],
     "attention": ["benchmarks.attention"],
+    "delta": ["benchmarks.delta"],
     "training": [
         "benchmarks.training --floor --profile",
+        "benchmarks.training qwen3.5-9b gemma-4-e4b ministral-3-8b --providers transformers",
         "benchmarks.training 1b --providers 'ligermodels + torch.compile'",
         "benchmarks.training gemma --providers 'transformers + torch.compile'",
         "benchmarks.training 1b --providers ligermodels --in-backward",
         "benchmarks.command_line",
     ],
-    "decoding": ["benchmarks.decoding --transformers"],
+    "nativize": [
+        "benchmarks.training 'llama-3-8b 4x4096' --providers 'transformers + nativize' 'transformers + liger'"
+    ],
+    "decoding": [
+        "benchmarks.decoding --transformers",
+        "benchmarks.decoding --model qwen3.5-9b --batches 1 8 --transformers",
+        "benchmarks.decoding --model gemma-4-e4b --batches 1 8 --transformers",
+        "benchmarks.decoding --model ministral-3-8b --batches 1 8 --transformers",
+    ],
     "medusa": [
         "benchmarks.medusa --floor",
         "benchmarks.medusa --batch 8 --length 8192 --ignored 0 --providers ligermodels 'ligermodels shared'",
         "benchmarks.medusa --ignored 0 --providers 'ligermodels stage 2'",
     ],
+    "demo": ["benchmarks.demo"],
     "loading": ["benchmarks.loading {folder}"],
 }
 """Name -> commands: module and arguments; {folder} is a temporary one, or that of --folder."""

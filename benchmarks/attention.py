@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import measure
+from benchmarks import checks, measure
 from benchmarks.attention_cases import Case, cases
+from benchmarks.case import Case as OpCase
+from benchmarks.case import Passes
+from benchmarks.checks import Truth
 from ligermodels import ops
 from ligermodels.ops.attention.attention import AttentionRequest, backends, choose
 
@@ -104,47 +106,72 @@ def truth(case: Case, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return found
 
 
-def timed(case: Case, calls: Mapping[str, Call], inputs: tuple[Tensor, ...]) -> dict[str, dict[str, float]]:
-    """Times and rates of each, which take turns."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+def known(case: Case, inputs: tuple[Tensor, ...]) -> Truth:
+    """What the calls are checked by."""
+    changed = checks.sampled(truth(case, (-inputs[0], *inputs[1:])))
+    wanted = truth(case, inputs)
+    return Truth([inputs[3]], wanted, {True: changed, False: checks.sampled(wanted)})
 
-    def both(call: Call) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(call(*leaves), leaves, inputs[3])
 
-    forward = measure.taking_turns({name: torch.no_grad()(partial(call, *leaves)) for name, call in calls.items()})
-    whole = measure.taking_turns({name: both(call) for name, call in calls.items()})
+def passes(case: Case, call: Call, inputs: tuple[Tensor, ...]) -> Passes:
+    """Calls on copies of the inputs."""
+    return Passes(OpCase(case.name, case.inputs, None, {}, change=-1), call, inputs[:3], [inputs[3]])
+
+
+def timed(case: Case, calls: Mapping[str, Passes], wanted: Truth) -> dict[str, dict[str, Any]]:
+    """Times and rates of each, which take turns, or how it failed."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in calls}
+    for which in ("forward", "both"):
+        every = {name: checks.Checked(one, which, wanted) for name, one in calls.items() if "failed" not in found[name]}
+        hooks = {name: checked.hooks for name, checked in every.items()}
+        times = measure.taking_turns({name: checked.call for name, checked in every.items()}, hooks)
+        for name, checked in every.items():
+            try:
+                checked.verify("in a timed call")
+                found[name][f"{which}_ms"] = times[name]
+            except measure.Untrusted as failure:
+                found[name] = {"failed": str(failure)}
     work = 4e-9 * case.pairs * case.head_dim
-    return {
-        name: {
-            "forward_ms": forward[name],
-            "both_ms": whole[name],
-            "forward_tflops": work / forward[name],
-            "backward_tflops": 2.5 * work / (whole[name] - forward[name]),
-        }
-        for name in calls
-    }
+    for times in (each for each in found.values() if "failed" not in each):
+        times["forward_tflops"] = work / times["forward_ms"]
+        times["backward_tflops"] = 2.5 * work / (times["both_ms"] - times["forward_ms"])
+    return found
 
 
 def measured(case: Case, only: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """A record for each provider; ours has `shares_of_best` too."""
     torch.manual_seed(0)
-    inputs = case.inputs()
-    wanted = truth(case, inputs)
+    shorter = case.shorter
+    others, inputs = shorter.inputs(), case.inputs()
+    of_others, wanted = known(shorter, others), known(case, inputs)
     calls = {name: call for name, call in providers(case).items() if only is None or name in only}
     records: dict[str, dict[str, Any]] = {}
-    for name in calls:
+    right: dict[str, Passes] = {}
+    for name, call in calls.items():
         record = records[name] = {"case": case.name, "provider": name}
         try:
-            found = results(calls[name], inputs)
-            record["error"] = max(measure.relative_error(a, b) for a, b in zip(found, wanted, strict=True))
+            one = passes(case, call, inputs)
+            found = one.both()
+            record["error"] = measure.worst(
+                measure.relative_error(a, b) for a, b in zip(found, wanted.wanted, strict=True)
+            )
+            checks.poison(found)
             if not record["error"] < measure.ERROR_LIMIT:
-                raise ValueError(f"wrong by {record['error']:.2g}")
+                raise measure.Untrusted(f"wrong by {record['error']:.2g}")
+            checks.confirm(one, wanted, "once its inputs have changed")
+            measure.milliseconds(one.both)  # alone: what it raises must not end the others' turns
+            right[name] = one
         except Exception as failure:  # A result, not the end of the run.
             record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
-    right = {name: call for name, call in calls.items() if "failed" not in records[name]}
-    for name, times in timed(case, right, inputs).items():
+    for name, times in timed(case, right, wanted).items():
         records[name] |= times
-    if "ligermodels" in right:
+    for name in (name for name in right if "failed" not in records[name]):
+        try:
+            checks.confirm(passes(shorter, providers(shorter)[name], others), of_others, f"for {shorter.name}")
+        except Exception as failure:
+            records[name] = {key: records[name][key] for key in ("case", "provider", "error")}
+            records[name]["failed"] = f"{type(failure).__name__}: {failure}"[:200]
+    if "failed" not in records.get("ligermodels", {"failed": ""}):
         records["ligermodels"]["backend"] = chosen(case)
         records["ligermodels"] |= shares_of_best(records)
     yield from records.values()

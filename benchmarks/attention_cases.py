@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
 import torch
@@ -36,6 +36,13 @@ class Case:
         return shape + "".join(
             f" {name} {value:g}" if value else f" {name}" for name, value in options if value is not None
         )
+
+    @property
+    def shorter(self) -> Case:
+        """The same of one row of an odd length, or of fewer documents."""
+        documents = self.documents[1:] + self.documents[:1]
+        documents = documents[: len(documents) // 2]
+        return replace(self, batch=1, length=sum(documents) or self.length // 3 | 1, documents=documents)
 
     @property
     def bounds(self) -> Tensor | None:

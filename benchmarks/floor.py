@@ -109,12 +109,13 @@ def least_bytes(model: lm.CausalLM, tokens: int, targets: int) -> int:
 
 
 def floor(config: dict[str, Any], batch: int, length: int, ignored: float) -> float:
-    """Milliseconds of the least step of a dense model."""
+    """Milliseconds of the least step of a dense model; ValueError where a layer is neither attention nor an MLP."""
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     targets = int(batch * length * (1 - ignored))
+    works = _blocks(model, batch, length, targets)
     of_a_block = copies(least_bytes(model, batch * length, targets) // len(model.decoder.blocks))
     calls = gemms((targets, *model.head.weight.shape))
-    for work, count in _blocks(model, batch, length, targets).items():
+    for work, count in works.items():
         calls += count * [*block(work), *of_a_block]
     return step_ms([*calls, *copies(ADAMW_BYTES * sum(p.numel() for p in model.parameters()))])
 
@@ -140,6 +141,8 @@ def medusa_floor(config: dict[str, Any], num_heads: int, batch: int, length: int
 def _blocks(model: lm.CausalLM, batch: int, length: int, targets: int) -> Counter[Work]:
     """How often there is which work. `targets` are the rows past attention in the last block."""
     found: Counter[Work] = Counter()
+    if other := {type(b.mixer).__name__ for b in model.config.blocks if not isinstance(b.mixer, AttentionConfig)}:
+        raise ValueError(f"no lower bound is known of {', '.join(sorted(other))}")
     blocks = cast(Iterable[Block], reversed(model.decoder.blocks))
     for left, (block, config) in enumerate(zip(blocks, reversed(model.config.blocks), strict=True)):
         a, late = cast(AttentionConfig, config.mixer), {block.mixer.o, *block.mlp.modules()}

@@ -9,14 +9,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import chunked_log_probs, measure
-from benchmarks.case import Case, integers, optional, providers, random
+from benchmarks.case import Call, Case, integers, of_tokens, optional, providers, random
 from ligermodels import ops
+
+OPTIONS = "LinearCrossEntropyOptions"
+
+
+def _torch_fused(reduction: str) -> Call | None:
+    """torch's own `linear_cross_entropy` (since 2.13) by chunks, in the sizes that it chooses for the device."""
+    fused, options = optional("torch.nn.functional", "linear_cross_entropy"), optional("torch.nn", OPTIONS)
+    if fused is None:
+        return None
+    chunked = {} if options is None else {"options": options()}
+    return lambda x, w, y: fused(x, w, y, reduction=reduction, **chunked)
 
 
 def _eager(x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x.float(), y)
 
 
+@of_tokens
 def cross_entropy(tokens: int, vocab: int) -> Case:
     """Of logits that are kept."""
     return Case(
@@ -27,6 +39,7 @@ def cross_entropy(tokens: int, vocab: int) -> Case:
     )
 
 
+@of_tokens
 def linear_cross_entropy(tokens: int, hidden: int, vocab: int, ignored: float = 0.0, frozen: str | None = None) -> Case:
     """Projection and loss. The limit is its GEMMs alone, of rows that have a target and for gradients that are needed;
     `frozen`, the "head" or the "hidden" states, needs none."""
@@ -55,12 +68,14 @@ def linear_cross_entropy(tokens: int, hidden: int, vocab: int, ignored: float = 
             lambda x, w, y: F.cross_entropy((x @ w.T).float(), y),
             compiled=not (ignored or frozen),
             liger=liger and (lambda x, w, y: liger.apply(x, w, y)[0]),
+            torch_fused=_torch_fused("mean"),
         ),
         (lambda x, w, y: x[:count] @ w.t(), gemms),
         frozen=() if frozen is None else (("hidden", "head").index(frozen),),
     )
 
 
+@of_tokens
 def linear_log_probs(
     tokens: int, hidden: int, vocab: int, frozen: bool = False, entropy: bool = True, logged: bool = False
 ) -> Case:
@@ -70,7 +85,7 @@ def linear_log_probs(
     liger, fused = None, None
     if not entropy:  # which they do not give
         liger = optional("liger_kernel.chunked_loss.fused_linear_ppo", "_ChunkedSelectiveLogProbFunction")
-        fused = optional("torch.nn.functional", "linear_cross_entropy")  # of torch 2.13
+        fused = _torch_fused("none")
     name = f"linear_log_probs {tokens}x{hidden}x{vocab}" + (" frozen head" if frozen else "")
     name += " and entropy" * entropy + " for a log" * (entropy and logged)
 
@@ -105,7 +120,7 @@ def linear_log_probs(
             ours,
             eager,
             liger=liger and (lambda x, w, y: liger.apply(x, w, y, None, 1.0, 4096)),
-            linear_cross_entropy=fused and (lambda x, w, y: -fused(x, w, y, reduction="none")),
+            torch_fused=fused and (lambda x, w, y: -cast(Tensor, fused(x, w, y))),
             torch_chunked=chunked,
         ),
         (lambda x, w, y: x @ w.t(), gemms),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -22,17 +23,37 @@ DEVICE = "cuda"
 RESULTS = Path(__file__).parent / "results"
 ERROR_LIMIT = 0.03
 """bf16 results farther than this from the fp32 ones, by `relative_error`, make a timing void."""
+PACKAGES = (
+    *("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy"),
+    *("flash-attn-4", "flash-attn-3", "flash-attn", "flash-linear-attention", "fla-core", "peft", "trl", "torchao"),
+)
+"""Whose versions are recorded, where they are installed."""
+CACHE_BYTES = 2**28
+"""What is overwritten between calls, more than the L2 cache."""
+LATE, LATE_SHARE = 0.03, 0.02
+"""Milliseconds, and the share of a call's time, that may pass between its end by events and by the host's clock."""
+MEASURE = 2
+"""Counts the ways in which ops were timed: times of different ones do not compare. Before 2, inputs stayed the same
+from call to call and only the first call was checked."""
 IN_A_ROW = 2**30
 """Bytes that calls timed in a row move together, at least: what one of them needs has left the cache since the last
 round."""
 
 
-def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
-    """Median time of `call`, by device events, the L2 cache cleared before each; what runs `before` it is not timed.
+class Untrusted(ValueError):
+    """A time that is no time of what was asked for."""
 
-    As `triton.testing.do_bench`, but never fewer than five times.
+
+def milliseconds(
+    call: Callable[[], Any], before: Callable[[], Any] | None = None, after: Callable[[Any], Any] | None = None
+) -> float:
+    """Median time of `call`, by device events, the L2 cache cleared before each; what runs `before` it, and what is
+    done with its result `after` it, is not timed.
+
+    As `triton.testing.do_bench`, but never fewer than five times. Raises Untrusted when the device works on after the
+    events, by the host's clock: work on a stream that the current one does not wait for.
     """
-    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=DEVICE)
 
     def timed(count: int) -> float:
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
@@ -41,26 +62,62 @@ def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = Non
                 before()
             cache.zero_()
             start.record()
-            call()
+            result = call()
             end.record()
-        torch.cuda.synchronize()
+            if after is not None:
+                after(result)
+            del result
+        synchronize()
         return float(statistics.median(start.elapsed_time(end) for start, end in events))
 
     timed(2)
-    return timed(min(max(int(60 / timed(3)), 5), 200))
+    found = timed(min(max(int(60 / timed(3)), 5), 200))
+    late = late_milliseconds(call, before) - late_milliseconds(lambda: None)
+    if late > LATE + LATE_SHARE * found:
+        raise Untrusted(f"the device works for {late:.3g} ms after the events, by which a call takes {found:.3g} ms")
+    return found
+
+
+def late_milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None, rounds: int = 5) -> float:
+    """How long the device works on after the current stream has done a call, by the host's clock: on other streams,
+    which events on this one do not see. The least of some rounds, for hosts are shared."""
+    found = []
+    for _ in range(rounds):
+        if before is not None:
+            before()
+        synchronize()
+        call()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        found.append(_milliseconds_after(end))
+    return min(found)
+
+
+def _milliseconds_after(event: torch.cuda.Event) -> float:
+    """By the host's clock, from an event to when the device has nothing left to do."""
+    event.synchronize()
+    start = time.perf_counter()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
 
 
 def one_after_another(call: Callable[[], Any], count: int) -> float:
     """Median milliseconds from the end of each of `count` calls on the device to that of the next. The host waits for
-    none of them; the device waits for the host only where launching takes longer."""
+    none of them; the device waits for the host only where launching takes longer. Raises Untrusted when the device
+    works on after the last of them for a good part of a call."""
     call()  # the host is behind at first
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
         call()
         event.record()
-    synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in pairwise(events)))
+    late = _milliseconds_after(events[-1])
+    found = float(statistics.median(start.elapsed_time(end) for start, end in pairwise(events)))
+    if late > 1 + found / 4:
+        raise Untrusted(
+            f"the device works for {late:.3g} ms after the last of calls that take {found:.3g} ms by events"
+        )
+    return found
 
 
 def sustained(call: Callable[[], Any], seconds: float = 1.0) -> float:
@@ -73,14 +130,19 @@ def sustained(call: Callable[[], Any], seconds: float = 1.0) -> float:
     return one_after_another(call, 5)
 
 
-def taking_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = 3) -> dict[str, float]:
+def taking_turns(
+    calls: Mapping[str, Callable[[], Any]],
+    hooks: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] | None = None,
+    rounds: int = 3,
+) -> dict[str, float]:
     """`milliseconds` of each, the median of some rounds in which they take turns: a card slows down as it gets hot, and
-    what is measured minutes apart does not compare to a few per cent."""
+    what is measured minutes apart does not compare to a few per cent. `hooks`: what runs before and after a call."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         names = list(calls)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found[name].append(milliseconds(calls[name]))
+        first = turn % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            found[name].append(milliseconds(calls[name], *(hooks or {}).get(name, ())))
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -107,13 +169,18 @@ def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
     return graph.replay
 
 
-def in_a_row(calls: Sequence[Callable[[], Any]]) -> float:
+def in_a_row(calls: Sequence[Callable[[], Any]], verify: Callable[[Callable[[], Any]], None] | None = None) -> float:
     """Median time of one of `calls`, which follow one another in one CUDA graph as the kernels of a model do. What they
-    give is kept until all are done; with tensors of its own to take, none finds anything in the cache.
+    give is kept until all are done; with tensors of its own to take, none finds anything in the cache. `verify` gets
+    what replays the graph, once it is timed, and raises what it finds wrong.
 
     Raises RuntimeError as `graphed` does.
     """
-    return milliseconds(graphed(lambda: [call() for call in calls])) / len(calls)
+    replay = graphed(lambda: [call() for call in calls])
+    found = milliseconds(replay) / len(calls)
+    if verify is not None:
+        verify(replay)
+    return found
 
 
 def row_length(count: int) -> int:
@@ -192,20 +259,35 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(difference / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
-def facts() -> Mapping[str, str]:
-    """Versions, GPU, commit and day."""
-    packages = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy")
+def worst(errors: Iterable[float]) -> float:
+    """The largest, or NaN where one is."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+def facts() -> Mapping[str, Any]:
+    """Versions of torch and of every peer that is installed, GPU, commit, day, and the way of measuring."""
     found = {}
-    for package in (*packages, "flash-attn-4", "flash-attn-3", "flash-attn", "fla-core"):
+    for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    commit = os.environ.get("COMMIT")  # For a tree that was copied without its history.
-    if commit is None:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = head.stdout.strip() or "unknown"
-    return {**found, "gpu": gpu_name(), "commit": commit, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+    day = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    return {**found, "gpu": gpu_name(), "commit": commit(), "date": day, "measure": MEASURE}
+
+
+def commit() -> str:
+    """Of the code that runs, in the current folder; with a note where it has changed since. COMMIT in the environment
+    names that of a tree that was copied without its history."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+    code = ("--", "ligermodels", "benchmarks", ":!benchmarks/results")  # to which runs add
+    head = git("rev-parse", "HEAD") or "unknown"
+    return f"{head} with changes" if git("status", "--porcelain", "--untracked-files=no", *code) else head
 
 
 def gpu_name() -> str:

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import losses, measure
-from benchmarks.case import Case, optional, providers, random
+from benchmarks.case import Case, of_tokens, optional, providers, random
 from ligermodels import ops
 
 
+@of_tokens
 def rms_norm(tokens: int, hidden: int) -> Case:
     """Root mean square norm."""
     liger = optional("liger_kernel.ops", "LigerRMSNormFunction")
@@ -31,6 +32,7 @@ def rms_norm(tokens: int, hidden: int) -> Case:
     )
 
 
+@of_tokens
 def add_rms_norm(tokens: int, hidden: int) -> Case:
     """The same of a sum, which is a result too."""
     liger = optional("liger_kernel.ops", "LigerFusedAddRMSNormFunction")
@@ -51,6 +53,7 @@ def add_rms_norm(tokens: int, hidden: int) -> Case:
     )
 
 
+@of_tokens
 def layer_norm(tokens: int, hidden: int) -> Case:
     """Layer norm with weight and bias."""
     liger = optional("liger_kernel.ops", "LigerLayerNormFunction")
@@ -66,6 +69,7 @@ def layer_norm(tokens: int, hidden: int) -> Case:
     )
 
 
+@of_tokens
 def glu(name: str, tokens: int, size: int, packed: bool = True) -> Case:
     """swiglu or geglu of a packed projection (pairs of gate and up), or of two tensors, as Liger takes them."""
     liger = optional("liger_kernel.ops", {"swiglu": "LigerSiLUMulFunction", "geglu": "LigerGELUMulFunction"}[name])
@@ -89,6 +93,7 @@ def _tables(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
     return angles.cos()[None].bfloat16(), angles.sin()[None].bfloat16()
 
 
+@of_tokens
 def rope(tokens: int, heads: int, kv_heads: int, dim: int) -> Case:
     """Rotary positions of queries and keys."""
     liger = optional("liger_kernel.ops", "LigerRopeFunction")
@@ -116,6 +121,7 @@ def rope(tokens: int, heads: int, kv_heads: int, dim: int) -> Case:
     )
 
 
+@of_tokens
 def qk_norm_rope(tokens: int, heads: int, kv_heads: int, dim: int) -> Case:
     """The same with norms of queries and keys, out of the packed projection."""
     cos, sin = _tables(tokens, dim)

@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from benchmarks import speed_ups
 from benchmarks.runs import broadest_run, is_peer
 
 Record = dict[str, Any]
@@ -71,6 +72,8 @@ PLOTS = {
     "medusa": Plot("medusa", (SPEED, MEMORY)),
 }
 """Name of the picture -> what it shows."""
+BENCHMARK_OF = {**{name: plot.benchmark for name, plot in PLOTS.items()}, "demo": "demo"}
+"""Of every picture."""
 
 COLOURS = {
     "ligermodels": "#d62728",
@@ -84,6 +87,7 @@ COLOURS = {
     "liger_cloned": "#9ecae1",
     "transformers + liger": "#1f77b4",
     "torch": "#ff7f0e",
+    "torch_fused": "#8c564b",
     "torch_chunked": "#bcbd22",
     "torch.compile": "#9467bd",
     "transformers": "#ff7f0e",
@@ -144,6 +148,9 @@ def draw(found: Mapping[str, list[Record]], folder: Path) -> list[str]:
         if shown := groups(plot, found.get(plot.benchmark, [])):
             _picture(name, plot, shown, folder / f"{name}.png")
             drawn.append(name)
+    if records := found.get("demo"):
+        speed_ups.draw(records, folder / "demo.png")
+        drawn.append("demo")
     return drawn
 
 

@@ -5,33 +5,48 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import RESULTS
+from benchmarks.runs import of_one_measure, why_not
 
 Record = dict[str, Any]
 DOCS = RESULTS.parent.parent / "docs"
-NAMES = ("ops", "attention", "training", "nativize", "decoding", "medusa", "loading")
+NAMES = ("ops", "attention", "delta", "training", "nativize", "decoding", "medusa", "demo", "loading")
 """The benchmarks, whose results are in NAME-GPU.jsonl."""
 
 
 def read(folder: Path, gpu: str) -> dict[str, list[Record]]:
-    """The records of each benchmark, in order, and none of those that were never run."""
-    found = {}
+    """The records of each benchmark that may be reported, in order, and none of those that were never run."""
+    found = {name: _lines(folder, name, gpu) for name in NAMES}
+    return {name: [_named(r) for r in every if why_not(r) is None] for name, every in found.items()}
+
+
+def left_out(folder: Path, gpu: str) -> list[str]:
+    """How many records of each benchmark are not reported, and why."""
+    found = []
     for name in NAMES:
-        path = folder / f"{name}-{gpu}.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        found[name] = [_named(json.loads(line)) for line in lines]
+        reasons = Counter(why_not(record) for record in _lines(folder, name, gpu))
+        found += [f"{name}: {count} records {reason}" for reason, count in reasons.items() if reason is not None]
     return found
+
+
+def _lines(folder: Path, name: str, gpu: str) -> list[Record]:
+    path = folder / f"{name}-{gpu}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def _named(record: Record) -> Record:
     """With a case and a provider, which not every benchmark calls so."""
+    record = of_one_measure(record)
+    if "provider" in record and "case" in record:
+        return record
     if "what" not in record:
         return {"case": f"to {record.get('dtype')} on {record.get('device')}"} | record
     named = record | {"case": f"{record['case']} batch {record['batch']}", "provider": record["what"]}
-    if "tree" not in record["what"]:  # How many tokens a tree yields depends on the heads.
+    if "tree" not in record["what"] and "step_ms" in record:  # How many tokens a tree yields depends on the heads.
         named["tokens_per_s"] = record["batch"] / record["step_ms"] * 1e3
     return named
 
@@ -44,7 +59,7 @@ def write(results: Path, gpu: str, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     drawn = plots.draw(found, out)
     page = out / "benchmark-tables.md"
-    page.write_text(tables.page(found, drawn), encoding="utf-8")
+    page.write_text(tables.page(found, drawn, left_out(results, gpu)), encoding="utf-8")
     front = out / "results.md"
     front.write_text(summary.page(found), encoding="utf-8")
     return [page, front, *(out / f"{name}.png" for name in drawn)]

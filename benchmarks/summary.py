@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.runs import broadest_run, is_peer
+from benchmarks.runs import broadest_run, is_peer, last_run
 
 Record = dict[str, Any]
 
@@ -72,7 +72,8 @@ A command is `python -m benchmarks` and what stands in the last column (`python 
 
 ![training](training.png)
 
-- [The log](benchmarks.md): how these numbers came about, what was tried and removed, lower bounds, memory-bound ops.
+- [How they are made](benchmarks.md): the commands, what every timed call is held to, which records are compared.
+- [The log](benchmark-log.md): how these numbers came about, what was tried and removed, lower bounds, memory-bound ops.
 - [The tables](benchmark-tables.md): the last record of every case and provider, and the targets.
 - Where a peer is faster, it shows above: `torch.compile` computes log-probabilities faster where its logits, several
   times the memory, fit.
@@ -154,7 +155,25 @@ def page(found: Mapping[str, list[Record]]) -> str:
         key: " and ".join(sorted({str(r.ours[key]) for r in measured if key in r.ours}))
         for key in ("gpu", "torch", "triton", "transformers")
     }
-    return HEAD.format(**versions) + "\n".join(lines) + "\n" + TAIL
+    return HEAD.format(**versions) + "\n".join(lines) + "\n" + _demo(found.get("demo", [])) + TAIL
+
+
+def _demo(records: Sequence[Record]) -> str:
+    """The GPU demo's speed-ups, in Markdown; empty without records."""
+    if not records:
+        return ""
+    last = {(r["stage"], r["acceptance"], r["batch"]): r for r in last_run(records)}
+    batches = sorted({batch for _, _, batch in last})
+    rows = ["| Medusa, wall time without heads / with heads |" + "".join(f" batch {batch} |" for batch in batches)]
+    rows.append("|---|" + "---|" * len(batches))
+    for stage, acceptance in dict.fromkeys((stage, acceptance) for stage, acceptance, _ in last):
+        cells = (last.get((stage, acceptance, batch)) for batch in batches)
+        texts = "".join(f" {r['speed_up']:.2f} ({r['same']} of {r['prompts']}) |" if r else " |" for r in cells)
+        rows.append(f"| stage {stage}, {acceptance} |{texts}")
+    note = (
+        f"`python -m benchmarks.demo`, commit {_short(records[-1].get('commit', ''))}; in brackets, of how many prompts"
+    )
+    return "\n" + "\n".join(rows) + f"\n\n{note}\nthe tokens are those of greedy decoding.\n\n![demo](demo.png)\n"
 
 
 def write_front(readme: Path, found: Mapping[str, list[Record]]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.plots import PLOTS
+from benchmarks.measure import PACKAGES
+from benchmarks.plots import BENCHMARK_OF
 from benchmarks.targets import latest, targets
 
 Record = dict[str, Any]
@@ -13,10 +14,12 @@ Record = dict[str, Any]
 TITLES = {
     "ops": "Ops",
     "attention": "Attention",
+    "delta": "Gated DeltaNet",
     "training": "Training step",
     "nativize": "Training step of transformers' models that compute natively",
     "decoding": "Decoding",
     "medusa": "Medusa",
+    "demo": "The GPU demo",
     "loading": "Loading",
 }
 COLUMNS = {
@@ -29,6 +32,7 @@ COLUMNS = {
         *("backend", "forward_ms", "both_ms", "forward_tflops", "backward_tflops", "best_forward", "best_both"),
         "error",
     ),
+    "delta": ("us", "both_ms", "of_copy", "projections_tflops", "peak_mib"),
     "training": (
         *(
             "step_ms",
@@ -46,17 +50,16 @@ COLUMNS = {
     "nativize": ("step_ms", "tokens_per_s", "peak_gib"),
     "decoding": ("step_ms", "tokens_per_s", "of_limit", "of_plain"),
     "medusa": ("step_ms", "tokens_per_s", "peak_gib", "held_gib", "gradients_gib", "floor_ms", "of_floor", "loss"),
+    "demo": ("speed_up", "tokens_per_step", "tree", "plain_seconds", "seconds", "same", "prompts"),
     "loading": ("load_s", "ready_s", "host_peak_bytes", "host_after_bytes"),
 }
 """Of each benchmark, where any of its records has them."""
-
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "flash-attn-4", "flash-attn")
 
 HEAD = """# Benchmark tables
 
 Written by `python -m benchmarks.report` from the last record of each case and provider in `benchmarks/results/`; what
 the cases are and what the columns count is said by `python -m benchmarks.NAME --help`. [benchmarks.md](benchmarks.md)
-explains what was found. Ratios are of the last commit at which both were run.
+says how the numbers are made, and which records are compared. Ratios are of the last run of both.
 """
 
 TARGETS = """## Targets
@@ -86,9 +89,8 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _origin(records: list[Record]) -> str:
     """GPU, versions and commits of records."""
-    found = {
-        key: dict.fromkeys(str(r[key]) for r in records if key in r) for key in ("gpu", *PACKAGES, "commit", "date")
-    }
+    keys = ("gpu", *PACKAGES, "commit", "date", "measure")
+    found = {key: dict.fromkeys(str(r[key]) for r in records if key in r) for key in keys}
     parts = [
         *found["gpu"],
         *(f"{key} {' and '.join(values)}" for key, values in found.items() if values and key != "gpu"),
@@ -106,16 +108,17 @@ def _results(name: str, records: list[Record]) -> str:
     return table(["case", "provider", *columns, *(["failed"] if failed else [])], rows)
 
 
-def page(found: Mapping[str, list[Record]], drawn: list[str]) -> str:
-    """The whole page; `drawn` names the pictures that lie beside it."""
+def page(found: Mapping[str, list[Record]], drawn: list[str], left_out: Sequence[str] = ()) -> str:
+    """The whole page; `drawn` names the pictures that lie beside it, `left_out` the records that are not here."""
     rows = [
         [t.what, f"{t.sign} {t.bound:g}", cell(t.measured, 4), "yes" if t.met else "**no**", cell(t.limit)]
         for t in targets(found)
     ]
-    parts = [HEAD, TARGETS, table(("what", "target", "measured", "met", "limit"), rows)]
+    missing = ["Not reported:\n", *(f"- {reason}" for reason in left_out), ""] if left_out else []
+    parts = [HEAD, *missing, TARGETS, table(("what", "target", "measured", "met", "limit"), rows)]
     for name, every in found.items():
         if records := latest(every):
             parts += [f"## {TITLES[name]}\n", f"{_origin(records)}.\n"]
-            parts += [f"![{p}]({p}.png)\n" for p in drawn if PLOTS[p].benchmark == name]
+            parts += [f"![{p}]({p}.png)\n" for p in drawn if BENCHMARK_OF[p] == name]
             parts += [_results(name, records)]
     return "\n".join(parts)

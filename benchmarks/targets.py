@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from benchmarks.runs import last_run, run_of
+
 Record = dict[str, Any]
 
 
@@ -46,6 +48,11 @@ AGAINST_LIGER = {
 }
 """Case -> tokens/s over those of transformers + Liger."""
 
+AGAINST_TRANSFORMERS = ("qwen3.5-9b 2x4096", "gemma-4-e4b 2x4096", "ministral-3-8b 2x4096")
+"""Cases of training beside plain transformers: 1.25 times its tokens/s, and no more memory."""
+OF_THE_GEMMS = {"llama-3-8b": 0.85, "qwen3.5-9b": 0.8, "gemma-4-e4b": 0.8}
+"""Model -> share of the speed of its GEMMs alone, decoding one sequence."""
+
 LARGE_LOSSES = ("8192x4096x128256", "32768x4096x128256", "16384x2048x128256", "8192x2304x256000")
 
 
@@ -59,8 +66,8 @@ class Results:
 
     def __init__(self, records: list[Record]) -> None:
         self.records = {(r["case"], r["provider"]): r for r in records}
-        self.commits = list(dict.fromkeys(r.get("commit") for r in reversed(records)))
-        self.of_commits = {(r["case"], r["provider"], r.get("commit")): r for r in records}
+        self.runs = list(dict.fromkeys(map(run_of, reversed(records))))
+        self.of_runs = {(r["case"], r["provider"], run_of(r)): r for r in records}
 
     def value(self, case: str, key: str, provider: str = "ligermodels") -> float | None:
         """What the record has at `key`."""
@@ -68,11 +75,11 @@ class Results:
         return float(record[key]) if key in record else None
 
     def ratio(self, case: str, key: str, provider: str, of: str | None = None) -> float | None:
-        """Ours over that of a provider, in the same case or in the case `of`, of the last commit at which both were
-        run; None if one failed there."""
-        runs = ((case, "ligermodels"), (of or case, provider))
-        for commit in self.commits:
-            ours, theirs = (self.of_commits.get((*run, commit)) for run in runs)
+        """Ours over that of a provider, in the same case or in the case `of`, of the last run of both; None if
+        one failed there."""
+        pair = ((case, "ligermodels"), (of or case, provider))
+        for run in self.runs:
+            ours, theirs = (self.of_runs.get((*each, run)) for each in pair)
             if ours is not None and theirs is not None:
                 return float(ours[key]) / float(theirs[key]) if key in ours and theirs.get(key) else None
         return None
@@ -82,7 +89,7 @@ def targets(found: Mapping[str, list[Record]]) -> list[Target]:
     """Those that there are results for."""
     ops, training, decoding, medusa = (Results(found[name]) for name in ("ops", "training", "decoding", "medusa"))
     every = [*_ops(ops), *_attention(latest(found["attention"])), *_training(training), *_generation(decoding)]
-    every += [*_medusa(medusa), *_loading(latest(found["loading"]))]
+    every += [*_medusa(medusa), *_demo(last_run(found.get("demo", []))), *_loading(latest(found["loading"]))]
     return [Target(*row[:3], row[3], *row[4:]) for row in every if row[3] is not None]
 
 
@@ -149,6 +156,10 @@ def _training(results: Results) -> Iterator[Row]:
     case = "gemma-2-2b 2x4096"
     speed = results.ratio(case, "tokens_per_s", "transformers + torch.compile")
     yield f"{case}, tokens/s over transformers + torch.compile", "≥", 1.25, speed
+    for case in AGAINST_TRANSFORMERS:
+        speed, memory = (results.ratio(case, key, "transformers") for key in ("tokens_per_s", "peak_gib"))
+        yield f"{case}, tokens/s over transformers", "≥", 1.25, speed
+        yield f"{case}, memory over its", "≤", 1, memory
     case, peer = "llama-3-8b 4x4096 LoRA 16", "transformers + liger"
     yield f"{case}, tokens/s", "≥", 17_000, results.value(case, "tokens_per_s")
     yield f"{case}, tokens/s over transformers + PEFT + Liger", "≥", 1.1, results.ratio(case, "tokens_per_s", peer)
@@ -161,8 +172,10 @@ def _training(results: Results) -> Iterator[Row]:
 
 
 def _generation(results: Results) -> Iterator[Row]:
+    for model, bound in OF_THE_GEMMS.items():
+        case = f"{model} batch 1"
+        yield f"decoding, {case}, of its GEMMs alone", "≥", bound, results.value(case, "of_limit")
     case = "llama-3-8b batch 1"
-    yield f"decoding, {case}, of its GEMMs alone", "≥", 0.85, results.value(case, "of_limit")
     step = results.value(case, "of_plain", provider="medusa tree step")
     yield f"decoding, {case}, Medusa's tree step over a plain one", "≤", 1.2, step
 
@@ -178,6 +191,14 @@ def _medusa(results: Results) -> Iterator[Row]:
     known = [part for part in parts if part is not None]
     above = known[0] - known[1] - known[2] if len(known) == len(parts) else None
     yield f"Medusa stage 1, {case}, GiB beyond weights, states and gradients", "≤", 2, above
+
+
+def _demo(records: list[Record]) -> Iterator[Row]:
+    greedy = [r for r in records if r["acceptance"] == "greedy"]
+    alone = [float(r["speed_up"]) for r in greedy if r["batch"] == 1]
+    same = [r["same"] / r["prompts"] for r in greedy]
+    yield "GPU demo, speed-up at batch 1, greedy", "≥", 1.7, max(alone, default=None)
+    yield "GPU demo, sequences as without heads, greedy", "≥", 1, min(same, default=None)
 
 
 def _loading(records: list[Record]) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import math
 import shlex
@@ -22,24 +23,12 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benching import without_a_device  # noqa: E402
+
 import ligermodels as lm  # noqa: E402
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
-from benchmarks import (  # noqa: E402  # noqa: E402
-    attention,
-    chunked_log_probs,
-    floor,
-    losses,
-    measure,
-    ops,
-    peers,
-    plots,
-    profile,
-    report,
-    summary,
-    targets,
-    training,
-)
+from benchmarks import attention, chunked_log_probs, floor, losses, measure, ops, peers, profile, training  # noqa: E402  # noqa: E402
 from benchmarks.case import Case, Passes  # noqa: E402
 from benchmarks.measure import one_after_another, sustained  # noqa: E402
 from benchmarks.models import CONFIGS  # noqa: E402
@@ -73,26 +62,7 @@ SIZES |= {"head_dim": 16, "vocab_size": 128, "num_hidden_layers": 2}
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain clock in place of the device's events and graphs."""
-
-    def milliseconds(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
-        if before is not None:
-            before()
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-
-    monkeypatch.setattr(measure, "DEVICE", "cpu")
-    monkeypatch.setattr(measure, "milliseconds", milliseconds)
-    monkeypatch.setattr(measure, "one_after_another", lambda call, count: milliseconds(call))
-    monkeypatch.setattr(measure, "sustained", milliseconds)
-    monkeypatch.setattr(measure, "graphed", lambda call, times=1: lambda: [call() for _ in range(times)])
-    monkeypatch.setattr(measure, "eager_microseconds", lambda call: 1e3 * milliseconds(call))
-    monkeypatch.setattr(measure, "peak_mib", lambda call: float(len(call())))
-    monkeypatch.setattr(measure, "copy_rate", lambda: 1e10)
-    monkeypatch.setattr(measure, "IN_A_ROW", 1)
-    monkeypatch.setattr(measure, "free", lambda: 0.0)
-    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+    without_a_device(monkeypatch)
 
 
 @pytest.mark.parametrize("op", ops.CASES)
@@ -125,6 +95,31 @@ def test_chunked_log_probs_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> 
         assert record["error"] < 0.01
 
 
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch before 2.13")
+def test_the_fused_loss_of_torch_is_a_peer() -> None:
+    """By chunks, of both linear losses, where it gives what is asked for."""
+    cases = [losses.linear_cross_entropy(16, 32, 40, ignored=0.5), losses.linear_log_probs(16, 32, 40, entropy=False)]
+    for case in cases:
+        (record,) = ops_benchmark.measured(case, ["torch_fused"], 1e10)
+        assert record.get("error", 1.0) < 0.01, record
+        assert "failed" not in record, record
+
+
+def test_facts_name_every_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version, where it is installed."""
+    installed = {"torch": "2.13.0", "peft": "0.19", "trl": "1.16", "fla-core": "0.4", "torchao": "0.15"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(measure.metadata, "version", version)
+    found = measure.facts()
+    assert installed == {key: found[key] for key in measure.PACKAGES if key in found}
+    assert found["measure"] == measure.MEASURE
+
+
 def test_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call has tensors of its own, enough of them; each pass is compared to copies timed in the same way."""
     monkeypatch.setattr(measure, "IN_A_ROW", 2**30)
@@ -132,9 +127,9 @@ def test_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "row_length", lambda count: count // 100)
     rows: list[tuple[str, list[Passes]]] = []
 
-    def in_a_row(calls: Sequence[Any]) -> float:
-        rows.append((calls[0].__name__, [call.__self__ for call in calls]))
-        return {"forward": 2.0, "both": 8.0}[calls[0].__name__]
+    def in_a_row(calls: Sequence[Any], verify: Any) -> float:
+        rows.append((calls[0].call.__name__, [call.call.__self__ for call in calls]))
+        return {"forward": 2.0, "both": 8.0}[calls[0].call.__name__]
 
     monkeypatch.setattr(measure, "in_a_row", in_a_row)
     monkeypatch.setattr(measure, "copy_milliseconds", lambda count: count / 1e3)
@@ -379,11 +374,22 @@ def test_steps_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
         def elapsed_time(self, end: "Event") -> float:
             return end.time - self.time
 
+        def synchronize(self) -> None: ...
+
     def call() -> None:
         clock[0] += next(durations)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock[0] / 1e3))
     assert one_after_another(call, 3) == 2.0 and next(durations, None) is None
+
+    def wait() -> None:
+        clock[0] += 1.3 * 4.0  # for another stream
+
+    durations = iter([4.0] * 4)
+    monkeypatch.setattr(measure, "synchronize", wait)
+    with pytest.raises(measure.Untrusted, match=r"works for 5\.2 ms after the last of calls that take 4 ms"):
+        one_after_another(call, 3)
 
 
 def test_a_profile_counts_every_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,78 +426,9 @@ def test_a_profile_counts_every_moment_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert profile.profile(lambda: None) == pytest.approx(wanted)
 
 
-def test_the_report_of_the_stored_results(tmp_path: Path) -> None:
-    written = report.write(measure.RESULTS, "h200", tmp_path)
-    assert all(path.stat().st_size > 500 for path in written)
-    page = written[0].read_text(encoding="utf-8")
-    assert "| llama-3-8b 4x4096 | ligermodels |" in page
-    assert written[1].name == "results.md"
-    for picture in (path.name for path in written[2:]):
-        assert f"({picture})" in page
-
-
-def test_the_front_pages_have_the_stored_results() -> None:
-    """No number in the README or in docs/results.md but those of the records."""
-    found = report.read(measure.RESULTS, "h200")
-    assert (report.DOCS / "results.md").read_text(encoding="utf-8") == summary.page(found)
-    assert summary.front(found) in (report.DOCS.parent / "README.md").read_text(encoding="utf-8")
-
-
-def test_only_records_of_one_run_are_compared() -> None:
-    """Ours of a later run is not set beside a peer of an earlier one, nor a run of few peers above one of more; the
-    best peer of each measure is at 1."""
-    case = "llama-3-8b 4x4096"
-    runs = {
-        "a": {"ligermodels": (90.0, 20.0), "transformers": (45.0, 8.0), "transformers + liger": (60.0, 10.0)},
-        "b": {"ligermodels": (100.0, 20.0), "transformers": (50.0, 8.0), "transformers + liger": (80.0, 10.0)},
-        "c": {"ligermodels": (200.0, 20.0), "transformers": (40.0, 8.0)},
-        "d": {"ligermodels": (300.0, 20.0)},
-    }
-    records = [
-        {"case": case, "provider": p, "commit": run, "tokens_per_s": speed, "peak_gib": memory, "gpu": "G", "date": "1"}
-        for run, providers in runs.items()
-        for p, (speed, memory) in providers.items()
-    ]
-    plot = plots.PLOTS["training"]
-    (group,) = plots.groups(plot, records)
-    speeds, text = plots.ratios(plot, plot.panels[0], group)
-    assert (speeds, text) == ({"ligermodels": 1.25, "transformers": 0.625, "transformers + liger": 1.0}, "100 · 80")
-    memory, text = plots.ratios(plot, plot.panels[1], group)
-    assert (memory, text) == ({"ligermodels": 0.4, "transformers": 1.0, "transformers + liger": 0.8}, "20 · 8")
-    (result,) = summary.results({"training": records})
-    assert (result.ours["commit"], result.peer["provider"]) == ("b", "transformers + liger")
-    assert (result.speed, result.memory) == (1.25, 0.5)
-
-
-def test_every_provider_has_a_colour_and_every_picture_a_gpu_and_a_date() -> None:
-    found = report.read(measure.RESULTS, "h200")
-    for name, plot in plots.PLOTS.items():
-        shown = plots.groups(plot, found[plot.benchmark])
-        assert shown and {r["provider"] for group in shown for r in group.records} <= plots.COLOURS.keys(), name
-        assert "NVIDIA H200" in plots.origin(shown) and "2026-" in plots.origin(shown)
-
-
-def test_a_report_takes_the_last_record_and_misses_no_field(tmp_path: Path) -> None:
-    """Of old and new records alike, and of files that are not there."""
-    ours, theirs = ({"case": "small rms_norm 1x4096", "provider": p, "commit": "b"} for p in ("ligermodels", "torch"))
-    old = ours | {"eager_us": 90.0, "commit": "a"}
-    measure.write(tmp_path / "in" / "ops-h200.jsonl", [old, ours | {"eager_us": 30.0}, theirs | {"eager_us": 20.0}])
-    (target,) = targets.targets(report.read(tmp_path / "in", "h200"))
-    assert (target.measured, target.met) == (1.5, True)
-    measure.write(tmp_path / "in" / "ops-h200.jsonl", [old])
-    assert targets.targets(report.read(tmp_path / "in", "h200")) == [target]  # by the last commit that both are of
-    failed = [ours | {"failed": "out of memory", "commit": "c"}, theirs | {"eager_us": 20.0, "commit": "c"}]
-    measure.write(
-        tmp_path / "failed" / "ops-h200.jsonl", [ours | {"eager_us": 30.0}, theirs | {"eager_us": 20.0}, *failed]
-    )
-    assert targets.targets(report.read(tmp_path / "failed", "h200")) == []  # nothing older stands in for it
-    measure.write(tmp_path / "apart" / "ops-h200.jsonl", [old, theirs | {"eager_us": 20.0}])
-    assert targets.targets(report.read(tmp_path / "apart", "h200")) == []
-    names = [path.name for path in report.write(tmp_path / "in", "h200", tmp_path / "out")]
-    assert names == ["benchmark-tables.md", "results.md", "small.png"]
-    assert report.write(tmp_path / "nothing", "h200", tmp_path / "empty") == [
-        tmp_path / "empty" / name for name in names[:2]
-    ]
+def test_a_case_without_a_lower_bound() -> None:
+    with pytest.raises(ValueError, match="no lower bound is known of GatedDeltaNet"):
+        floor.floor(CONFIGS["qwen3.5-9b"], 2, 64, 0.0)
 
 
 def test_every_command_of_the_whole_is_one_that_its_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:
