@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import ligermodels as lm
 from benchmarks import measure
 from benchmarks.floor import floor
-from benchmarks.models import CONFIGS, NOT_IN_FP32, few_layers
+from benchmarks.models import CONFIGS, LOSS_ALONE, NOT_IN_FP32, few_layers
 from benchmarks.peers import FLOAT8, PROVIDERS, ours, transformers
 from benchmarks.profile import profile
 from ligermodels.archs.causal_lm import CausalLM
@@ -106,7 +106,7 @@ class Verifier:
             found = _loss_and_gradient(PROVIDERS[provider](config, folder), ids)
             self.errors[name, provider] = max(
                 measure.relative_error(a, b)
-                for a, b in zip(found, truth, strict=True)
+                for a, b in zip(found[: 1 if name in LOSS_ALONE else 2], truth, strict=False)
                 if a is not None and b is not None
             )
             measure.free()
