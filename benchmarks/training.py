@@ -69,8 +69,8 @@ CASES = [
     Case("qwen2.5-7b", 2, 4096),
     Case("qwen3-1.7b", 4, 4096),
     Case("llama-3-8b", 4, 4096, lora_rank=16),
-    Case("qwen3.5-9b", 2, 4096),
-    Case("gemma-4-e4b", 2, 4096),
+    Case("qwen3.5-9b", 1, 4096),
+    Case("gemma-4-e4b", 1, 4096),
     Case("ministral-3-8b", 2, 4096),
 ]
 

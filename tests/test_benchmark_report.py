@@ -160,7 +160,7 @@ def test_the_report_of_a_gpu_demo(tmp_path: Path) -> None:
 
 def test_targets_of_newer_families(tmp_path: Path) -> None:
     """Beside plain transformers in training, and beside their GEMMs in decoding."""
-    case = {"case": "gemma-4-e4b 2x4096", "commit": "abcdef1"}
+    case = {"case": "gemma-4-e4b 1x4096", "commit": "abcdef1"}
     ours = {"provider": "ligermodels", "tokens_per_s": 130.0, "peak_gib": 30.0}
     theirs = {"provider": "transformers", "tokens_per_s": 100.0, "peak_gib": 20.0}
     measure.write(tmp_path / "training-h200.jsonl", [case | ours, case | theirs])
@@ -171,8 +171,8 @@ def test_targets_of_newer_families(tmp_path: Path) -> None:
     measure.write(tmp_path / "delta-h200.jsonl", [one])
     found = [(t.what, t.measured, t.met) for t in targets.targets(report.read(tmp_path, "h200"))]
     assert found == [
-        ("gemma-4-e4b 2x4096, tokens/s over transformers", 1.3, True),
-        ("gemma-4-e4b 2x4096, memory over its", 1.5, False),
+        ("gemma-4-e4b 1x4096, tokens/s over transformers", 1.3, True),
+        ("gemma-4-e4b 1x4096, memory over its", 1.5, False),
         ("decoding, qwen3.5-9b batch 1, of its GEMMs alone", 0.75, False),
     ]
     page = report.write(tmp_path, "h200", tmp_path / "out")[0].read_text()

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
-from ligermodels.errors import InputError
+from ligermodels.errors import BackendError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.embedding import Embedding
@@ -53,7 +54,16 @@ class PerLayerInputs(nn.Module):
         self.norm = config.norm.build(config.size)
 
     def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
-        """input_ids (B, T) long and their embeddings x (B, T, H) -> (B, T, layers, P)."""
+        """input_ids (B, T) long and their embeddings x (B, T, H) -> (B, T, layers, P).
+
+        Raises BackendError where torch.compile traces it on a GPU with gradients: those of the embedding that torch
+        2.11's inductor computes there were found to be wrong. Without `fullgraph` this part is then not compiled.
+        """
+        if torch.compiler.is_compiling() and x.is_cuda and torch.is_grad_enabled() and self.embed.weight.requires_grad:
+            raise BackendError(
+                "torch.compile: the gradient of embed_tokens_per_layer by inductor on a GPU is wrong; freeze it "
+                "(requires_grad_(False)), or compile without fullgraph, which leaves this part out"
+            )
         shape = (self.config.num_layers, self.config.size)
         projected = self.norm((self.projection(x) * x.shape[-1] ** -0.5).unflatten(-1, shape))
         return cast(Tensor, (projected + self.embed(input_ids).unflatten(-1, shape)) * 2**-0.5)
