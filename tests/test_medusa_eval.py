@@ -361,7 +361,7 @@ def test_the_validation_split_of_a_run_is_known_by_content(base: Path, data: Pat
     evaluate = ["medusa", "eval", base, out, "--prompts", 0, "--json", "--validation-of", out]
     found = json.loads(run(*evaluate).stdout)
     file.rename(moved)
-    assert "data.jsonl: cannot be read" in run(*evaluate, code=1).stderr
+    assert "data.jsonl: no such file" in run(*evaluate, code=1).stderr
     assert json.loads(run(*evaluate, "--data", moved).stdout) == found
     with moved.open("a") as lines:
         lines.write('\n{"text": "one more"}\n')

@@ -113,6 +113,7 @@ def test_ctrl_c_saves_and_ends(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first one after the step, at the command line with what to do then; the second one at once."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have jobs in the background ignore it
     recipe, out = recipe_for(base, data, checkpoint_every=100, evaluate_every=None), tmp_path / "out"
     arguments = ["medusa", "train", "--recipe", str(write_recipe(recipe, tmp_path / "recipe.yaml")), "--out", str(out)]
     with monkeypatch.context() as broken:
