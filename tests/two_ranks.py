@@ -1,6 +1,8 @@
 """Tests on two or more processes with gloo."""
 
 import os
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,8 +26,9 @@ def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: An
     """The same in `world` processes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rendezvous").unlink(missing_ok=True)  # of an earlier call
+    done = Path(tempfile.mkdtemp())
     spawn = mp.get_context("spawn")
-    workers = [spawn.Process(target=_enter, args=(work, rank, world, folder, arguments)) for rank in range(world)]
+    workers = [spawn.Process(target=_enter, args=(work, rank, world, folder, done, arguments)) for rank in range(world)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -36,14 +39,20 @@ def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: An
     assert [worker.exitcode for worker in workers] == [0] * world
 
 
-def _enter(work: Callable[..., None], rank: int, world: int, folder: Path, arguments: tuple[Any, ...]) -> None:
+def _enter(
+    work: Callable[..., None], rank: int, world: int, folder: Path, done: Path, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
         work(rank, folder, init_device_mesh("cpu", (world,)), *arguments)
-        dist.barrier()
+        # Not gloo's barrier: the rank that leaves it first may end while the other still reads from it.
+        (done / str(rank)).touch()
+        deadline = time.monotonic() + 60
+        while not all((done / str(each)).exists() for each in range(world)) and time.monotonic() < deadline:
+            time.sleep(0.01)
     except BaseException:
         (folder / f"error-{rank}").write_text(traceback.format_exc())
         os._exit(1)
