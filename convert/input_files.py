@@ -1,4 +1,4 @@
-"""The door for files of others: what is opened is a regular file of bounded size, and JSON that can be walked.
+"""Opening files that a user names: regular files of bounded size alone, and JSON of bounded depth.
 
 Everything that reads a file which a user names, or which lies in a checkpoint, comes through here. Names that no file
 can have, FIFOs and devices (which would block or never end), links to themselves, files too large to be what they are

@@ -1,10 +1,11 @@
 """The files of a checkpoint replaced by those of another, all or none, and read as one save left them.
 
-The names of the files are given: by those who read them, Hugging Face's tools among them. So several have to be
-replaced, one after another. Before the first, the new files are complete in JOURNAL, a folder within the checkpoint's;
-its rename to that name is the commit point. Then the old files are moved into it, those that others look for first
-before all, and the new ones out of it, in the other order. So whoever knows no journal finds the old checkpoint, none,
-or the new one, at any moment; whoever does finishes what a killed process has begun, or waits for one that is alive.
+Readers, Hugging Face's tools among them, look for files by fixed names, so several files have to be replaced one after
+another. Before the first of them, all new files are complete in JOURNAL, a folder within the checkpoint's; its rename
+to that name is the commit point. Then the old files are moved into it, beginning with those by which readers find a
+checkpoint, and the new ones out of it, ending with these. A reader that does not know this folder finds the old
+checkpoint, none, or the new one at any moment. One that does finishes what a killed process has begun, or waits for a
+process that is still at work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door for numbers that a caller gives: whole ones within bounds, finite ones within fp32."""
+"""Checks of numbers that a caller gives: whole ones within bounds, finite ones within fp32."""
 
 from __future__ import annotations
 

@@ -100,18 +100,20 @@ def part(module: nn.Module, name: str) -> Any:
 def norm_forward(module: Any, x: Tensor, other: Tensor | None = None, *, place: str = "alone") -> Any:
     """The norm of x (..., N), alone, or with the addition before or after it: see `layers.norm`."""
     norm = PLACES[place]
-    view = _NormView(module.weight, module.native.config)
+    view = _NormView(norm, module.weight, module.native.config)
     return norm.forward(view, x) if place == "alone" else norm.forward(view, x, other)  # type: ignore
 
 
 @dataclass
 class _NormView:
-    """The attributes that native norms read."""
+    """What the forward of a native norm reads: a weight, a config, and for the rest what its class has by default."""
 
+    norm: type[RMSNorm]
     weight: Tensor
     config: NormConfig
-    of_heads: bool = False
-    float8_output: None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.norm, name)
 
 
 def mlp_forward(module: nn.Module, x: Tensor, context: ForwardContext | None = None) -> Tensor:

@@ -59,14 +59,15 @@ class PerLayerInputs(nn.Module):
         Raises BackendError where torch.compile traces it on a GPU with gradients: those of the embedding that torch
         2.11's inductor computes there were found to be wrong. Without `fullgraph` this part is then not compiled.
         """
-        if torch.compiler.is_compiling() and x.is_cuda and torch.is_grad_enabled() and self.embed.weight.requires_grad:
+        embedded = self.embed(input_ids)
+        if torch.compiler.is_compiling() and embedded.is_cuda and embedded.requires_grad:
             raise BackendError(
                 "torch.compile: the gradient of embed_tokens_per_layer by inductor on a GPU is wrong; freeze it "
                 "(requires_grad_(False)), or compile without fullgraph, which leaves this part out"
             )
         shape = (self.config.num_layers, self.config.size)
         projected = self.norm((self.projection(x) * x.shape[-1] ** -0.5).unflatten(-1, shape))
-        return cast(Tensor, (projected + self.embed(input_ids).unflatten(-1, shape)) * 2**-0.5)
+        return cast(Tensor, (projected + embedded.unflatten(-1, shape)) * 2**-0.5)
 
 
 @dataclass(frozen=True)
