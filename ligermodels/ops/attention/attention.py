@@ -275,6 +275,8 @@ def _find(name: str) -> bool:
 
 _INSTALLED = {name: _find(name) for name in _MODULES}
 
+_FLASH_HEAD_DIM = 256
+
 # Packed, flash-attn 4.0.0b36 gave wrong gradients with head_dim 16 and 80 on an H200, and right ones with these.
 _PACKED_HEAD_DIMS = {"flash-attn-4": (64, 128, 256)}
 
@@ -286,8 +288,8 @@ def _flash_refuses(name: str, request: AttentionRequest) -> str | None:
         return f"{_MODULES[name]} is not installed"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {request.dtype}"
-    if request.head_dim > 256 or request.head_dim % 8:
-        return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
+    if request.head_dim > _FLASH_HEAD_DIM or request.head_dim % 8:
+        return f"head_dim {request.head_dim} is not a multiple of 8 up to {_FLASH_HEAD_DIM}"
     if request.value_dim is not None:
         return f"values of {request.value_dim} channels beside keys of {request.head_dim} are not implemented on it"
     if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
@@ -317,10 +319,13 @@ def _flash(
 
 
 def _meta(
-    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, _: Tensor | None, cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Shapes, and what fused kernels keep for the backward pass: no scores of all queries and keys."""
+    """Shapes, and what the kernels of a GPU keep for the backward pass: fused ones no scores of all queries and keys;
+    for heads that these do not take, SDPA computes in fp32 and keeps its weights."""
+    if request.head_dim > _FLASH_HEAD_DIM:
+        return _sdpa(q, k, v, request, mask, cu_seqlens, sinks)
     return flash_attention_4(q, k, v, cu_seqlens, request.softmax_scale, request.window, request.softcap)
 
 
