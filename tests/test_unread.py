@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from zoo import CONFIGS, NEEDED
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES, fields
+from ligermodels.archs.registry import family_of
 from ligermodels.archs.unread import COMPUTATION, HARMLESS
 from ligermodels.convert.config_json import for_export
 from ligermodels.errors import ConfigError, ConfigWarning
@@ -188,6 +194,18 @@ def test_unknown_fields_are_warnings(name: str, value: Any, hint: str) -> None:
     wanted = f"config.json: field {name!r} = {value!r} is unknown for model_type 'llama' and not used{hint}"
     assert str(warning.message) == wanted
     assert model.config == compose(LLAMA)
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_architectures_of_another_family_are_a_warning(model_type: str) -> None:
+    """And those that transformers has for the family are not."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_MAPPING_NAMES):
+        named = mapping.get(model_type, [])
+        for name in [named] if isinstance(named, str) else named:
+            family_of({"model_type": model_type, "architectures": [name]})
+    other = "GemmaForCausalLM" if model_type != "gemma" else "LlamaForCausalLM"
+    with pytest.warns(ConfigWarning, match=rf"architectures names '{other}', but model_type, .* is '{model_type}'"):
+        family_of({"model_type": model_type, "architectures": [other]})
 
 
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])

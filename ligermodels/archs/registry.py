@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
@@ -39,7 +40,7 @@ from ligermodels.archs import (
     smollm,
 )
 from ligermodels.archs.family import Family
-from ligermodels.errors import ConfigError, short
+from ligermodels.errors import ConfigError, ConfigWarning, short
 
 ENTRY_POINTS = "ligermodels.families"
 """Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
@@ -58,7 +59,10 @@ def register(family: Family) -> None:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a Hugging Face config; ConfigError when its `model_type` is missing or unknown."""
+    """The family of a Hugging Face config; ConfigError when its `model_type` is missing or unknown.
+
+    ConfigWarning when `architectures` names a model of another family: tensors of the two may have the same names.
+    """
     model_type = config.get("model_type")
     if model_type is None:
         raise ConfigError("config.json: field 'model_type' is missing")
@@ -73,7 +77,22 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"config.json: model_type {short(model_type)} is not implemented; implemented: {known}. One of your own is "
             "registered by ligermodels.archs.register, in a module that --import or an entry point names"
         )
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    named = _plain(first.partition("For")[0]) if isinstance(first, str) else ""
+    if named != _plain(model_type) and named in map(_plain, FAMILIES):
+        warnings.warn(
+            f"config.json: architectures names {short(first)}, but model_type, which decides, is {model_type!r}; "
+            "correct the one that is wrong",
+            ConfigWarning,
+            stacklevel=3,
+        )
     return FAMILIES[model_type]
+
+
+def _plain(name: str) -> str:
+    """The part of a class's name, or of a `model_type`, that both have in common."""
+    return name.lower().removesuffix("_text").replace("_", "")
 
 
 def module_difference(ours: nn.Module, theirs: nn.Module) -> tuple[str, Any, Any] | None:
