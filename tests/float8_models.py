@@ -55,7 +55,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {*ATTENTION, "mlp.dense.gate_up", "mlp.dense.down"},
     ),
     "arcee, ungated": ({**CONFIGS["arcee"], **SIZES}, {*ATTENTION, "mlp.up", "mlp.down"}),
-    "mixtral": ({**CONFIGS["mixtral"], **SIZES, "num_experts_per_tok": 5}, {*ATTENTION}),
+    "mixtral": ({**CONFIGS["mixtral"], **SIZES, "num_local_experts": 6, "num_experts_per_tok": 6}, {*ATTENTION}),
     "gpt_oss, with sinks": ({**CONFIGS["gpt_oss"], **SIZES, "num_experts_per_tok": 5}, {*ATTENTION}),
 }
 """Config, and the layers of its blocks that compute in float8."""

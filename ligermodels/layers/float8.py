@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers.sharding import is_tensor_parallel, sharded_linear
 from ligermodels.ops import Float8Recipe, Float8Tensor
 
 INPUT = "input"
@@ -61,7 +62,10 @@ class FrozenWeight:
 
 class Float8Linear(nn.Linear):
     """weight x + bias in float8, forward and backward: see `ops.float8_linear`. In eval mode without gradients it is
-    the linear layer whose weight and bias it has, and whose place it takes."""
+    the linear layer whose weight and bias it has, and whose place it takes.
+
+    Under tensor parallelism each rank has scales of its own, of its part of the weight and of what it multiplies with
+    it: scales are powers of two, so that but for numbers near zero they change no rounding."""
 
     stored_as: ClassVar[type[nn.Module]] = nn.Linear
     """What it is in a checkpoint."""
@@ -89,10 +93,12 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out), in the dtype of x."""
-        if not in_float8(self):
-            return F.linear(x, self.weight, self.bias)
-        frozen = self._frozen.get(self.weight, self.float8)
-        return ops.float8_linear(x, self.weight, self.bias, recipe=self.float8, frozen=frozen)
+        product = self._product if in_float8(self) else F.linear
+        return sharded_linear(self, product, x) if is_tensor_parallel(self) else product(x, self.weight, self.bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        frozen = self._frozen.get(weight, self.float8)
+        return ops.float8_linear(x, weight, bias, recipe=self.float8, frozen=frozen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._frozen.clear()

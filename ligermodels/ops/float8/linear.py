@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layouts
-from ligermodels.ops.float8.mm import float8_mm
+from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
@@ -49,7 +49,7 @@ def float8_linear(
     before by `float8_cast`; `weight` is then not read. The gradient of x takes its columns, or transposes its rows.
     Returns (..., N) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
     Gradients are computed only for what requires one, in the dtypes of x, weight and bias.
-    Raises InputError if shapes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
+    Raises InputError if shapes, dtypes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
     """
     reject_dtensors("float8_linear", x, weight, bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
@@ -63,6 +63,8 @@ def float8_linear(
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    if dtype not in OUTPUTS:
+        raise InputError(f"float8_linear: computes bfloat16, float16 or float32, not {dtype}; cast model and inputs")
     recording = torch.is_grad_enabled()
     need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
     x8 = float8_cast(x, recipe.dtype, columns=need_weight)
