@@ -100,8 +100,8 @@ SAME: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "state_dict": (lambda _: loaded(lm.float8(build()).state_dict()), lambda _: lm.float8(build())),
     "state_dict, assigned": (lambda _: loaded(build().state_dict(), assign=True), lambda _: lm.float8(build())),
     "hf_state_dict": (lambda _: from_hf_state(lm.float8(build()).hf_state_dict()), lambda _: lm.float8(build())),
-    "to(bfloat16)": (lambda _: lm.float8(build()).to(torch.bfloat16), lambda _: lm.float8(build(dtype=torch.bfloat16))),
-    "half": (lambda _: lm.float8(build()).half(), lambda _: lm.float8(build(dtype=torch.float16))),
+    "to(bfloat16)": (lambda _: lm.float8(build()).to(torch.bfloat16), lambda _: lm.float8(build().to(torch.bfloat16))),
+    "half": (lambda _: lm.float8(build()).half(), lambda _: lm.float8(build().half())),
     "accelerate": (lambda _: Accelerator(cpu=True).prepare(lm.float8(build())), lambda _: lm.float8(build())),
 }
 
