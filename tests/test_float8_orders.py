@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from accelerate import Accelerator
@@ -198,12 +199,47 @@ def test_runs(kind: str, base: Path, data: Path, tmp_path: Path) -> None:
 
 def test_compiled_blocks() -> None:
     """As `ParallelPlan(compile="blocks")` does it: with breaks of the graph."""
-    model = lm.float8(build())
+    model = lm.float8(build({**LLAMA, "num_hidden_layers": 1}))
     wanted = gradients(model)
+    model.zero_grad()
     for block in model.decoder.blocks:
         block.compile(backend="aot_eager")
     for key, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-6)
+    lora = lm.float8(
+        with_lora(build({**LLAMA, "num_hidden_layers": 1}))
+    )  # casts frozen weights within what is compiled
+    wanted = gradients(lora)
+    lora.zero_grad()
+    torch.compile(lora, backend="aot_eager")(tokens(), labels=tokens()).loss.backward()
+    for key, layer in lora_layers(lora).items():
+        torch.testing.assert_close(layer.lora_A.grad, wanted[f"{key}.lora_A"], rtol=1e-4, atol=1e-6)
+
+
+def test_inference_mode_before_training() -> None:
+    """What it has cast, training can use; and a model that was made in it computes in float8."""
+    model, other = lm.float8(with_lora(build())), lm.float8(with_lora(build()))
+    with torch.inference_mode():
+        model(tokens(), labels=tokens())
+        assert torch.isfinite(lm.float8(build()).requires_grad_(False)(tokens(), labels=tokens()).loss)
+    found, wanted = gradients(model), gradients(other)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_peft_after_float8() -> None:
+    """Its layers around those in float8 are given what they can read, and the frozen products stay float8."""
+    model = lm.float8(build())
+    wanted = model(tokens(), labels=tokens()).loss
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["qkv", "down"], r=4), model)
+    seen: list[type] = []
+    block = model.decoder.blocks[0]
+    for layer in (block.mixer.qkv, block.mlp.gate_up):
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(type(inputs[0])))
+    assert layers_in_float8(model)
+    found = gradients(model)
+    assert len(found) == 4 * 3 and all(torch.isfinite(gradient).all() for gradient in found.values())
+    assert seen == [Tensor, Float8Tensor]
+    assert abs(model(tokens(), labels=tokens()).loss - wanted) < 0.01
 
 
 def on_two_ranks(rank: int, folder: Path, mesh: DeviceMesh) -> None:

@@ -43,14 +43,17 @@ class FrozenWeight:
         self._cast: Float8Tensor | None = None
 
     def get(self, weight: Tensor, recipe: Float8Recipe) -> Float8Tensor | None:
-        """None for a weight that is trained, or in a group of processes, which may shard it."""
-        if weight.requires_grad or (dist.is_available() and dist.is_initialized()):
+        """None for a weight that is trained, that was made in inference mode, or in a group of processes, which may
+        shard it."""
+        if weight.requires_grad or weight.is_inference() or (dist.is_available() and dist.is_initialized()):
             self.clear()
             return None
         of = (weight.data_ptr(), weight._version, weight.device, recipe)
         if self._cast is None or of != self._of or self._weight() is not weight:
             # Another tensor may have come to be where the weight was.
-            self._of, self._weight, self._cast = of, weakref.ref(weight), ops.float8_cast(weight, recipe.dtype)
+            self._of, self._weight = of, weakref.ref(weight)
+            with torch.inference_mode(False):  # or training after it could not use this
+                self._cast = ops.float8_cast(weight, recipe.dtype)
         return self._cast
 
     def __deepcopy__(self, memo: Any) -> FrozenWeight:
