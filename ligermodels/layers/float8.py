@@ -2,7 +2,7 @@
 
 A class of modules says by `float8_linears` which of its linear layers can compute in float8: INPUT for one that takes
 the module's own input, else None. A block asks its layers by `float8_input` in what form they want their inputs, and
-tells its norms; a norm that can write float8 says so by `writes_float8`. Any other linear layer in float8 casts its
+tells its norms; what can write float8 marks its forward by `writes_float8`. Any other linear layer in float8 casts its
 input itself.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -124,9 +124,19 @@ def float8_input(module: nn.Module) -> Float8Recipe | None:
     return recipes.pop() if len(recipes) == 1 else None
 
 
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def writes_float8(forward: Forward) -> Forward:
+    """Mark a module's forward that takes a recipe `float8`, by which its result is a Float8Tensor: a class that
+    overrides it is then not taken for one that can."""
+    forward.writes_float8 = True  # type: ignore[attr-defined]
+    return forward
+
+
 def produce(producer: nn.Module, recipe: Float8Recipe | None, *inputs: Tensor | None) -> Any:
     """`producer(*inputs)`, which writes float8 by the recipe, if there is one and the producer can."""
-    if recipe is None or not getattr(producer, "writes_float8", False):
+    if recipe is None or not getattr(producer.forward, "writes_float8", False):
         return producer(*inputs)
     return producer(*inputs, float8=recipe)
 

@@ -13,7 +13,7 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
-from ligermodels.layers.float8 import INPUT, produce
+from ligermodels.layers.float8 import INPUT, produce, writes_float8
 from ligermodels.layers.sharding import TensorSharding, split_evenly
 from ligermodels.ops import Float8Recipe
 
@@ -38,12 +38,11 @@ class GatedActivation(nn.Module):
     Float8Tensor, and so is the gradient of gate_up: for a float8 linear layer after it, and before it.
     """
 
-    writes_float8: ClassVar[bool] = True
-
     def __init__(self, activation: str, **options: float | None) -> None:
         super().__init__()
         self.activation, self.options = activation, options
 
+    @writes_float8
     def forward(self, gate_up: Tensor, *, float8: Float8Recipe | None = None) -> Tensor:
         """gate_up (..., 2 I) -> (..., I), same dtype."""
         if float8 is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import ConfigError
+from ligermodels.layers.float8 import writes_float8
 from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops import Float8Recipe
 
@@ -94,11 +95,11 @@ class HeadRMSNorm(RMSNorm):
 class AddRMSNorm(RMSNorm):
     """A branch joins the residual stream, whose norm enters the next sublayer: one pass over memory.
 
-    With `writes_float8` a norm takes a recipe `float8`, by which its result is a Float8Tensor."""
+    With a recipe `float8` the norm is a Float8Tensor."""
 
     fused_add: ClassVar[bool] = True
-    writes_float8: ClassVar[bool] = True
 
+    @writes_float8
     def forward(  # type: ignore[override]
         self, x: Tensor, branch: Tensor | None = None, *, float8: Float8Recipe | None = None
     ) -> tuple[Tensor, Tensor]:
