@@ -24,6 +24,10 @@ class CheckpointWarning(UserWarning):
     """The newest checkpoint of a run is damaged, and an older one is used."""
 
 
+class Float8Warning(UserWarning):
+    """A large part of a model's weights has no rule for float8, and stays in the model's dtype."""
+
+
 class HubError(LigerModelsError, OSError):
     """A repository could not be found, reached or read on the Hugging Face hub."""
 

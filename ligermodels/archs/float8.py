@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -10,13 +11,16 @@ from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.lora import check_untouched
-from ligermodels.errors import BackendError, InputError, short
+from ligermodels.errors import BackendError, Float8Warning, InputError, short
 from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.ops import Float8Recipe, check_float8_sizes, float8_unsupported
 
 Model = TypeVar("Model", bound=CausalLM)
+
+LEAST = 0.1
+"""A larger part of the blocks' weights than this is not left out of float8 without a word."""
 
 
 def float8(
@@ -31,23 +35,26 @@ def float8(
 
     Weights stay what they are, in the model, its checkpoints and the optimizer: each forward pass casts them, but those
     that need no gradient once, and again when they are changed (but for changes in place through `.data`, which PyTorch
-    does not count). Embeddings, head, norms, routers, experts, attention and the residual stay in the
+    does not count). Embeddings, head, norms, routers, routed experts, attention and the residual stay in the
     model's dtype. It holds in training mode, and wherever gradients are recorded; in eval mode under `torch.no_grad`,
     as in generation, layers compute in their own dtype.
+
+    Called before or after `add_lora`, and before the model is sharded. A second call is for other layers.
 
     Args:
         model: stays the same object.
         recipe: formats and scales; by default `Float8Recipe()`.
         exclude_first, exclude_last: so many blocks at either end are left as they are.
         exclude: patterns (`fnmatch`) of names, whole ("decoder.blocks.3.mlp.down") or within a block ("mlp.*"), of
-            linear layers, and of mixers or feed-forward layers ("mlp"), which are left as they are.
+            layers and weights that are left as they are; "mlp" is all that is in it.
 
-    Returns `model`.
+    Returns `model`. Warns with a `Float8Warning` where more than a tenth of the blocks' weights have no rule for
+    float8, as routed experts, and are not excluded: they stay in the model's dtype.
 
     Raises:
-        InputError: an argument out of range, a pattern that matches nothing, or nothing left; a mixer or a feed-forward
-            layer that has linear layers, and no rule for float8; sizes that are no multiples of 16; a model that is
-            sharded, or in float8 already; hooks on a linear layer, which its successor would lack.
+        InputError: an argument out of range, a pattern that matches nothing, or nothing left; sizes that are no
+            multiples of 16; a model that is sharded; a layer that is in float8 already, or of a kind that cannot be;
+            hooks on a linear layer, which its successor would lack.
         BackendError: the model is on a GPU without float8.
     """
     recipe = _checked(model, recipe)
@@ -61,54 +68,76 @@ def float8(
         raise InputError(f"exclude: must be a sequence of patterns, got {short(exclude)}")
     used: set[str] = set()
 
-    def excluded(block: str, name: str) -> bool:
+    def excluded(prefix: str, name: str) -> bool:
         whole = name.split(".")
         names = [".".join(whole[:count]) for count in range(1, len(whole) + 1)]
-        hits = {p for p in exclude for each in names if fnmatchcase(each, p) or fnmatchcase(f"{block}.{each}", p)}
+        hits = {p for p in exclude for each in names if fnmatchcase(each, p) or fnmatchcase(f"{prefix}.{each}", p)}
         used.update(hits)
         return bool(hits)
 
-    chosen = []
+    chosen: dict[str, nn.Module] = {}
+    without_rule: list[tuple[nn.Module, str]] = []
     for i, block in enumerate(blocks):
-        found, prefix = list(slots(block)), f"decoder.blocks.{i}"
-        kept = [slot for slot in found if not excluded(prefix, slot.name)]
-        for part in ("mixer", "mlp"):
-            if not any(slot.name.startswith(f"{part}.") for slot in found) and not excluded(prefix, part):
-                kind = type(getattr(block, part)).__name__
-                raise InputError(
-                    f"{prefix}.{part}: a {kind} has no rule for float8; leave it in the model's dtype by "
-                    f"exclude={[part]!r}"
-                )
+        prefix, found = f"decoder.blocks.{i}", dict(slots(block))
+        kept = {f"{prefix}.{name}": linear for name, linear in found.items() if not excluded(prefix, name)}
+        others = [name for name in _other_weights(block, found) if not excluded(prefix, name)]
         if exclude_first <= i < len(blocks) - exclude_last:
-            chosen += [(f"{prefix}.{slot.name}", slot) for slot in kept]
+            chosen |= kept
+            without_rule += [(block, name) for name in others]
     if unmatched := [pattern for pattern in exclude if pattern not in used]:
         raise InputError(f"exclude: {unmatched[0]!r} matches no layer in the blocks")
     if not chosen:
-        raise InputError("exclude: leaves no linear layer to compute in float8")
-    for name, slot in chosen:
-        _check_linear(name, slot.linear)
-    for name, (_, linear, producer) in chosen:
+        raise InputError("float8: there is no linear layer that could compute in float8, and is not excluded")
+    for name, linear in chosen.items():
+        _check_linear(name, linear)
+    for name, linear in chosen.items():
         if isinstance(linear, LoRALinear):
             linear.float8 = recipe
         elif isinstance(linear, nn.Linear):
             model.set_submodule(name, Float8Linear(linear, recipe))
-            if producer is not None:
-                producer.float8_output = recipe  # type: ignore[assignment]
+    _warn(blocks, without_rule)
     return model
+
+
+def _other_weights(block: nn.Module, found: Iterable[str]) -> list[str]:
+    """The names of the parameters of two dimensions or more that are not of the linear layers `found`."""
+    return [
+        name
+        for name, parameter in block.named_parameters()
+        if parameter.dim() > 1 and not any(name.startswith(f"{linear}.") for linear in found)
+    ]
+
+
+def _warn(blocks: Sequence[nn.Module], without_rule: Sequence[tuple[nn.Module, str]]) -> None:
+    """Float8Warning if these weights are more than a tenth of all."""
+    sizes: dict[str, int] = {}
+    for block, name in without_rule:
+        owner, _, _ = name.rpartition(".")
+        kind = f"{name} ({type(block.get_submodule(owner)).__name__})"
+        sizes[kind] = sizes.get(kind, 0) + block.get_parameter(name).numel()
+    whole = sum(p.numel() for block in blocks for p in block.parameters())
+    if sum(sizes.values()) <= LEAST * whole:
+        return
+    named = [kind for kind, size in sizes.items() if size > LEAST / 10 * whole]
+    warnings.warn(
+        f"float8: {sum(sizes.values()) / whole:.0%} of the weights of the blocks stay in the model's dtype, for they "
+        f"have no rule for float8: {', '.join(named)}; exclude them to say that this is wanted",
+        Float8Warning,
+        stacklevel=3,
+    )
 
 
 def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
     """The recipe; errors where the model cannot be had in float8."""
     if not isinstance(model, CausalLM):
         raise InputError(
-            f"float8: takes a native CausalLM, got a {type(model).__name__}; of heads on a model, their base"
+            f"float8: takes a native CausalLM, got a {type(model).__name__}; give the base of a model with heads, and "
+            "lm.from_transformers(model) of one of transformers"
         )
     if not isinstance(recipe, Float8Recipe | None):
         raise InputError(f"recipe: must be a Float8Recipe, got {recipe!r}")
     if is_sharded(model):
         raise InputError("float8: the model is sharded already; call float8 first, then shard")
-    if any(isinstance(m, Float8Linear) or getattr(m, "float8", None) is not None for m in model.decoder.modules()):
-        raise InputError("float8: the model is in float8 already")
     if (reason := float8_unsupported(model.device)) is not None:
         raise BackendError(f"float8: {reason}")
     return recipe or Float8Recipe()
@@ -116,6 +145,8 @@ def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
 
 def _check_linear(name: str, linear: nn.Module) -> None:
     """InputError unless the layer can be had in float8."""
+    if getattr(linear, "float8", None) is not None:
+        raise InputError(f"{name}: is in float8 already; leave it as it is by exclude={[name]!r}")
     if type(linear) not in (nn.Linear, LoRALinear) or not isinstance(linear, nn.Linear):
         raise InputError(
             f"{name}: is a {type(linear).__name__}, which has no float8; leave it as it is by exclude={[name]!r}"

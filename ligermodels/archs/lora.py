@@ -20,6 +20,7 @@ from ligermodels.convert.placement import DtypeLike, resolve_dtype
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import InputError, short
 from ligermodels.layers import MoE
+from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.lora import LoRALinear, LoRAPart
 from ligermodels.layers.sharding import is_sharded
@@ -31,6 +32,10 @@ MOST_RANKS = 65536
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module has its hooks."""
+
+
+_LINEAR = (nn.Linear.forward, Float8Linear.forward, LoRALinear.forward)
+"""Of classes whose layers LoRA can take the place of."""
 
 
 def add_lora(
@@ -119,7 +124,7 @@ def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
         sources = dict.fromkeys(view.source for view in mapping.views)
         if (
             not isinstance(linear, nn.Linear)
-            or type(linear).forward not in (nn.Linear.forward, LoRALinear.forward)  # a layer of another kind
+            or type(linear).forward not in _LINEAR  # a layer of another kind
             or kind != "weight"
             or not name.startswith("decoder.blocks.")
             or not all(source.endswith(".weight") and uses[source] == 1 for source in sources)

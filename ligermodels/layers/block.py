@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.float8 import float8_input, produce
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import take_tokens
@@ -119,7 +120,7 @@ class Block(nn.Module):
             token_indices: long (n,), indices of the flattened B * T: the result is (1, n, H), of these tokens alone.
                 The mixer sees all tokens, and so does a feed-forward layer that is not `token_wise`.
         """
-        y, x = _add_and_norm(self.mixer_norm, x, None)
+        y, x = _add_and_norm(self.mixer_norm, x, None, self.mixer)
         batch, length = x.shape[:2]
         y, keys_values = _parts(self.mixer(y, context, state))
         needed = token_indices
@@ -127,7 +128,7 @@ class Block(nn.Module):
             y, x = take_tokens(y, token_indices), take_tokens(x, token_indices)
             token_indices = None
         x, branch = self._add(self.mixer_post_norm, x, y)
-        y, x = _add_and_norm(self.mlp_norm, x, branch)
+        y, x = _add_and_norm(self.mlp_norm, x, branch, self.mlp)
         y, router = _parts(self.mlp(y, context))
         x, branch = self._add(self.mlp_post_norm, x, y)
         x = x if branch is None else x + branch
@@ -153,10 +154,10 @@ def _parts(output: Any) -> tuple[Tensor, Any]:
     return output if isinstance(output, tuple) else (output, None)
 
 
-def _add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The norm of x + branch, and x + branch."""
+def _add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """The norm of x + branch, in the form that `layer` wants its input in, and x + branch."""
     if getattr(norm, "fused_add", False):
-        return cast("tuple[Tensor, Tensor]", norm(x, branch))
+        return cast("tuple[Tensor, Tensor]", produce(norm, float8_input(layer), x, branch))
     x = x if branch is None else x + branch.to(x.dtype)
     y = norm(x)
     return y if isinstance(y, tuple) else (y, x)  # a module around a fused norm gives both

@@ -1,15 +1,16 @@
-"""Linear layers that compute in float8, and which modules of a block write float8 for them.
+"""Linear layers that compute in float8, and how they and what computes their inputs agree on float8.
 
-A class of modules says by `float8_linears` which of its linear layers can, and what computes the input of each: None,
-then the layer casts it; the name of a module beside it; or INPUT, the module's own input, which nothing else reads. So
-norms and activations that feed nothing but such a layer write float8 themselves: they have its recipe as
-`float8_output`.
+A class of modules says by `float8_linears` which of its linear layers can compute in float8: INPUT for one that takes
+the module's own input, else None. A block asks its layers by `float8_input` in what form they want their inputs, and
+tells its norms; what can write float8 marks its forward by `writes_float8`. Any other linear layer in float8 casts its
+input itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers.sharding import is_tensor_parallel, sharded_linear
 from ligermodels.ops import Float8Recipe, Float8Tensor
 
 INPUT = "input"
@@ -29,22 +31,29 @@ def in_float8(module: nn.Module) -> bool:
 
 
 class FrozenWeight:
-    """The float8 form of a weight that needs no gradient, made once, in the layouts that were asked for."""
+    """The float8 form of a weight that needs no gradient, made once, row-major alone: backward passes transpose it."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget it: the weight's module is moved or cast."""
         self._of: tuple[Any, ...] = ()
+        self._weight: Callable[[], Tensor | None] = lambda: None
         self._cast: Float8Tensor | None = None
 
-    def get(self, weight: Tensor, recipe: Float8Recipe, columns: bool) -> Float8Tensor | None:
-        """None for a weight that is trained, or in a group of processes, which may shard it."""
-        if weight.requires_grad or (dist.is_available() and dist.is_initialized()):
-            self._of, self._cast = (), None
+    def get(self, weight: Tensor, recipe: Float8Recipe) -> Float8Tensor | None:
+        """None for a weight that is trained, that was made in inference mode, or in a group of processes, which may
+        shard it."""
+        if weight.requires_grad or weight.is_inference() or (dist.is_available() and dist.is_initialized()):
+            self.clear()
             return None
         of = (weight.data_ptr(), weight._version, weight.device, recipe)
-        with torch.no_grad():
-            known = weight.detach() if self._cast is None or of != self._of else self._cast
-            self._cast = ops.float8_cast(known, recipe.dtype, columns=columns)
-        self._of = of
+        if self._cast is None or of != self._of or self._weight() is not weight:
+            # Another tensor may have come to be where the weight was.
+            self._of, self._weight = of, weakref.ref(weight)
+            with torch.inference_mode(False):  # or training after it could not use this
+                self._cast = ops.float8_cast(weight, recipe.dtype)
         return self._cast
 
     def __deepcopy__(self, memo: Any) -> FrozenWeight:
@@ -56,7 +65,10 @@ class FrozenWeight:
 
 class Float8Linear(nn.Linear):
     """weight x + bias in float8, forward and backward: see `ops.float8_linear`. In eval mode without gradients it is
-    the linear layer whose weight and bias it has, and whose place it takes."""
+    the linear layer whose weight and bias it has, and whose place it takes.
+
+    Under tensor parallelism each rank has scales of its own, of its part of the weight and of what it multiplies with
+    it: scales are powers of two, so that but for numbers near zero they change no rounding."""
 
     stored_as: ClassVar[type[nn.Module]] = nn.Linear
     """What it is in a checkpoint."""
@@ -65,8 +77,13 @@ class Float8Linear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own makes a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.recipe, self._frozen = recipe, FrozenWeight()
+        self.float8, self._frozen = recipe, FrozenWeight()
         self.train(linear.training)
+
+    @property
+    def float8_input(self) -> Float8Recipe | None:
+        """The recipe in which it takes its input as a Float8Tensor now, or None where it computes without float8."""
+        return self.float8 if in_float8(self) else None
 
     def init_weights(self, std: float) -> None:
         """The weight normal(0, std) and the bias zero."""
@@ -79,28 +96,51 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out), in the dtype of x."""
-        if not in_float8(self):
-            return F.linear(x, self.weight, self.bias)
-        frozen = self._frozen.get(self.weight, self.recipe, x.requires_grad)
-        return ops.float8_linear(x, self.weight, self.bias, recipe=self.recipe, frozen=frozen)
+        product = self._product if in_float8(self) else F.linear
+        return sharded_linear(self, product, x) if is_tensor_parallel(self) else product(x, self.weight, self.bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        frozen = self._frozen.get(weight, self.float8)
+        return ops.float8_linear(x, weight, bias, recipe=self.float8, frozen=frozen)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._frozen.clear()
+        return super()._apply(fn, recurse)
 
 
-class Slot(NamedTuple):
-    """A linear layer by its name in a block, and the module that alone computes its input and can write float8."""
-
-    name: str
-    linear: nn.Module
-    producer: nn.Module | None
-
-
-def slots(block: nn.Module) -> Iterator[Slot]:
-    """The linear layers of a block that can compute in float8. A module that computes something for them is named only
-    if it has a `float8_output`."""
-    norms = {name.removesuffix("_norm"): norm for name, norm in block.named_children() if name.endswith("_norm")}
+def slots(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of a block that can compute in float8, by name."""
     for name, module in block.named_modules():
-        rules: Mapping[str, str | None] = getattr(module, "float8_linears", {})
-        for part, source in rules.items():
-            linear = getattr(module, part, None)
-            producer = norms.get(name) if source == INPUT else getattr(module, source or "", None)
-            if isinstance(linear, nn.Module):
-                yield Slot(f"{name}.{part}", linear, producer if hasattr(producer, "float8_output") else None)
+        for part in _rules(module):
+            if isinstance(linear := getattr(module, part, None), nn.Module):
+                yield f"{name}.{part}", linear
+
+
+def float8_input(module: nn.Module) -> Float8Recipe | None:
+    """The recipe in which `module` wants its input as a Float8Tensor now: that of its linear layers that take the
+    input, if all of them do so in float8 and by the same recipe. Else None, and each casts for itself."""
+    taking = [getattr(module, part, None) for part, source in _rules(module).items() if source == INPUT]
+    recipes = {getattr(linear, "float8_input", None) for linear in taking if linear is not None}
+    return recipes.pop() if len(recipes) == 1 else None
+
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def writes_float8(forward: Forward) -> Forward:
+    """Mark a module's forward that takes a recipe `float8`, by which its result is a Float8Tensor: a class that
+    overrides it is then not taken for one that can."""
+    forward.writes_float8 = True  # type: ignore[attr-defined]
+    return forward
+
+
+def produce(producer: nn.Module, recipe: Float8Recipe | None, *inputs: Tensor | None) -> Any:
+    """`producer(*inputs)`, which writes float8 by the recipe, if there is one and the producer can."""
+    if recipe is None or not getattr(producer.forward, "writes_float8", False):
+        return producer(*inputs)
+    return producer(*inputs, float8=recipe)
+
+
+def _rules(module: nn.Module) -> Mapping[str, str | None]:
+    found: Mapping[str, str | None] = getattr(module, "float8_linears", {})
+    return found

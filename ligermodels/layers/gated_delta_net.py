@@ -14,6 +14,7 @@ from ligermodels.convert.mappings import TensorView, WeightMapping, rename, rows
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
+from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.full_precision import FullPrecision
 
 
@@ -134,6 +135,8 @@ class GatedDeltaNet(nn.Module):
     The rows of `in_proj` are those of q, k and v, of the gate z, of b (how far the state moves to a value) and a (its
     decay).
     """
+
+    float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
 
     def __init__(self, hidden_size: int, config: GatedDeltaNetConfig) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from ligermodels.convert.mappings import WeightMapping, rename, rotated_first
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.latent_cache import LatentCache, LayerLatents
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.query_scaling import QueryScaling
@@ -155,6 +156,10 @@ class LatentAttention(nn.Module):
         **{"q_a": "replicated", "kv_a": "replicated"},
     }
     context_parallel: ClassVar[bool] = True
+    float8_linears: ClassVar[Mapping[str, str | None]] = {
+        **{"q": INPUT, "q_a": INPUT, "kv_a": INPUT},
+        **{"q_b": None, "kv_b": None, "o": None},
+    }
 
     def __init__(self, hidden_size: int, config: LatentAttentionConfig) -> None:
         super().__init__()

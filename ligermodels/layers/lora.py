@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,11 @@ class LoRALinear(nn.Linear):
     parts share a dropout mask.
 
     `weight` and `bias` are those of `linear`, which this takes the place of. A and B have `dtype` and compute in the
-    dtype of x. With a `float8` recipe, and as `in_float8` has it, the weight's products are float8.
+    dtype of x. With a `float8` recipe, that of `linear` if it has one, and as `in_float8` has it, the weight's products
+    are float8.
     """
 
-    float8: Float8Recipe | None = None
+    float8: Float8Recipe | None
 
     def __init__(
         self, linear: nn.Linear, parts: Sequence[LoRAPart], *, dropout: float = 0.0, dtype: torch.dtype | None = None
@@ -73,7 +74,7 @@ class LoRALinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.parts, self.dropout = tuple(parts), dropout
-        self._frozen = FrozenWeight()
+        self.float8, self._frozen = getattr(linear, "float8", None), FrozenWeight()
         order = torch.arange(self.out_features, device="cpu")
         sizes = [sum(view.view(order).numel() for view in part.views) for part in self.parts]
         only = self.parts[0].views
@@ -119,13 +120,17 @@ class LoRALinear(nn.Linear):
                 raise InputError(
                     "LoRA in float8: the weight must need no gradient; freeze it, or exclude it from float8"
                 )
-            frozen = self._frozen.get(self.weight, self.float8, x.requires_grad)
+            frozen = self._frozen.get(self.weight, self.float8)
             if frozen is None:
                 frozen = ops.float8_cast(self.weight, self.float8.dtype, columns=x.requires_grad)
             return ops.float8_lora_linear(
                 x, frozen, a, b, self.bias, recipe=self.float8, scaling=scaling, dropped=dropped
             )
         return ops.lora_linear(x, self.weight, a, b, self.bias, scaling=scaling, dropped=dropped)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._frozen.clear()
+        return super()._apply(fn, recurse)
 
     def _native_b(self) -> Tensor:
         """B of all parts, (native out, sum of r), zero off the blocks; relative to the first part's scaling."""

@@ -13,7 +13,7 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
-from ligermodels.layers.float8 import INPUT, in_float8
+from ligermodels.layers.float8 import INPUT, produce, writes_float8
 from ligermodels.layers.sharding import TensorSharding, split_evenly
 from ligermodels.ops import Float8Recipe
 
@@ -34,21 +34,19 @@ _FLOAT8: dict[str, Callable[..., Tensor]] = {
 class GatedActivation(nn.Module):
     """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I).
 
-    activation: a key of ACTIVATIONS; `options` are those of its op. With a `float8_output`, and as `in_float8` has it,
-    the result is a Float8Tensor, and so is the gradient of gate_up: for a float8 linear layer after it, and before it.
+    activation: a key of ACTIVATIONS; `options` are those of its op. With a recipe `float8` the result is a
+    Float8Tensor, and so is the gradient of gate_up: for a float8 linear layer after it, and before it.
     """
-
-    float8_output: Float8Recipe | None = None
 
     def __init__(self, activation: str, **options: float | None) -> None:
         super().__init__()
         self.activation, self.options = activation, options
 
-    def forward(self, gate_up: Tensor) -> Tensor:
+    @writes_float8
+    def forward(self, gate_up: Tensor, *, float8: Float8Recipe | None = None) -> Tensor:
         """gate_up (..., 2 I) -> (..., I), same dtype."""
-        if self.float8_output is not None and in_float8(self):
-            recipe, op = self.float8_output, _FLOAT8[self.activation]
-            return op(gate_up, recipe.dtype, recipe.gradient_dtype, **self.options)
+        if float8 is not None:
+            return _FLOAT8[self.activation](gate_up, float8.dtype, float8.gradient_dtype, **self.options)
         return ACTIVATIONS[self.activation](gate_up, **self.options)
 
 
@@ -103,7 +101,7 @@ class GatedMLP(nn.Module):
 
     token_wise: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"gate_up": "columns", "down": "rows"}
-    float8_linears: ClassVar[Mapping[str, str | None]] = {"gate_up": INPUT, "down": "activation"}
+    float8_linears: ClassVar[Mapping[str, str | None]] = {"gate_up": INPUT, "down": None}
 
     def __init__(self, hidden_size: int, config: MLPConfig) -> None:
         super().__init__()
@@ -114,5 +112,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """x (..., H) -> (..., H)."""
-        y = cast(Tensor, self.down(self.activation(self.gate_up(x))))
+        y = cast(Tensor, self.down(produce(self.activation, getattr(self.down, "float8_input", None), self.gate_up(x))))
         return y if self.down_multiplier == 1 else y * self.down_multiplier

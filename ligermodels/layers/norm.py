@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import ConfigError
-from ligermodels.layers.float8 import in_float8
+from ligermodels.layers.float8 import writes_float8
 from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops import Float8Recipe
 
@@ -95,19 +95,21 @@ class HeadRMSNorm(RMSNorm):
 class AddRMSNorm(RMSNorm):
     """A branch joins the residual stream, whose norm enters the next sublayer: one pass over memory.
 
-    With a `float8_output`, and as `in_float8` has it, the norm is a Float8Tensor, for a float8 linear layer."""
+    With a recipe `float8` the norm is a Float8Tensor."""
 
     fused_add: ClassVar[bool] = True
-    float8_output: Float8Recipe | None = None
 
-    def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    @writes_float8
+    def forward(  # type: ignore[override]
+        self, x: Tensor, branch: Tensor | None = None, *, float8: Float8Recipe | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
         config = self.config
         branch = branch if branch is None else branch.to(x.dtype)
         weight = local(self, self.weight)
         options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
-        if self.float8_output is not None and in_float8(self):
-            return ops.float8_add_rms_norm(x, branch, weight, config.eps, self.float8_output.dtype, **options)
+        if float8 is not None:
+            return ops.float8_add_rms_norm(x, branch, weight, config.eps, float8.dtype, **options)
         return ops.add_rms_norm(x, branch, weight, config.eps, **options)
 
 

@@ -96,6 +96,18 @@ def is_tensor_parallel(module: nn.Module) -> bool:
     return getattr(module, "_tensor_mesh", None) is not None
 
 
+def sharded_linear(linear: nn.Module, product: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """`product(x, weight, bias)` of a tensor-parallel linear layer, by each rank on plain tensors: its own part of the
+    weight, of which `parallel.tensor_parallel` has set the `TensorSharding` as `_tensor_sharding`."""
+    weight, bias, sharding = local(linear, linear.weight), local(linear, linear.bias), linear._tensor_sharding
+    if sharding == "rows":
+        y = sum_over_ranks(linear, product(x, weight, None), cast(Tensor, linear.weight))
+        return y if bias is None else y + bias.to(y.dtype)
+    if sharding == "columns":
+        x = cast(Tensor, _local_tensors().with_gradients_summed(x, linear._tensor_mesh))
+    return product(x, weight, bias)
+
+
 def split_evenly(field: str, size: int, ranks: int) -> int:
     """size / ranks; ConfigError, naming the field, where that is no whole number."""
     if size % ranks:

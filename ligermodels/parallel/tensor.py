@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import TensorSharding, is_sharded
+from ligermodels.ops import check_float8_sizes
 
 LINEAR: Mapping[str, Mapping[str, TensorSharding]] = {
     "columns": {"weight": 0, "bias": 0},
@@ -60,7 +62,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         raise InputError("tensor_parallel: the model is sharded already; distribute it first, then put FSDP2 on top")
     ranks = mesh.size()
     check_tensor_parallel(bases[0].config, ranks)
-    distributed = list(_plan(model, ""))
+    distributed = list(_plan(model, "", ranks))
     parameters: dict[int, nn.Parameter] = {}  # tied ones stay one
     for module, rules, _ in distributed:
         for name, parameter in module.named_parameters(recurse=False):
@@ -70,6 +72,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for module, _, kind in distributed:
         if kind is None:
             module._tensor_mesh = mesh  # type: ignore[assignment]
+        elif isinstance(module, Float8Linear):
+            module._tensor_mesh, module._tensor_sharding = mesh, kind  # type: ignore[assignment]
         else:
             _add_hooks(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
@@ -113,7 +117,7 @@ Planned = tuple[nn.Module, Mapping[str, TensorSharding], "str | None"]
 """A module, the rules of its own parameters, and, of a linear layer, its kind."""
 
 
-def _plan(module: nn.Module, name: str) -> Iterator[Planned]:
+def _plan(module: nn.Module, name: str, ranks: int) -> Iterator[Planned]:
     """All modules that have parameters, in the order of the model; ConfigError, naming it, for one without a rule."""
     rules: Mapping[str, TensorSharding] | None = getattr(type(module), "tensor_parallel", None)
     if rules is None and isinstance(module, nn.ModuleList | nn.Sequential):
@@ -132,8 +136,11 @@ def _plan(module: nn.Module, name: str) -> Iterator[Planned]:
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if (kind := rules.get(key)) is None:
-            yield from _plan(child, path)
-        elif type(child) in (nn.Linear, LoRALinear):
+            yield from _plan(child, path, ranks)
+        elif getattr(child, "float8", None) is not None and type(child) is not Float8Linear:
+            raise ConfigError(f"{path} ({type(child).__name__}): has no tensor parallelism in float8; exclude it there")
+        elif type(child) in (nn.Linear, LoRALinear, Float8Linear):
+            _check_float8(path, child, str(kind), ranks)
             others = {key: "replicated" for key, _ in child.named_parameters()}
             yield child, {**others, **LINEAR[str(kind)]}, str(kind)  # type: ignore[dict-item]
         else:
@@ -141,6 +148,18 @@ def _plan(module: nn.Module, name: str) -> Iterator[Planned]:
                 f"{path} ({type(child).__name__}): is in the place of a linear layer, which it is not, and has no rule "
                 "for tensor parallelism"
             )
+
+
+def _check_float8(name: str, linear: nn.Module, kind: str, ranks: int) -> None:
+    """ConfigError unless this rank's part of a linear layer in float8 has sizes that float8 takes."""
+    if not isinstance(linear, Float8Linear):
+        return
+    rows, columns = linear.out_features, linear.in_features
+    shard = {"columns": (rows // ranks, columns), "rows": (rows, columns // ranks), "replicated": (rows, columns)}
+    try:
+        check_float8_sizes(f"{name}, of {ranks} ranks", *shard[kind])
+    except InputError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _distribute(parameter: nn.Parameter, rule: TensorSharding, mesh: DeviceMesh) -> nn.Parameter:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.float8.cast import float8_cast, with_layouts
-from ligermodels.ops.float8.mm import float8_mm
+from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layouts
+from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
@@ -46,10 +46,10 @@ def float8_linear(
 
     x: (..., K), any floating dtype, or a Float8Tensor, whose producer has cast it. weight: (N, K), any floating dtype.
     bias: (N,). K and N are multiples of 16; the number of rows is any. frozen: a weight that needs no gradient, cast
-    before by `float8_cast` into both layouts; `weight` is then not read.
+    before by `float8_cast`; `weight` is then not read. The gradient of x takes its columns, or transposes its rows.
     Returns (..., N) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
     Gradients are computed only for what requires one, in the dtypes of x, weight and bias.
-    Raises InputError if shapes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
+    Raises InputError if shapes, dtypes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
     """
     reject_dtensors("float8_linear", x, weight, bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
@@ -63,12 +63,16 @@ def float8_linear(
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    if dtype not in OUTPUTS:
+        raise InputError(f"float8_linear: computes bfloat16, float16 or float32, not {dtype}; cast model and inputs")
     recording = torch.is_grad_enabled()
     need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
     x8 = float8_cast(x, recipe.dtype, columns=need_weight)
-    w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, need_x)
-    kept = x8.columns if need_weight else None, x8.scale, w8.columns if need_x else None, w8.scale
-    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe)
+    w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, False)
+    transposed = w8.columns is not None
+    layout = (w8.columns if transposed else w8.rows) if need_x else None
+    kept = x8.columns if need_weight else None, x8.scale, layout, w8.scale
+    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed)
     added = None if bias is None else bias.detach().to(dtype)
     found: Tensor = _Product.apply(y, _rows(x8), _rows(w8), x8.scale, w8.scale, added, recipe.forward_fast)
     return found
@@ -100,10 +104,10 @@ class _Gradients(torch.autograd.Function):
     the last tensor that is saved, then leaves out the last product of a block."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, kept, dtype, recipe):
+    def forward(ctx, x, weight, bias, kept, dtype, recipe, transposed):
         ctx.save_for_backward(*kept)  # plain tensors, which hooks on what is saved know
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.shape = x.shape
+        ctx.shape, ctx.transposed = x.shape, transposed
         return weight.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -116,6 +120,7 @@ class _Gradients(torch.autograd.Function):
         if need_x or need_weight:
             dy8 = float8_cast(dy, ctx.recipe.gradient_dtype, rows=need_x, columns=need_weight)
         if need_x:
+            w_columns = w_columns if ctx.transposed else float8_transpose(w_columns)
             dx = float8_mm(_rows(dy8), w_columns, dy8.scale, w_scale, ctx.dtypes[0], fast_accumulation=fast)
             dx = dx.view(ctx.shape)
         if need_weight:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.float8.cast import float8_cast
+from ligermodels.ops.float8.cast import float8_cast, float8_transpose
 from ligermodels.ops.float8.linear import Float8Recipe, float8_unsupported
 from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.tensor import Float8Tensor
@@ -25,7 +25,8 @@ def float8_lora_linear(
 ) -> Tensor:
     """x weight^T + bias + scaling * x a^T b^T, the first product in float8, and with it the gradient of x.
 
-    x: (..., K), any floating dtype. weight: (M, K), with rows and, where x needs a gradient, columns. a: (r, K).
+    x: (..., K), any floating dtype. weight: (M, K), with rows; the gradient of x takes its
+    columns, or transposes its rows. a: (r, K).
     b: (M, r). bias: (M,). All but the weight of x's dtype; under autocast they are cast to its dtype. dropped: x after
     dropout, (..., K), which a multiplies in place of x. Neither activations nor gradients are transposed: the weight
     has no gradient. Returns (..., M) of x's dtype.
@@ -38,10 +39,8 @@ def float8_lora_linear(
     if (reason := float8_unsupported(x.device)) is not None:
         raise BackendError(f"{name}: {reason}")
     rows, K, M = x.shape[:-1].numel(), x.shape[-1], weight.shape[0]
-    if weight.shape != (M, K) or weight.rows is None or (x.requires_grad and weight.columns is None):
-        raise InputError(
-            f"{name}: weight must be a Float8Tensor (M, {K}) with rows, and columns where x has a gradient"
-        )
+    if weight.shape != (M, K) or weight.rows is None:
+        raise InputError(f"{name}: weight must be a Float8Tensor (M, {K}) with rows")
     check_tensor(name, "a", a, ("r", K), x.device, x.dtype)
     check_tensor(name, "b", b, (M, a.shape[0]), x.device, x.dtype)
     if bias is not None:
@@ -106,21 +105,24 @@ class _Float8LoRALinear(torch.autograd.Function):
             x, x8.rows, x8.scale, dropped, weight.rows, weight.scale, bias, a, b, scaling, recipe.forward_fast
         )
         needs_x = ctx.needs_input_grad[4] and dropped is None
-        columns = weight.columns if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(x if needs_x else None, dropped, columns, weight.scale, a, b, down)
-        ctx.scaling, ctx.recipe = scaling, recipe
+        layout = weight.rows if weight.columns is None else weight.columns
+        layout = layout if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(x if needs_x else None, dropped, layout, weight.scale, a, b, down)
+        ctx.scaling, ctx.recipe, ctx.transposed = scaling, recipe, weight.columns is not None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         need_x, need_dropped, _, _, need_a, need_b = ctx.needs_input_grad[:6]
+        x, dropped, w_columns, *others = ctx.saved_tensors
         rows = scale = None
         if need_x:
+            w_columns = w_columns if ctx.transposed else float8_transpose(w_columns)
             dy8 = float8_cast(dy, ctx.recipe.gradient_dtype)
             rows, scale = dy8.rows, dy8.scale
         dx, d_dropped, da, db = _float8_lora_backward(
-            dy, rows, scale, *ctx.saved_tensors, ctx.scaling, ctx.recipe.backward_fast, need_x, need_dropped, need_a,
-            need_b,
+            dy, rows, scale, x, dropped, w_columns, *others, ctx.scaling, ctx.recipe.backward_fast, need_x,
+            need_dropped, need_a, need_b,
         )  # fmt: skip
         return dx, d_dropped, None, None, da, db

@@ -9,6 +9,9 @@ from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 
+OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of products."""
+
 
 def float8_mm(
     a: Tensor,
@@ -39,6 +42,8 @@ def float8_mm(
         )
     if a.dtype == b.dtype == E5M2:
         raise InputError("float8_mm: one operand at least must be torch.float8_e4m3fn")
+    if out_dtype not in OUTPUTS:
+        raise InputError(f"float8_mm: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if bias is not None:
         check_tensor("float8_mm", "bias", bias, (N,), a.device, out_dtype)
     return _float8_mm(a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)

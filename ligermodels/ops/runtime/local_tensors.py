@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -38,6 +39,24 @@ def with_partial_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
     everywhere = [Replicate()] * mesh.ndim
     whole = DTensor.from_local(x, mesh, everywhere, run_check=False).redistribute(placements=everywhere)
     return _to_local(whole, [Partial()] * mesh.ndim)
+
+
+def with_gradients_summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """As `with_partial_gradients`, of any kind of tensor, also a Float8Tensor."""
+    found: Tensor = _SumGradients.apply(x, mesh)
+    return found
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mesh):
+        ctx.mesh = mesh
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, dx):
+        total = all_reduce(dx.contiguous(), "sum", ctx.mesh)
+        return total.wait() if isinstance(total, AsyncCollectiveTensor) else total, None
 
 
 def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:

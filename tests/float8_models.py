@@ -1,0 +1,97 @@
+"""Models for tests of float8, of sizes that it takes, and what compares their gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from zoo import BASE, CONFIGS
+
+import ligermodels as lm
+from ligermodels.layers.float8 import Float8Linear
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = {**BASE, **SIZES, "model_type": "llama"}
+MODELS = {
+    "llama": LLAMA,
+    "qwen2, with biases": {**LLAMA, "model_type": "qwen2"},
+    "qwen3, with norms of heads": {**LLAMA, "model_type": "qwen3"},
+    "gemma2, with four norms": {**CONFIGS["gemma2"], **SIZES, "query_pre_attn_scalar": 16},
+    "olmo2, without norms before": {**CONFIGS["olmo2"], **SIZES, "num_key_value_heads": 4},
+}
+
+FULL = {"num_experts_per_tok": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+"""All experts for each token: with fewer, other choices on random weights decide how far gradients differ."""
+DELTA = {f"linear_{name}": size for name, size in (("num_key_heads", 4), ("num_value_heads", 8))}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LATENT = {
+    **{name: size for name, size in SIZES.items() if name != "head_dim"},
+    **{"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+}
+GEMMA4 = {**SIZES, "num_key_value_heads": 1, "global_head_dim": 32}
+DENSE, ATTENTION = ("mlp.gate_up", "mlp.down"), ("mixer.qkv", "mixer.o")
+SHARED = ("mlp.shared.gate_up", "mlp.shared.down")
+LATENT_LINEARS = tuple(f"mixer.{name}" for name in ("q_a", "q_b", "kv_a", "kv_b", "o"))
+FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "deepseek_v3": (
+        {**CONFIGS["deepseek_v3"], **LATENT, "q_lora_rank": 48, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
+        | {"num_experts_per_tok": 6, "moe_intermediate_size": 32},
+        {*LATENT_LINEARS, *DENSE, *SHARED},
+    ),
+    "deepseek_v3, without a latent of queries": (
+        {**CONFIGS["deepseek_v3-without-experts"], **LATENT, "q_lora_rank": None},
+        {"mixer.q", "mixer.kv_a", "mixer.kv_b", "mixer.o", *DENSE},
+    ),
+    "qwen3_next": (
+        {**CONFIGS["qwen3_next"], **SIZES, **DELTA, **FULL},
+        {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE, *SHARED},
+    ),
+    "qwen3_5_text": ({**CONFIGS["qwen3_5_text"], **SIZES, **DELTA}, {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE}),
+    "gemma4, with per-layer inputs and shared keys": (
+        {**CONFIGS["gemma4_text-per-layer-inputs"], **GEMMA4},
+        {*ATTENTION, "mixer.q", *DENSE},
+    ),
+    "gemma4, with experts": (
+        {**CONFIGS["gemma4_text-experts"], **GEMMA4, "moe_intermediate_size": 16, "top_k_experts": 5},
+        {*ATTENTION, "mlp.dense.gate_up", "mlp.dense.down"},
+    ),
+    "arcee, ungated": ({**CONFIGS["arcee"], **SIZES}, {*ATTENTION, "mlp.up", "mlp.down"}),
+    "mixtral": ({**CONFIGS["mixtral"], **SIZES, "num_local_experts": 6, "num_experts_per_tok": 6}, {*ATTENTION}),
+    "gpt_oss, with sinks": ({**CONFIGS["gpt_oss"], **SIZES, "num_experts_per_tok": 5}, {*ATTENTION}),
+}
+"""Config, and the layers of its blocks that compute in float8."""
+
+
+def family(name: str, **options: Any) -> lm.CausalLM:
+    """A model of FAMILIES; its queries are scaled down, for where they are normalised a random model of scores that
+    large is so ill-conditioned that rounding of its weights changes gradients as much."""
+    model = build(FAMILIES[name][0], **options)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "q_norm" in key:
+                parameter.mul_(0.25)
+    return model
+
+
+def build(config: dict[str, Any] = LLAMA, **options: Any) -> lm.CausalLM:
+    torch.manual_seed(0)
+    return lm.from_config(config, **options).train()
+
+
+def tokens(batch: int = 2, length: int = 19) -> Tensor:
+    return torch.randint(3, 131, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: lm.CausalLM) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(tokens(), labels=tokens()).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def agreement(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Cosine, and the ratio of norms."""
+    a, b = found.double().flatten(), wanted.double().flatten()
+    return float(a @ b / (a.norm() * b.norm())), float(a.norm() / b.norm())
+
+
+def in_place_of(model: lm.CausalLM) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
