@@ -178,6 +178,27 @@ def test_ignored_labels_padding_and_checkpointing_leave_the_loss_the_same() -> N
         assert all(relative_error(p.grad, g) < 1e-9 for p, g in zip(model.head_parameters(), gradients, strict=True))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("name", ["llama-3.2", "glm4_moe", "gpt_oss"])
+def test_a_head_of_another_dtype_than_its_model(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """It computes in its own: the loss and its gradients, and drafts, which leave the model's tokens as they are."""
+    model, ids = made(name, 2), ids_of(24, 2)
+    wanted = model(ids, labels=ids).loss
+    wanted.backward()
+    gradients = {key: parameter.grad for key, parameter in model.head.named_parameters()}
+    text = model.generate(PROMPTS, 20, draft=None, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.zero_grad()
+    model.head.to(dtype)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=tolerance)
+    for key, parameter in model.head.named_parameters():
+        assert parameter.grad.dtype == dtype and parameter.grad.isfinite().all()
+        if dtype is torch.float64:
+            assert relative_error(parameter.grad, gradients[key].double()) < 1e-4, key
+    assert torch.equal(model.generate(PROMPTS, 20, eos_token_id=None, pad_token_id=0), text)
+
+
 # -- drafting ----------------------------------------------------------------------------------------------------------
 
 ALL["longrope"] = {**BASE, **PHI_LONGROPE, "sliding_window": 9, "original_max_position_embeddings": 21}

@@ -185,7 +185,8 @@ class MTPModel(MultiHeadModel):
 
     def _new_state(self, batch_size: int, max_length: int) -> DecodingState:
         mixer, size = mtp_block(self.base.config)[1].mixer, self.base.config.hidden_size
-        options: dict[str, Any] = {"hidden_size": size, "dtype": self.base.dtype, "device": self.base.device}
+        dtype = next(self.head.parameters()).dtype
+        options: dict[str, Any] = {"hidden_size": size, "dtype": dtype, "device": self.base.device}
         return DecodingState([mixer] * self.head.num_layers, batch_size, max_length, **options)
 
     @overload

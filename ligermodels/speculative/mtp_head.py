@@ -66,7 +66,7 @@ class MTPHead(nn.Module):
         state: Any = None,
         activation_checkpointing: ActivationCheckpointing = "none",
     ) -> Tensor:
-        """e and h, each (B, T, H) -> y (B, T, H).
+        """e and h, each (B, T, H) -> y (B, T, H), in the dtype of e.
 
         Args:
             layer: which one, from 0.
@@ -82,6 +82,9 @@ class MTPHead(nn.Module):
                 cache_seqlens=cache_seqlens, state=state, activation_checkpointing=activation_checkpointing,
             ))  # fmt: skip
         block, shape = self.later[layer - 1] if layer else self.block, embeds.shape
+        # The head may have a dtype of its own; its results go to the model's lm_head.
+        given, own = embeds.dtype, next(self.parameters()).dtype
+        embeds, hidden = embeds.to(own), hidden.to(own)
         if cu_seqlens is not None:
             embeds, hidden = embeds.reshape(1, -1, shape[2]), hidden.reshape(1, -1, shape[2])
             position_ids = None if position_ids is None else position_ids.reshape(1, -1)
@@ -90,7 +93,7 @@ class MTPHead(nn.Module):
             position_ids = packed_positions(cu_seqlens, length)
         elif position_ids is None:
             position_ids = torch.arange(length, device=embeds.device)[None]
-        x = self.fc(torch.cat([self.embedding_norm(embeds), self.hidden_norm(hidden.to(embeds.dtype))], dim=-1))
+        x = self.fc(torch.cat([self.embedding_norm(embeds), self.hidden_norm(hidden)], dim=-1))
         ropes = cast(Iterable[RotaryEmbedding], self.ropes)
         context = ForwardContext(
             {rope.config: rope(position_ids, x.dtype) for rope in ropes},
@@ -101,4 +104,4 @@ class MTPHead(nn.Module):
         )
         y = run(activation_checkpointing, block, x, context, state, None)
         y = y[0] if isinstance(y, tuple) else y  # beside a mixture's router logits
-        return cast(Tensor, self.norm(y)).view(shape)
+        return cast(Tensor, self.norm(y)).view(shape).to(given)
