@@ -216,5 +216,6 @@ def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, name
                 set_forward(layer.get_submodule(path), norm_forward, Native(block.mlp.norm))
     if block.after is not None:
         after = cast(PerLayerInputConfig, block.after)
-        set_forward(layer.get_submodule(after.NAMES["norm"]), norm_forward, Native(after.norm))
+        found["norm.after"] = after.NAMES["norm"]
+        set_forward(layer.get_submodule(found["norm.after"]), norm_forward, Native(after.norm))
     set_forward(layer, layer_forward, Native(block, found))

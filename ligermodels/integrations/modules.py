@@ -290,7 +290,9 @@ class _BlockView:
     @property
     def after(self) -> Callable[..., Tensor] | None:
         """What maps the residual to the residual at the end of the layer."""
-        return None if self._config.after is None else PerLayerInputView(self._config.after, self._layer)
+        if self._config.after is None:
+            return None
+        return PerLayerInputView(self._config.after, self._layer, cast(Any, self._norm("after", "after")))
 
     def _norm(self, name: str, place: str) -> Callable[..., Any] | None:
         """The norm, fused with an addition if it is ours."""

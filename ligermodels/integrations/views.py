@@ -48,13 +48,11 @@ class PerLayerInputsView:
 
 
 class PerLayerInputView:
-    """A native `PerLayerInput`, of a layer."""
+    """A native `PerLayerInput`, of a layer; `norm` is called as the native one."""
 
-    def __init__(self, config: PerLayerInputConfig, layer: nn.Module) -> None:
-        self.config = config
-        self.gate, self.projection, self.norm = (
-            getattr(layer, config.NAMES[name]) for name in ("gate", "projection", "norm")
-        )
+    def __init__(self, config: PerLayerInputConfig, layer: nn.Module, norm: Callable[..., Tensor]) -> None:
+        self.config, self.norm = config, norm
+        self.gate, self.projection = (getattr(layer, config.NAMES[name]) for name in ("gate", "projection"))
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """As `PerLayerInput.forward`."""

@@ -117,7 +117,7 @@ class PerLayerInput(nn.Module):
         self.config = config
         self.gate = nn.Linear(hidden_size, config.size, bias=False)
         self.projection = nn.Linear(config.size, hidden_size, bias=False)
-        self.norm = config.norm.build(hidden_size)
+        self.norm = config.norm.build_after(hidden_size)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (B, T, H), or (1, n, H) of the needed tokens -> the same shape. InputError without per-layer inputs."""
@@ -128,4 +128,5 @@ class PerLayerInput(nn.Module):
             own = own.flatten(0, 1)[context.needed.token_indices][None]
         gate = self.gate(x)
         gated = ACTIVATIONS[self.config.activation](gate, own.to(gate.dtype))
-        return x + cast(Tensor, self.norm(self.projection(gated)))
+        y = self.projection(gated)
+        return cast(Tensor, self.norm(y, x) if getattr(self.norm, "fused_add", False) else x + self.norm(y))
