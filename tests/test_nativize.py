@@ -17,7 +17,7 @@ from two_ranks import in_two_ranks
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.integrations.modules import DecoderView
+from ligermodels.integrations.decoder import DecoderView
 
 TOKENS = 23
 
@@ -233,7 +233,7 @@ def test_hooks_of_a_device_map_stay() -> None:
 
 
 def _sharded(rank: int, folder: Path, mesh: Any) -> None:
-    for name in ("gemma2", "mixtral"):
+    for name in ("gemma2", "mixtral", "gemma4_text-per-layer-inputs"):
         hf, inputs = make(name), batch()
         native = lm.nativize(copy.deepcopy(hf))
         for layer in native.model.layers:

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.integrations.modules import DecoderView
+from ligermodels.integrations.decoder import DecoderView
 
 PER_LAYER, EXPERTS = "gemma4_text-per-layer-inputs", "gemma4_text-experts"
 

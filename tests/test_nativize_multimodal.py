@@ -21,15 +21,15 @@ from transformers import (
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.integrations.modules import DecoderView
+from ligermodels.integrations.decoder import DecoderView
 
 NAMES = sorted(zoo.MULTIMODAL.keys() - {"mistral3-mistral4", "qwen2_5_omni", "qwen3_omni_moe"})
 THINKERS = {
     "qwen2_5_omni_thinker": Qwen2_5OmniThinkerForConditionalGeneration._from_config,
     "qwen3_omni_moe_thinker": Qwen3OmniMoeThinkerForConditionalGeneration._from_config,
 }
-WHOLLY_BY_CLASS = {"qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "gemma3", "gemma4_unified"}
-"""Of images these add features to states of the first layers, or let their tokens see those that follow."""
+WHOLLY_BY_CLASS = {"gemma3", "gemma4_unified"}
+"""These let tokens of an image see those that follow."""
 
 
 def make(name: str) -> PreTrainedModel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from transformers.modeling_outputs import (
 )
 
 from ligermodels.errors import InputError
-from ligermodels.integrations.modules import DecoderView, has_hooks, is_ours, layer_forward, mixer_forward, part
+from ligermodels.integrations.decoder import DecoderView
+from ligermodels.integrations.modules import has_hooks, is_ours, layer_forward, mixer_forward, part
 from ligermodels.integrations.token_statistics import token_statistics
-from ligermodels.integrations.views import GridRope, text_positions
+from ligermodels.integrations.views import AddedFeatures, GridRope, text_positions
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
 from ligermodels.layers.lm_head import head_loss
 from ligermodels.layers.packing import Unpadding, bounds_of
@@ -58,6 +60,8 @@ def backbone_forward(
     native: bool = True,
     per_layer_inputs: Tensor | None = None,
     logits_to_keep: int | Tensor | None = None,
+    visual_pos_masks: Tensor | None = None,
+    deepstack_visual_embeds: Sequence[Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
     """The states after the final norm as `last_hidden_state`: (B, T, H), zero on padding.
@@ -69,6 +73,8 @@ def backbone_forward(
         native: False for the class's own forward, in any case.
         per_layer_inputs: (B, T, layers, P), beside `inputs_embeds`: see `Decoder.forward`.
         logits_to_keep: is of no use here: the model takes the states that it needs.
+        visual_pos_masks, deepstack_visual_embeds: bool (B, T), and for each of the first layers the features (n, H)
+            that are added to its result for these n tokens.
 
     With a cache, a mask for each pair of tokens, padding between tokens, dropout, hooks on what is in the layers, or a
     request for the attentions or hidden states of all layers, the class's own forward runs: see `runs_natively`.
@@ -82,15 +88,27 @@ def backbone_forward(
     native = native and (per_layer_inputs is None) == (input_ids is not None or not by_token)
     in_grid = position_ids is not None and position_ids.ndim == 3
     native = native and not (in_grid and not _reads_grids(backbone))
+    # The last layer may compute some tokens alone.
+    added = deepstack_visual_embeds or ()
+    native = native and len(added) < len(backbone.layers) and not (added and visual_pos_masks is None)
     if not native:
-        more = {"cu_seq_lens_q": cu_seq_lens_q, "per_layer_inputs": per_layer_inputs, "logits_to_keep": logits_to_keep}
+        more: dict[str, Any] = {
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "per_layer_inputs": per_layer_inputs,
+            "logits_to_keep": logits_to_keep,
+            "visual_pos_masks": visual_pos_masks,
+            "deepstack_visual_embeds": deepstack_visual_embeds,
+        }
         options |= {name: value for name, value in more.items() if value is not None}
         found = type(backbone).forward(backbone, **inputs, attention_mask=attention_mask, **options)
         if counted_on and token_indices is not None:
             found.last_hidden_state = _taken(found.last_hidden_state, padding, token_indices)
         return found
     check_checkpointing(backbone)
-    view, unpad, grid = DecoderView(backbone), padding.unpadding(), None
+    unpad, grid = padding.unpadding(), None
+    if visual_pos_masks is not None and unpad is not None:
+        visual_pos_masks = unpad.take(visual_pos_masks)
+    view = DecoderView(backbone, added=[AddedFeatures(cast(Tensor, visual_pos_masks), each) for each in added])
     if position_ids is not None and in_grid:
         inputs["position_ids"], grid = text_positions(position_ids)
     inputs = with_all_positions(inputs)

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import InputError
 from ligermodels.integrations.gated_delta_net import DeltaView
-from ligermodels.integrations.views import DenseMoEView, PerLayerInputsView, PerLayerInputView, SharedKVView
+from ligermodels.integrations.views import DenseMoEView, PerLayerInputView, SharedKVView
 from ligermodels.layers import (
     AttentionConfig,
     Block,
@@ -32,7 +31,6 @@ from ligermodels.layers import (
     MLPConfig,
     SharedKVAttentionConfig,
 )
-from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.mlp import ACTIVATIONS
 from ligermodels.layers.moe import MoEConfig, mix_experts
@@ -260,7 +258,7 @@ class _TokenWise:
         return self._module(x, context)
 
 
-class _BlockView:
+class BlockView:
     """A native block whose parts are those of a transformers layer."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -339,55 +337,5 @@ def _first(found: Any) -> Any:
 def layer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """(x, ForwardContext, state, token_indices), as a native block; else the class's own forward."""
     if len(args) > 1 and isinstance(args[1], ForwardContext):
-        return _BlockView(module).forward(*args)  # type: ignore[misc]
+        return BlockView(module).forward(*args)  # type: ignore[misc]
     return type(module).forward(module, *args, **kwargs)
-
-
-@dataclass
-class _Mixer:
-    """What a decoder reads of a block's mixer."""
-
-    token_wise: bool
-
-
-class _LayerCall:
-    """A transformers layer, called as a native block, and whether its parts are `token_wise`."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer, config = layer, native_of(layer).config
-        self.mixer = _Mixer(isinstance(config.mixer, SharedKVAttentionConfig))
-        self.mlp = _BlockView(layer).mlp
-
-    def __call__(self, *args: Any) -> Any:
-        return self._layer(*args)
-
-
-class DecoderView:
-    """A native decoder whose parts are those of a transformers model's backbone."""
-
-    def __init__(self, backbone: Any, activation_checkpointing: ActivationCheckpointing = "none") -> None:
-        self._backbone, self.config = backbone, backbone.native.config
-        # as many as transformers reads
-        self.blocks = [_LayerCall(layer) for layer in backbone.layers[: backbone.config.num_hidden_layers]]
-        inputs = self.config.per_layer_inputs
-        self.per_layer_inputs = None if inputs is None else PerLayerInputsView(inputs, backbone)
-        self.ropes = backbone.native.ropes
-        self._activation_checkpointing = activation_checkpointing  # beside that of transformers' layers themselves
-
-    def __call__(self, input_ids: Tensor | None = None, **inputs: Any) -> Tensor:
-        """As `Decoder.forward`."""
-        device = next(each.device for each in (input_ids, inputs.get("inputs_embeds")) if each is not None)
-        native = self._backbone.native.ropes
-        if self.ropes is native and any(rope.frequencies.device != device for rope in native):
-            native.to(device)
-        return Decoder.forward(self, input_ids, **inputs)  # type: ignore[arg-type]
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """input_ids (B, T) -> (B, T, H)."""
-        x: Tensor = self._backbone.embed_tokens(input_ids)
-        scale = self.config.embed_scale
-        return x if scale is None else x * torch.tensor(scale, dtype=x.dtype)
-
-    def norm(self, x: Tensor) -> Any:
-        """The final norm."""
-        return self._backbone.norm(x)

@@ -1,12 +1,14 @@
 """Native layers that have no module of their own in transformers, by those of a transformers layer or backbone that do
 their parts: queries over shared keys and values, inputs of a layer, experts beside a dense layer, and the rotary
-embedding of tokens of images."""
+embedding and further features of tokens of images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels.layers import DenseMoEConfig, ForwardContext, PerLayerInputConfig, PerLayerInputs, RopeConfig
@@ -100,3 +102,17 @@ class GridRope:
         cos, sin = self._rotary(positions.new_empty((), dtype=dtype), grid)
         half = cos.shape[-1] // 2
         return cos[..., :half].contiguous(), sin[..., :half].contiguous()
+
+
+@dataclass(frozen=True)
+class AddedFeatures:
+    """Features of images (n, H) that join the states of the n tokens where `mask`, bool (B, T), is True, in their order
+    (DeepStack, https://arxiv.org/abs/2406.04334)."""
+
+    mask: Tensor
+    features: Tensor
+
+    def to(self, x: Tensor) -> Tensor:
+        """x, B * T tokens in rows of any length, (..., H) -> the same with the features."""
+        mask = self.mask.reshape(*x.shape[:-1], 1).expand_as(x)
+        return x + torch.zeros_like(x).masked_scatter(mask, self.features.to(x))
