@@ -132,6 +132,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": False,
     },
+    "gemma-4-e2b": {
+        "model_type": "gemma4_text",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "sliding_window": 512,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "vocab_size": 262144,
+        "max_position_embeddings": 131072,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
     "gemma-4-e4b": {
         "model_type": "gemma4_text",
         "hidden_size": 2560,
@@ -179,6 +199,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 FEW_LAYERS: dict[str, dict[str, Any]] = {
     "qwen3.5-9b": {"num_hidden_layers": 4},
+    "gemma-4-e2b": {
+        "num_hidden_layers": 10,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
+        "num_kv_shared_layers": 5,
+    },
     "gemma-4-e4b": {
         "num_hidden_layers": 12,
         "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,

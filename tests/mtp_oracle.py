@@ -20,33 +20,39 @@ def attention_layer(oracle: PreTrainedModel) -> int:
     return max(i for i, layer in enumerate(layers) if hasattr(layer, "self_attn"))
 
 
-def add_head(folder: Path, oracle: PreTrainedModel, like_deepseek: bool = False) -> dict[str, torch.Tensor]:
-    """Write random tensors of a head into the checkpoint in `folder`; returns them by their names.
+def add_head(
+    folder: Path, oracle: PreTrainedModel, like_deepseek: bool = False, num_layers: int = 1
+) -> dict[str, torch.Tensor]:
+    """Write random tensors of a head of so many layers into the checkpoint in `folder`; returns them by their names.
 
-    The block's have the names of those of a layer of the model.
+    The blocks' have the names of those of a layer of the model.
     """
     path, layer = folder / "model.safetensors", attention_layer(oracle)
     stored = load_file(path)
     prefix = next(match[1] for name in stored if (match := re.match(rf"(.*)layers\.{layer}\.", name)))
     count = len(oracle.get_decoder().layers)
-    there, names = (f"{prefix}layers.{count}.", DEEPSEEK) if like_deepseek else ("mtp.", QWEN)
-    block = there if like_deepseek else "mtp.layers.0."
     draw, size = torch.Generator().manual_seed(5), oracle.config.get_text_config().hidden_size
     dtype = stored[f"{prefix}norm.weight"].dtype
 
     def random(shape: list[int] | torch.Size, mean: float = 0.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=draw) * (0.3 if len(shape) == 1 else 0.15) + mean).to(dtype)
 
-    found = {
-        block + name.removeprefix(f"{prefix}layers.{layer}."): random(tensor.shape).to(tensor.dtype)
-        for name, tensor in stored.items()
-        if name.startswith(f"{prefix}layers.{layer}.")
-    }
-    found |= {f"{there}{names[part]}.weight": random([size], 1.0) for part in ("e", "h", "norm")}
-    found[f"{there}{names['fc']}.weight"] = random([size, 2 * size])
-    if like_deepseek:
-        found[f"{there}embed_tokens.weight"] = stored[f"{prefix}embed_tokens.weight"].clone()
-        found[f"{there}shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    found: dict[str, torch.Tensor] = {}
+    for index in range(num_layers):
+        there, names = (f"{prefix}layers.{count + index}.", DEEPSEEK) if like_deepseek else ("mtp.", QWEN)
+        block = there if like_deepseek else f"mtp.layers.{index}."
+        found |= {
+            block + name.removeprefix(f"{prefix}layers.{layer}."): random(tensor.shape).to(tensor.dtype)
+            for name, tensor in stored.items()
+            if name.startswith(f"{prefix}layers.{layer}.")
+        }
+        if index and not like_deepseek:  # all else is shared
+            continue
+        found |= {f"{there}{names[part]}.weight": random([size], 1.0) for part in ("e", "h", "norm")}
+        found[f"{there}{names['fc']}.weight"] = random([size, 2 * size])
+        if like_deepseek:
+            found[f"{there}embed_tokens.weight"] = stored[f"{prefix}embed_tokens.weight"].clone()
+            found[f"{there}shared_head.head.weight"] = stored["lm_head.weight"].clone()
     save_file({**stored, **found}, path, {"format": "pt"})
     return found
 
@@ -56,17 +62,23 @@ class Oracle:
 
     def __init__(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
         self.model, self.tensors = model, tensors
-        names = QWEN if "mtp.fc.weight" in tensors else DEEPSEEK
-        self.parts = {
-            part: next(t for name, t in tensors.items() if name.endswith(f".{tail}.weight") and "layers.0." not in name)
-            for part, tail in names.items()
-        }
         self.norm = copy.deepcopy(model.get_decoder().norm)
-        layer = attention_layer(model)
-        self.block = copy.deepcopy(model.get_decoder().layers[layer])
+        names = QWEN if "mtp.fc.weight" in tensors else DEEPSEEK
+        if names is QWEN:
+            numbers = {name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")}
+            places = [("mtp.", f"mtp.layers.{number}.") for number in sorted(numbers)]
+        else:
+            places = [(name[:-14],) * 2 for name in tensors if name.endswith("eh_proj.weight")]
+        self.layers = [
+            ({part: tensors[f"{prefix}{tail}.weight"] for part, tail in names.items()}, self._block(block))
+            for prefix, block in places
+        ]
+
+    def _block(self, prefix: str) -> nn.Module:
+        self.block = copy.deepcopy(self.model.get_decoder().layers[attention_layer(self.model)])
         self.block.layer_idx = 0
-        prefix = "mtp.layers.0." if names is QWEN else next(n for n in tensors if n.endswith("eh_proj.weight"))[:-14]
         self._fill(prefix)
+        return self.block
 
     @torch.no_grad()
     def _fill(self, prefix: str) -> None:
@@ -80,23 +92,24 @@ class Oracle:
                 for i, each in enumerate(parameter):
                     each.copy_(torch.cat([own[f"{experts}.{i}.{p}.weight"] for p in parts]))
 
-    def _rms(self, x: torch.Tensor, part: str) -> torch.Tensor:
-        self.norm.weight = nn.Parameter(self.parts[part].float())
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self.norm.weight = nn.Parameter(weight.float())
         return self.norm(x)
 
     @torch.no_grad()
     def steps(self, ids: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """ids (1, T) -> the logits (1, T - 1 - j, V) of each step j."""
+        """ids (1, T) -> the logits (1, T - 1 - j, V) of each step j, by layer j, or by the last one."""
         decoder, found = self.model.get_decoder(), []
         hidden = decoder(ids).last_hidden_state
         for step in range(count):
             hidden, embeds = hidden[:, : ids.shape[1] - 1 - step], decoder.embed_tokens(ids[:, 1 + step :])
-            x = torch.cat([self._rms(embeds, "e"), self._rms(hidden, "h")], -1) @ self.parts["fc"].float().T
+            parts, block = self.layers[min(step, len(self.layers) - 1)]
+            x = torch.cat([self._rms(embeds, parts["e"]), self._rms(hidden, parts["h"])], -1) @ parts["fc"].float().T
             length = x.shape[1]
             places = torch.arange(length)[None]
             mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
             rope = decoder.rotary_emb(x, position_ids=places)
-            y = self.block(x, position_embeddings=rope, attention_mask=mask, position_ids=places)
-            hidden = self._rms(y[0] if isinstance(y, tuple) else y, "norm")
+            y = block(x, position_embeddings=rope, attention_mask=mask, position_ids=places)
+            hidden = self._rms(y[0] if isinstance(y, tuple) else y, parts["norm"])
             found.append(self.model.lm_head(hidden))
         return found

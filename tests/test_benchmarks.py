@@ -24,11 +24,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benching import without_a_device  # noqa: E402
+from zoo import GEMMA4  # noqa: E402
 
 import ligermodels as lm  # noqa: E402
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
-from benchmarks import attention, chunked_log_probs, floor, losses, measure, ops, peers, profile, training  # noqa: E402  # noqa: E402
+from benchmarks import attention, chunked_log_probs, floor, losses, measure, ops, peers, profile, training  # noqa: E402
+from benchmarks import needed_tokens as needed_tokens_benchmark  # noqa: E402
 from benchmarks.case import Case, Passes  # noqa: E402
 from benchmarks.measure import one_after_another, sustained  # noqa: E402
 from benchmarks.models import CONFIGS  # noqa: E402
@@ -448,3 +450,33 @@ def test_every_command_of_the_whole_is_one_that_its_benchmark_takes(monkeypatch:
     assert len(parsed) == len(lines)
     known = {*peers.PROVIDERS, "ligermodels shared", "ligermodels stage 2", "torch", "liger"}
     assert all(set(getattr(found, "providers", None) or ()) <= known for found in parsed)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_training", "in_prefill"), [("gemma-4-e2b", 0.531, 0.708), ("gemma-4-e4b", 0.328, 0.438)]
+)
+def test_needed_tokens_save_the_rest_of_the_layers_past_the_last_keys(
+    name: str, in_training: float, in_prefill: float
+) -> None:
+    """By the sizes of the linear layers that get fewer tokens; and the shares that the documentation gives."""
+    model = lm.from_config(CONFIGS[name], device="meta")
+    blocks = list(model.decoder.blocks)
+    last = len(blocks) - CONFIGS[name]["num_kv_shared_layers"] - 1
+    spared = [blocks[last].mlp, blocks[last].after, *blocks[last + 1 :]]
+    weights = sum(m.weight.numel() for part in spared for m in part.modules() if isinstance(m, torch.nn.Linear))
+    length = 4096
+    for needed, share in ((length // 4, in_training), (1, in_prefill)):
+        fewer, every = needed_tokens_benchmark.linear_flops(CONFIGS[name], length, needed)
+        assert every - fewer == 2 * (length - needed) * weights
+        assert 1 - fewer / every == pytest.approx(share, abs=5e-4)
+
+
+def test_needed_tokens_with_and_without_compute_the_same() -> None:
+    torch.manual_seed(0)
+    model = lm.from_config(GEMMA4["gemma4_text-per-layer-inputs"])
+    ids = torch.randint(3, 131, (1, 29))
+    labels = ids.masked_fill(torch.arange(29) < 21, -100)
+    prefill, training_step = needed_tokens_benchmark.prefill_ways, needed_tokens_benchmark.training_ways
+    for ways in (prefill(model, ids), training_step(model, ids, labels)):
+        found, wanted = (way() for way in ways)
+        torch.testing.assert_close(found, wanted)

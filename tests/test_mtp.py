@@ -29,11 +29,19 @@ DEEPSEEKS = ["glm4_moe", "glm4_moe_lite", "deepseek_v3"]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [5, 6, 7]]
 
 
-def stock(folder: Path, name: str, **changes: Any) -> Oracle:
+def with_layers(name: str, num_layers: int) -> dict[str, Any]:
+    """The config of this name, saying that its head has so many layers."""
+    config = dict(ALL[name])
+    if name in DEEPSEEKS:
+        return {**config, "num_nextn_predict_layers": num_layers}
+    text = {**config.get("text_config", config), "mtp_num_hidden_layers": num_layers}
+    return {**config, "text_config": text} if "text_config" in config else text
+
+
+def stock(folder: Path, name: str, num_layers: int = 1, **changes: Any) -> Oracle:
     """A checkpoint with a head, and its oracle."""
-    config = {**ALL[name], "num_nextn_predict_layers": 1} if name in DEEPSEEKS else ALL[name]
-    oracle = make_checkpoint(folder, {**config, **changes})
-    return Oracle(oracle, add_head(folder, oracle, like_deepseek=name in DEEPSEEKS))
+    oracle = make_checkpoint(folder, {**with_layers(name, num_layers), **changes})
+    return Oracle(oracle, add_head(folder, oracle, like_deepseek=name in DEEPSEEKS, num_layers=num_layers))
 
 
 def ids_of(length: int, batch: int = 1) -> torch.Tensor:
@@ -48,35 +56,44 @@ def stir(model: lm.MTPModel) -> lm.MTPModel:
     return model
 
 
-def made(name: str) -> lm.MTPModel:
+def made(name: str, num_layers: int = 1) -> lm.MTPModel:
     """A new head on random weights, away from its start."""
     torch.manual_seed(0)
     base = lm.from_config(ALL[name], dtype="float32")
     with torch.no_grad():
         for parameter in base.parameters():
             parameter.normal_(0, 0.3 if parameter.ndim == 1 else 0.15)
-    return stir(lm.MTPModel.from_base(base.eval()))
+    return stir(lm.MTPModel.from_base(base.eval(), num_layers=num_layers))
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_text-other-sizes", "qwen3_next", "qwen3_5", *DEEPSEEKS])
-def test_every_step_is_that_of_the_formulas(name: str, tmp_path: Path) -> None:
-    oracle, ids = stock(tmp_path, name), ids_of(41)
-    model = lm.MTPModel.from_pretrained(tmp_path, num_steps=3)
+SEVERAL = [("qwen3_5_text", 2), ("qwen3_next", 3), ("glm4_moe", 2), ("deepseek_v3", 3)]
+"""Configs, and numbers of layers of a head."""
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers"),
+    [(name, 1) for name in ("qwen3_5_text", "qwen3_5_text-other-sizes", "qwen3_next", "qwen3_5", *DEEPSEEKS)] + SEVERAL,
+)
+def test_every_step_is_that_of_the_formulas(name: str, num_layers: int, tmp_path: Path) -> None:
+    """Step j by layer j, past the last layer by that one."""
+    oracle, ids = stock(tmp_path, name, num_layers), ids_of(41)
+    model = lm.MTPModel.from_pretrained(tmp_path, num_steps=4)
     with torch.no_grad():
         logits = model(ids).logits
-    for step, wanted in enumerate(oracle.steps(ids, 3)):
+    for step, wanted in enumerate(oracle.steps(ids, 4)):
         assert relative_error(logits[step, :, : wanted.shape[1]], wanted) < 2e-5, step
 
 
 @pytest.mark.skipif(not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no MtpModel")
-def test_a_head_like_deepseek_is_that_of_transformers(tmp_path: Path) -> None:
-    stock(tmp_path, "glm4_moe")
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_head_like_deepseek_is_that_of_transformers(num_layers: int, tmp_path: Path) -> None:
+    stock(tmp_path, "glm4_moe", num_layers)
     main = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype="float32")
     main.set_experts_implementation("eager")
-    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\."]  # it has those of the published sizes
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]  # it has those of the published sizes
     theirs = transformers.modeling_layers.MtpModel.from_pretrained(main).eval()
     theirs.set_experts_implementation("eager")
     ids, model = ids_of(23), lm.MTPModel.from_pretrained(tmp_path, num_steps=2)
@@ -85,7 +102,9 @@ def test_a_head_like_deepseek_is_that_of_transformers(tmp_path: Path) -> None:
         for step in range(2):
             places = torch.arange(1, 23 - step)[None]
             cache = transformers.cache_utils.MtpCache(config=theirs.config)
-            hidden = theirs.forward_layer(0, hidden[:, : 22 - step], places, cache, input_ids=ids[:, 1 + step :])
+            hidden = theirs.forward_layer(
+                min(step, num_layers - 1), hidden[:, : 22 - step], places, cache, input_ids=ids[:, 1 + step :]
+            )
             assert relative_error(logits[step, :, : 22 - step], theirs._project_to_logits(hidden)) < 2e-5
 
 
@@ -98,7 +117,8 @@ def plain_loss(model: lm.MTPModel, hidden: torch.Tensor, labels: torch.Tensor, d
     for start, end in itertools.pairwise(documents):
         h, embeds = hidden[:, start:end], model.base.decoder.embed(labels[:, start:end].clamp(min=0))
         for step in range(min(model.num_heads, end - start - 2)):
-            h = model.head(embeds[:, 1 + step :], h[:, : end - start - 1 - step])
+            layer = min(step, model.head.num_layers - 1)
+            h = model.head(embeds[:, 1 + step :], h[:, : end - start - 1 - step], layer=layer)
             logits = F.linear(h[:, :-1], model.base.head.weight).log_softmax(-1)
             right = labels[:, start + 2 + step : end]
             kept = right != -100
@@ -108,9 +128,11 @@ def plain_loss(model: lm.MTPModel, hidden: torch.Tensor, labels: torch.Tensor, d
     return sum(w * s / c for w, s, c in zip(weights / weights.sum(), sums, counts, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama-3.1", "qwen3_5_text", "gemma3_text"])
-def test_loss_and_gradients_of_packed_documents(name: str) -> None:
-    model, labels = made(name).double(), ids_of(40)
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("llama-3.1", 1), ("qwen3_5_text", 1), ("gemma3_text", 2), ("glm4_moe", 2)]
+)
+def test_loss_and_gradients_of_packed_documents(name: str, num_layers: int) -> None:
+    model, labels = made(name, num_layers).double(), ids_of(40)
     documents = [0, 2, 3, 19, 40]
     bounds = torch.tensor(documents, dtype=torch.int32)
     ids = labels.clone()
@@ -156,6 +178,27 @@ def test_ignored_labels_padding_and_checkpointing_leave_the_loss_the_same() -> N
         assert all(relative_error(p.grad, g) < 1e-9 for p, g in zip(model.head_parameters(), gradients, strict=True))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("name", ["llama-3.2", "glm4_moe", "gpt_oss"])
+def test_a_head_of_another_dtype_than_its_model(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """It computes in its own: the loss and its gradients, and drafts, which leave the model's tokens as they are."""
+    model, ids = made(name, 2), ids_of(24, 2)
+    wanted = model(ids, labels=ids).loss
+    wanted.backward()
+    gradients = {key: parameter.grad for key, parameter in model.head.named_parameters()}
+    text = model.generate(PROMPTS, 20, draft=None, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.zero_grad()
+    model.head.to(dtype)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=tolerance)
+    for key, parameter in model.head.named_parameters():
+        assert parameter.grad.dtype == dtype and parameter.grad.isfinite().all()
+        if dtype is torch.float64:
+            assert relative_error(parameter.grad, gradients[key].double()) < 1e-4, key
+    assert torch.equal(model.generate(PROMPTS, 20, eos_token_id=None, pad_token_id=0), text)
+
+
 # -- drafting ----------------------------------------------------------------------------------------------------------
 
 ALL["longrope"] = {**BASE, **PHI_LONGROPE, "sliding_window": 9, "original_max_position_embeddings": 21}
@@ -175,7 +218,7 @@ LOSSLESS = [
 @pytest.mark.parametrize("name", [*LOSSLESS, "longrope", "dynamic"])
 @pytest.mark.parametrize("tree", [None, Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])])
 def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | None) -> None:
-    model = made(name)
+    model = made(name, 1 if tree is None else 2)
     options: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
     wanted = model.generate(PROMPTS, 40, draft=None, do_sample=False, **options)
     found = model.generate(PROMPTS, 40, draft="mtp", tree=tree, return_stats=True, **options)
@@ -188,21 +231,27 @@ def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | No
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama-3.2", "qwen3_5_text"])
-def test_drafts_with_the_cache_are_those_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("llama-3.2", 1), ("qwen3_5_text", 1), ("llama-3.2", 2), ("glm4_moe", 3), ("llama-3.2", 5)]
+)
+def test_drafts_with_the_cache_are_those_without(name: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draft against one pass over the whole text; at this temperature nearly all candidates are accepted, so that
     paths of several tokens are followed, and not those of the first candidates."""
-    model, seen = made(name), []
-    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 1)])
+    model, seen = made(name, num_layers), []
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 1), (1, 0, 1, 0)])
     draft = MTPDrafter.draft
 
     def recomputed(text: list[int], depth: int) -> list[int]:
         hidden = model.base(torch.tensor([text[:-1]]), return_last_hidden_state=True).last_hidden_state
         tokens, found = text[1:], []
-        for _ in range(depth):
-            y = model.head(model.base.decoder.embed(torch.tensor([tokens])), hidden)
+        for step in range(depth):
+            layer = min(step, num_layers - 1)
+            y = model.head(model.base.decoder.embed(torch.tensor([tokens])), hidden, layer=layer)
             found.append(int(model.base(last_hidden_state=y[:, -1]).logits.argmax()))
-            tokens, hidden = [*tokens, found[-1]], torch.cat([hidden, y[:, -1:]], dim=1)
+            if step + 1 < num_layers:
+                tokens, hidden = [*tokens[1:], found[-1]], y
+            else:
+                tokens, hidden = [*tokens, found[-1]], torch.cat([hidden, y[:, -1:]], dim=1)
         return found
 
     def checked(self: MTPDrafter, sequences: Any) -> torch.Tensor:
@@ -223,12 +272,12 @@ def test_drafts_with_the_cache_are_those_without(name: str, monkeypatch: pytest.
 @torch.no_grad()
 def test_a_step_waits_for_nothing() -> None:
     """On the meta device no value can be looked at: a graph can hold a step."""
-    model = lm.MTPModel.from_base(lm.from_config(CONFIGS["gemma2"], device="meta").eval())
+    model = lm.MTPModel.from_base(lm.from_config(CONFIGS["gemma2"], device="meta").eval(), num_layers=3)
     step = TreeStep(model.base, model.drafter(chain(3)), model.base.new_state(3, 40), chain(3), 9, [2, 5])
     rows = step.start(torch.zeros(3, 7, dtype=torch.long, device="meta"), torch.ones(3, 7, dtype=bool, device="meta"))
-    places = [*map(id, vars(rows).values()), id(step.drafter._hidden)]
+    places = [*map(id, vars(rows).values()), *map(id, step.drafter._hidden)]
     step(rows)
-    assert [*map(id, vars(rows).values()), id(step.drafter._hidden)] == places
+    assert [*map(id, vars(rows).values()), *map(id, step.drafter._hidden)] == places
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -242,10 +291,13 @@ def same_files(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe", *DEEPSEEKS])
-def test_a_stock_checkpoint_goes_out_as_it_came(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    oracle = make_checkpoint(tmp_path / "in", {**ALL[name], "num_nextn_predict_layers": 1}, dtype=dtype)
-    tensors = add_head(tmp_path / "in", oracle, like_deepseek=name in DEEPSEEKS)
+@pytest.mark.parametrize(
+    ("name", "num_layers"),
+    [*((name, 1) for name in ("qwen3_5_text", "qwen3_next", "qwen3_5_moe", *DEEPSEEKS)), *SEVERAL],
+)
+def test_a_stock_checkpoint_goes_out_as_it_came(name: str, num_layers: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "in", with_layers(name, num_layers), dtype=dtype)
+    tensors = add_head(tmp_path / "in", oracle, like_deepseek=name in DEEPSEEKS, num_layers=num_layers)
     model = lm.MTPModel.from_pretrained(tmp_path / "in", dtype=dtype)
     model.save_pretrained(tmp_path / "out", keep="all")
     same_files(tmp_path / "in", tmp_path / "out")
@@ -264,16 +316,19 @@ def test_a_stock_checkpoint_goes_out_as_it_came(name: str, dtype: torch.dtype, t
     assert all(torch.equal(stored[0][key], other[key]) for key in stored[0] for other in stored[1:])
 
 
-@pytest.mark.parametrize("name", ["llama-3.2", "qwen3_5_text", "gemma3_text", "glm4_moe"])
-def test_a_new_head_goes_out_and_comes_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_layers"),
+    [("llama-3.2", 1), ("qwen3_5_text", 2), ("gemma3_text", 1), ("glm4_moe", 1), ("glm4_moe", 2)],
+)
+def test_a_new_head_goes_out_and_comes_back(name: str, num_layers: int, tmp_path: Path) -> None:
     config = {key: value for key, value in ALL[name].items() if key != "mtp_num_hidden_layers"}
     oracle = make_checkpoint(
         tmp_path / "in", {**config, **({"num_nextn_predict_layers": 0} if name == "glm4_moe" else {})}
     )
-    model = stir(lm.MTPModel.from_base(lm.from_pretrained(tmp_path / "in")))
+    model = stir(lm.MTPModel.from_base(lm.from_pretrained(tmp_path / "in"), num_layers=num_layers))
     model.save_pretrained(tmp_path / "out")
     field = "num_nextn_predict_layers" if name == "glm4_moe" else "mtp_num_hidden_layers"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())[field] == 1
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[field] == num_layers
     again = lm.MTPModel.from_pretrained(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     again.save_pretrained(tmp_path / "twice")
@@ -304,7 +359,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "missing from the checkpoint: mtp.fc.weight" in refused({}, lambda name: name != "mtp.fc.weight")
     assert "mtp.fc.weight [3, 4] instead of [60, 120]" in refused({"mtp.fc.weight": torch.zeros(3, 4)})
     assert "not expected in the checkpoint: mtp.other" in refused({"mtp.other": torch.zeros(1)})
-    assert "more than one layer" in refused({"mtp.layers.1.input_layernorm.weight": torch.zeros(60)})
+    found = refused({"mtp.layers.1.input_layernorm.weight": torch.zeros(60)})
+    assert "mtp_num_hidden_layers" in found and "says 1 layers" in found and "have tensors of 2" in found
     for change, name in (({"num_steps": 0}, "num_steps"), ({"decay": -1.0}, "decay"), ({"dtype": "float32"}, "dtype")):
         with pytest.raises(InputError, match=name):
             lm.MTPModel.from_pretrained(base, **change)

@@ -82,8 +82,26 @@ def test_a_stopped_run_resumes_with_the_same_losses(base: Path, data: Path, tmp_
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole") and equal_heads(tmp_path / "cut", tmp_path / "whole")
 
 
+def test_a_head_of_two_layers(base: Path, data: Path, tmp_path: Path) -> None:
+    """New, then trained further by a run that is stopped and resumed: both layers learn."""
+    train_mtp(recipe_for(base, data, num_layers=2, steps=4), tmp_path / "first")
+    first = lm.MTPModel.from_pretrained(base, tmp_path / "first")
+    recipe = recipe_for(base, data, start_from=str(tmp_path / "first"))
+    train_mtp(recipe, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-12")
+    train_mtp(recipe, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole") and equal_heads(tmp_path / "cut", tmp_path / "whole")
+    model = lm.MTPModel.from_pretrained(base, tmp_path / "whole")
+    assert model.head.num_layers == first.head.num_layers == 2
+    before = dict(first.head.named_parameters())
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in model.head.named_parameters())
+    with pytest.raises(ConfigError, match=r"num_layers: is 3, but the head to start from.* has 2"):
+        train_mtp(recipe.changed({"num_layers": 3}), tmp_path / "bad")
+
+
 def test_bad_recipes_are_named(base: Path, data: Path) -> None:
-    for change, name in (({"seq_len": 4}, "seq_len"), ({"num_steps": 0}, "num_steps"), ({"num_heads": 3}, "num_steps")):
+    for change, name in (({"seq_len": 4}, "seq_len"), ({"num_steps": 0}, "num_steps"), ({"num_heads": 3}, "num_heads")):
         with pytest.raises(ConfigError, match=name):
             recipe_for(base, data, **change)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from zoo import GEMMA4, MULTIMODAL, make_checkpoint, relative_error
 
@@ -91,6 +92,42 @@ def test_a_decoding_pass_takes_needed_tokens_too() -> None:
         found = model(ids[:, 15:], state=state, token_indices=torch.tensor([3, 7, 8 + 2])).logits[0]
         wanted = model(ids).logits
     assert relative_error(found, torch.stack([wanted[0, 18], wanted[0, 22], wanted[1, 17]])) < 1e-5
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that launch a kernel, or, of `decode_attention`, one or two."""
+
+    WITHOUT = ("view", "slice", "select", "split", "transpose", "t", "expand", "squeeze", "alias", "detach", "empty")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        if not any(each in name.strip("_").split("_") for each in self.WITHOUT) and name != "unsqueeze":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_decoding_step_of_a_layer_launches_no_more_than_it_has_to() -> None:
+    """Meta tensors go the way of the kernels. Each norm has the addition that follows or precedes it in its kernel."""
+    model = lm.from_config(SHARED, device="meta", dtype=torch.bfloat16).eval()
+    state = model.new_state(1, 9)
+    model(torch.zeros(1, 3, dtype=torch.long, device="meta"), state=state)
+    bounds: list[int] = []
+    with Launches() as launches:
+        for block in model.decoder.blocks:
+            block.register_forward_pre_hook(lambda *_: bounds.append(len(launches.names)))
+            block.register_forward_hook(lambda *_: bounds.append(len(launches.names)))
+        model(torch.zeros(1, 1, dtype=torch.long, device="meta"), state=state)
+    of_layers = [launches.names[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
+    feed_forward = ["mm", "rms_norm_forward", "rms_norm_forward", "mm", "glu_forward", "mm", "rms_norm_forward"]
+    rest = [*feed_forward, "mm", "glu_forward", "mm", "rms_norm_forward", "mul"]
+    own = ["rms_norm_forward", "mm", "rms_norm_forward", "cat", "rope_cached", "decode_attention"]
+    shared = ["rms_norm_forward", "mm", "rms_norm_forward", "rope_rotate", "decode_attention"]
+    assert of_layers == [own + rest] * FIRST_SHARED + [shared + rest] * (len(of_layers) - FIRST_SHARED)
 
 
 def test_only_layers_with_keys_and_values_have_slots() -> None:

@@ -530,7 +530,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
-ONLY_NATIVE = {"gemma4_text-per-layer-inputs", "gemma4_text-few-layers", "gemma4_text-experts", *LATENT}
+ONLY_NATIVE = set(LATENT)
 """Configs with layers that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)

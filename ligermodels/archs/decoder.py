@@ -146,6 +146,7 @@ class Decoder(nn.Module):
         tree: TreeTokens | None = None,
         token_indices: Tensor | Targets | None = None,
         router_outputs: list[RouterOutput] | None = None,
+        per_layer_inputs: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, T, H) after the final norm. Values of the inputs are not checked: `CausalLM` does that.
 
@@ -160,6 +161,8 @@ class Decoder(nn.Module):
                 far as that is possible, and returned, (1, n, H). `Targets` stand for the tokens that have one. With a
                 `shard`, what is returned is of its tokens.
             router_outputs: gets the `RouterOutput` of every mixture of experts.
+            per_layer_inputs: (B, T, layers, P), of a model whose layers have inputs of their own: what stands, beside
+                `inputs_embeds`, for the embedding by layer of `input_ids`.
         """
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         batch, length = inputs.shape[:2]
@@ -176,12 +179,12 @@ class Decoder(nn.Module):
         if shard is not None:
             input_ids = None if input_ids is None else shard.take(input_ids)
             inputs_embeds = None if inputs_embeds is None else shard.take(inputs_embeds)
+            per_layer_inputs = None if per_layer_inputs is None else shard.take(per_layer_inputs)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        per_layer_inputs = None
         if self.config.per_layer_inputs is not None:
-            if input_ids is None:
+            if input_ids is None and per_layer_inputs is None:
                 raise InputError("inputs_embeds: this model has inputs for each layer by token too; give input_ids")
-            per_layer_inputs = cast(PerLayerInputs, self.per_layer_inputs)(input_ids, x)
+            per_layer_inputs = cast(PerLayerInputs, self.per_layer_inputs)(input_ids, x, per_layer_inputs)
         x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
         if cu_seqlens is not None:
             x = x.reshape(1, -1, x.shape[-1])

@@ -12,8 +12,8 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import DecodingState
+from ligermodels.integrations.decoder import DecoderView
 from ligermodels.integrations.in_place import nativize
-from ligermodels.integrations.modules import DecoderView
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 
 

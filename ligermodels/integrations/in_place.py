@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast, get_args
 
 import torch
 from torch import nn
+from transformers import modeling_outputs
+from transformers.utils import ModelOutput
 
 from ligermodels.archs import family_of
 from ligermodels.archs.compose import STACKED_EXPERTS
@@ -26,14 +29,24 @@ from ligermodels.integrations.modules import (
     unset_forward,
     within_adapter,
 )
-from ligermodels.layers import AttentionConfig, BlockConfig, GatedDeltaNetConfig, MLPConfig, MoEConfig, RotaryEmbedding
+from ligermodels.integrations.multimodal import inputs_beside_text, multimodal_forward
+from ligermodels.layers import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMoEConfig,
+    GatedDeltaNetConfig,
+    MLPConfig,
+    MoEConfig,
+    PerLayerInputConfig,
+    RotaryEmbedding,
+)
 from ligermodels.layers.ungated_mlp import UngatedMLPConfig
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def nativize(model: Model) -> Model:
-    """Let a transformers causal language model compute natively; returns the same object.
+    """Let a transformers language model, alone or within a multimodal model, compute natively; returns the same object.
 
     The model keeps its class, config, parameters, `state_dict` names, `generate` and `save_pretrained`. Forward passes
     without a cache run on native layers: fused norms, rotary embeddings, gated activations and attention. In training
@@ -46,7 +59,8 @@ def nativize(model: Model) -> Model:
     every module is called by its forward. Nothing but this object changes.
 
     Args:
-        model: a `...ForCausalLM` of a supported family, or a PEFT model around one. Any dtype, on any device.
+        model: a `...ForCausalLM` of a supported family, a `...ForConditionalGeneration` around its language model, or
+            a PEFT model around either. Any dtype, on any device.
 
     Raises:
         ConfigError: a field of its config is not supported (named).
@@ -54,9 +68,7 @@ def nativize(model: Model) -> Model:
     """
     hf: Any = base_model(model)
     config, names, prefix = _composed(hf)
-    backbone = hf.get_decoder()
-    if getattr(hf, prefix, hf) is not backbone or not hasattr(hf, "lm_head"):
-        raise InputError(f"nativize: {type(hf).__name__} is not a ...ForCausalLM of a language model alone")
+    backbone, inner = hf.get_decoder(), getattr(hf, prefix.partition(".")[0])
     if "native" in hf.__dict__:
         raise InputError("nativize: this model computes natively already; restore(model) undoes it")
     if len(backbone.layers) != len(config.blocks):
@@ -64,6 +76,8 @@ def nativize(model: Model) -> Model:
     for layer, block in zip(backbone.layers, config.blocks, strict=True):
         _nativize_layer(layer, block, config.hidden_size, names)
     set_forward(backbone.norm, norm_forward, Native(config.norm))
+    if (inputs := config.per_layer_inputs) is not None:
+        set_forward(backbone.get_submodule(inputs.NAMES["norm"]), norm_forward, Native(inputs.norm))
     ropes = dict.fromkeys(rope for block in config.blocks for rope in block.mixer.ropes)
     with torch.device("cpu"):
         rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
@@ -73,9 +87,13 @@ def nativize(model: Model) -> Model:
     whole = config
     if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # it scales what it gives
         config = replace(config, embed_scale=None)
-    set_forward(backbone, backbone_forward, Native(config, ropes=rotary, rope_by_length=by_length))
+    set_forward(backbone, backbone_forward, Native(config, {}, rotary, by_length, _output_of(backbone)))
     set_forward(hf.lm_head, head_forward, Native(config.head))
-    set_forward(hf, causal_lm_forward, Native(whole))
+    beside = frozenset() if inner is backbone else inputs_beside_text(inner)
+    if inner is not backbone:
+        set_forward(inner, multimodal_forward, Native(whole))
+    paths = {"backbone": prefix, "inner": prefix.partition(".")[0]}
+    set_forward(hf, causal_lm_forward, Native(whole, paths, output=_output_of(hf), inputs=beside), as_class=True)
     hf.__dict__["_replicate_for_data_parallel"] = _no_replica
     return model
 
@@ -94,6 +112,14 @@ def restore(model: Model) -> Model:
     return model
 
 
+def _output_of(module: nn.Module) -> type | None:
+    """The class of its outputs by the annotation of its forward, if that is the model's own."""
+    annotated = inspect.signature(type(module).forward).return_annotation
+    kinds = [each for each in get_args(annotated) or (annotated,) if isinstance(each, type)]
+    own = [each for each in kinds if issubclass(each, ModelOutput) and each.__module__ != modeling_outputs.__name__]
+    return own[0] if own else None
+
+
 def _no_replica() -> NoReturn:
     raise InputError(
         "nn.DataParallel cannot copy a model that computes natively: start one process for each GPU (torchrun, "
@@ -109,18 +135,28 @@ def base_model(model: Any) -> Any:
     return hf
 
 
-_NOT_SUPPORTED = ("after", "shares_kv", "kv_from")
-"""Fields of configs of blocks and their mixers without a counterpart here."""
-_MLPS = (MLPConfig, UngatedMLPConfig, MoEConfig)
+_MLPS = (MLPConfig, UngatedMLPConfig, MoEConfig, DenseMoEConfig)
 """Kinds of feed-forward layers with one."""
+
+
+def _is_at(module: nn.Module, whole: nn.Module, path: str) -> bool:
+    try:
+        return whole.get_submodule(path) is module
+    except AttributeError:
+        return False
 
 
 def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     """What the model's config composes to; and the names of a layer's parts, and of the backbone, in memory."""
     fields = {name: value for name, value in hf.config.to_dict().items() if name != "quantization_config"}
     family = family_of(fields)
-    if family.text is not None:
-        raise InputError(f"model_type {family.model_type!r} is more than a language model; give its text model")
+    layouts = [each for each in family.layouts if _is_at(hf.get_decoder(), hf, each.get("prefix", "model"))]
+    if not layouts or not hasattr(hf, "lm_head"):
+        raise InputError(f"nativize: {type(hf).__name__} is not a ...ForCausalLM, or a multimodal model around one")
+    layout = layouts[0]
+    prefix = layout.get("prefix", "model")
+    if family.text is not None and "." not in prefix:
+        raise InputError(f"nativize: of {type(hf).__name__} the language model cannot compute natively by itself")
     config = family.decoder_config(fields)
     if config.norm.kind != "rms":
         raise ConfigError(f"nativize: norms of kind {config.norm.kind!r} are not supported")
@@ -129,14 +165,9 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
             raise ConfigError(f"nativize: a mixer of {type(block.mixer).__name__} is not supported")
         if not isinstance(block.mlp, _MLPS):
             raise ConfigError(f"nativize: a feed-forward layer of {type(block.mlp).__name__} is not supported")
-        parts = (block, block.mixer)
-        if found := [name for name in _NOT_SUPPORTED if any(getattr(each, name, None) for each in parts)]:
-            raise ConfigError(
-                f"nativize: model_type {family.model_type!r} is not supported, for {found[0]} of its layers; open the "
-                "checkpoint with ligermodels.from_pretrained"
-            )
-    layout = family.layouts[0]
-    return config, layout.get("names", {}), layout.get("prefix", "model")
+        if not isinstance(block.after, PerLayerInputConfig | None):
+            raise ConfigError(f"nativize: a layer of {type(block.after).__name__} is not supported")
+    return config, layout.get("names", {}), prefix
 
 
 def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, names: Mapping[str, str]) -> None:
@@ -156,23 +187,35 @@ def _nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, name
     if "attention.qkv" not in names:
         within.pop("attention.qkv", None)
     if isinstance(config, AttentionConfig) and config.qk_norm is not None:
-        for name in ("attention.q_norm", "attention.k_norm"):
+        for name in ("attention.q_norm", "attention.k_norm")[: 1 if config.state_from is not None else 2]:
             set_forward(layer.get_submodule(f"{mixer}.{within[name]}"), norm_forward, Native(config.qk_norm.norm))
     for name, forward in FORWARDS.items() if isinstance(config, GatedDeltaNetConfig) else ():
         set_forward(layer.get_submodule(f"{mixer}.{within[name]}"), forward, Native(config))
     set_forward(layer.get_submodule(mixer), mixer_forward, Native(config, within))
-    if isinstance(block.mlp, MLPConfig):
+    dense = block.mlp.dense if isinstance(block.mlp, DenseMoEConfig) else block.mlp
+    mixture = block.mlp.experts if isinstance(block.mlp, DenseMoEConfig) else block.mlp
+    if isinstance(dense, MLPConfig):
         within = {name: path.removeprefix(f"{mlp}.") for name, path in parts.items() if path.startswith(f"{mlp}.")}
-        set_forward(layer.get_submodule(mlp), mlp_forward, Native(block.mlp, within))
-    elif isinstance(block.mlp, MoEConfig):
-        places = {name: STACKED_EXPERTS[name].rpartition(".") for name in ("experts.gate_up", "experts.down")}
+        set_forward(layer.get_submodule(mlp), mlp_forward, Native(dense, within))
+    if isinstance(mixture, MoEConfig):
+        stacked = names if isinstance(block.mlp, DenseMoEConfig) else STACKED_EXPERTS
+        places = {name: stacked[name].rpartition(".") for name in ("experts.gate_up", "experts.down")}
         within = {name: attribute for name, (_, _, attribute) in places.items()}
         if "experts.gate_up_pairs" in names:
             within["experts.gate_up_pairs"] = within["experts.gate_up"]
         experts, _, _ = places["experts.down"]
-        set_forward(layer.get_submodule(experts), experts_forward, Native(block.mlp, within))
-        if block.mlp.shared is not None:
+        set_forward(layer.get_submodule(experts), experts_forward, Native(mixture, within))
+        if mixture.shared is not None:
             shared, _, template = {**MoEConfig.NAMES, **names}["experts.shared"].rpartition(".")
             within = {f"mlp.{part}": template.format(part=part) for part in ("gate", "up", "down")}
-            set_forward(layer.get_submodule(shared), mlp_forward, Native(block.mlp.shared, within))
+            set_forward(layer.get_submodule(shared), mlp_forward, Native(mixture.shared, within))
+        if isinstance(block.mlp, DenseMoEConfig):
+            found |= {"experts": experts, "experts.router": names["experts.router"].partition(".")[0]}
+            for name, path in DenseMoEConfig.NAMES.items():
+                found[name] = path
+                set_forward(layer.get_submodule(path), norm_forward, Native(block.mlp.norm))
+    if block.after is not None:
+        after = cast(PerLayerInputConfig, block.after)
+        found["norm.after"] = after.NAMES["norm"]
+        set_forward(layer.get_submodule(found["norm.after"]), norm_forward, Native(after.norm))
     set_forward(layer, layer_forward, Native(block, found))

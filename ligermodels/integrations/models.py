@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,11 +16,14 @@ from transformers.modeling_outputs import (
 )
 
 from ligermodels.errors import InputError
-from ligermodels.integrations.modules import DecoderView, has_hooks, is_ours, layer_forward, mixer_forward, part
+from ligermodels.integrations.decoder import DecoderView
+from ligermodels.integrations.modules import has_hooks, is_ours, layer_forward, mixer_forward, part
 from ligermodels.integrations.token_statistics import token_statistics
+from ligermodels.integrations.views import AddedFeatures, GridRope, text_positions
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
 from ligermodels.layers.lm_head import head_loss
 from ligermodels.layers.packing import Unpadding, bounds_of
+from ligermodels.layers.targets import take_tokens
 
 Inputs = dict[str, Any]
 """input_ids, inputs_embeds, position_ids (each a tensor or None), of one batch or packed row."""
@@ -28,6 +32,7 @@ SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments, or fields of the config, that ask for what the native pass does not keep."""
 
 UNUSED = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position", "num_items_in_batch", "seq_idx"})
+UNUSED |= {"labels"}  # that a multimodal model passes on
 """Further arguments that the native pass has no need of."""
 
 
@@ -53,6 +58,10 @@ def backbone_forward(
     token_indices: Targets | None = None,
     padding: Padding | None = None,
     native: bool = True,
+    per_layer_inputs: Tensor | None = None,
+    logits_to_keep: int | Tensor | None = None,
+    visual_pos_masks: Tensor | None = None,
+    deepstack_visual_embeds: Sequence[Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
     """The states after the final norm as `last_hidden_state`: (B, T, H), zero on padding.
@@ -62,34 +71,67 @@ def backbone_forward(
         token_indices: the states of the tokens with a target alone, (1, n, H), of those without padding.
         padding: of `attention_mask`, if it is known.
         native: False for the class's own forward, in any case.
+        per_layer_inputs: (B, T, layers, P), beside `inputs_embeds`: see `Decoder.forward`.
+        logits_to_keep: is of no use here: the model takes the states that it needs.
+        visual_pos_masks, deepstack_visual_embeds: bool (B, T), and for each of the first layers the features (n, H)
+            that are added to its result for these n tokens.
 
     With a cache, a mask for each pair of tokens, padding between tokens, dropout, hooks on what is in the layers, or a
     request for the attentions or hidden states of all layers, the class's own forward runs: see `runs_natively`.
     """
     options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-    padding = padding or Padding(attention_mask, inputs)
+    padding, counted_on = padding or Padding(attention_mask, inputs), native
     native = native and runs_natively(backbone, inputs, padding, options) and _layers_are_ours(backbone)
     native = native and not (padding.exists and backbone.native.rope_by_length)
+    by_token = backbone.native.config.per_layer_inputs is not None
+    native = native and (per_layer_inputs is None) == (input_ids is not None or not by_token)
+    in_grid = position_ids is not None and position_ids.ndim == 3
+    native = native and not (in_grid and not _reads_grids(backbone))
+    # The last layer may compute some tokens alone.
+    added = deepstack_visual_embeds or ()
+    native = native and len(added) < len(backbone.layers) and not (added and visual_pos_masks is None)
     if not native:
-        if cu_seq_lens_q is not None:
-            options["cu_seq_lens_q"] = cu_seq_lens_q
-        return type(backbone).forward(backbone, **inputs, attention_mask=attention_mask, **options)
-    view, inputs, unpad = DecoderView(backbone), with_all_positions(inputs), padding.unpadding()
+        more: dict[str, Any] = {
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "per_layer_inputs": per_layer_inputs,
+            "logits_to_keep": logits_to_keep,
+            "visual_pos_masks": visual_pos_masks,
+            "deepstack_visual_embeds": deepstack_visual_embeds,
+        }
+        options |= {name: value for name, value in more.items() if value is not None}
+        found = type(backbone).forward(backbone, **inputs, attention_mask=attention_mask, **options)
+        if counted_on and token_indices is not None:
+            found.last_hidden_state = _taken(found.last_hidden_state, padding, token_indices)
+        return found
+    check_checkpointing(backbone)
+    unpad, grid = padding.unpadding(), None
+    if visual_pos_masks is not None and unpad is not None:
+        visual_pos_masks = unpad.take(visual_pos_masks)
+    view = DecoderView(backbone, added=[AddedFeatures(cast(Tensor, visual_pos_masks), each) for each in added])
+    if position_ids is not None and in_grid:
+        inputs["position_ids"], grid = text_positions(position_ids)
+    inputs = with_all_positions(inputs)
     if unpad is not None:
         if input_ids is not None:  # noise on embeddings (NEFTune) goes by the shape that transformers gives them
-            inputs |= {"input_ids": None, "inputs_embeds": view.embed(input_ids)}
+            inputs |= {"input_ids": input_ids if by_token else None, "inputs_embeds": view.embed(input_ids)}
+        per_layer_inputs = None if per_layer_inputs is None else unpad.take(per_layer_inputs)
         inputs = {name: None if x is None else unpad.take(x) for name, x in inputs.items()}
+        grid = None if grid is None else unpad.take(grid)
         cu_seq_lens_q = unpad.cu_seqlens
-    elif cu_seq_lens_q is None and attention_mask is None and inputs["position_ids"] is not None:
-        cu_seq_lens_q = bounds_of(inputs["position_ids"])
+    elif cu_seq_lens_q is None and padding.mask is None and padding.positions is not None:
+        cu_seq_lens_q = None if inputs["position_ids"] is None else bounds_of(inputs["position_ids"])
+    if grid is not None:
+        view.ropes = [GridRope(view.ropes[0].config, backbone.rotary_emb, grid)]
     hidden = view(
         **inputs,
         cu_seqlens=None if cu_seq_lens_q is None else cu_seq_lens_q.to(torch.int32),
         token_indices=token_indices,
+        per_layer_inputs=per_layer_inputs,
     )
     hidden = hidden if unpad is None or token_indices is not None else unpad.put_back(hidden)
     kind = MoeModelOutputWithPast if _gives_router_logits(backbone) else BaseModelOutputWithPast
+    kind = backbone.native.output or kind
     return kind(last_hidden_state=hidden, past_key_values=_no_cache(backbone, use_cache))
 
 
@@ -117,6 +159,7 @@ def causal_lm_forward(
             options["native"] = False
         elif _loss_is_fused(model, inputs, padding, logits_to_keep, options):
             kind = MoeCausalLMOutputWithPast if _gives_router_logits(model) else CausalLMOutputWithPast
+            kind = model.native.output or kind
             loss = _loss(model, inputs, padding, labels, options)
             return kind(loss=loss, past_key_values=_no_cache(model, use_cache))
     options |= {"labels": labels, "logits_to_keep": logits_to_keep}
@@ -137,7 +180,8 @@ def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **opt
 class Padding:
     """What an attention mask says of a batch, by one sync on a GPU; nothing is known of masks other than (B, T).
 
-    mask: the mask; None without any, and without padding.
+    mask: the mask; None without any.
+    positions: the positions that came with it; None without any.
     at_ends: whether it is None or (B, T), and no row has padding between tokens, which transformers counts for
         positions and windows.
     exists: whether there is padding.
@@ -147,6 +191,7 @@ class Padding:
 
     def __init__(self, attention_mask: Any, inputs: Inputs, labels: Tensor | None = None) -> None:
         self.mask: Tensor | None = attention_mask
+        self.positions: Tensor | None = inputs["position_ids"]
         self.at_ends, self.exists, self.is_labelled = attention_mask is None, False, False
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != _shape(inputs):
             return
@@ -166,7 +211,7 @@ class Padding:
 
 def runs_natively(module: Any, inputs: Inputs, padding: Padding, options: dict[str, Any]) -> bool:
     """Whether the native pass gives all that these arguments, and the config of a backbone or model, ask for."""
-    config, rest = module.config, dict(options)
+    config, rest = text_config(module), dict(options)
     if isinstance(rest.get("past_key_values"), NoCache):
         raise InputError("past_key_values: the pass that gave these kept no cache; ask for it by use_cache=True")
     wanted = [rest.pop(name, None) for name in SWITCHES]
@@ -200,15 +245,48 @@ def _layers_are_ours(backbone: Any) -> bool:
     return ours and not has_hooks(each for whole in (backbone.layers, backbone.norm) for each in whole.modules())
 
 
+def _reads_grids(backbone: Any) -> bool:
+    """Whether its one rotary embedding takes the time, height and width of tokens."""
+    settings = getattr(backbone.config, "rope_parameters", None) or {}
+    return "mrope_section" in settings and len(backbone.native.ropes) == 1
+
+
+def _taken(hidden: Tensor, padding: Padding, targets: Targets) -> Tensor:
+    """hidden (B, T, H), with padding -> the states that the native pass gives for `targets`."""
+    unpad = padding.unpadding()
+    hidden = hidden if unpad is None else unpad.take(hidden)
+    return hidden if targets.token_indices is None else take_tokens(hidden, targets.token_indices)
+
+
+def check_checkpointing(backbone: Any) -> None:
+    """Raises InputError where gradient checkpointing would lose gradients: torch's older kind sees those of a layer's
+    arguments alone, not of what earlier layers share and of inputs of a layer, which are in its context."""
+    config = backbone.native.config
+    if not backbone.training or not (config.per_layer_inputs or any(b.mixer.state_from for b in config.blocks)):
+        return
+    for layer in backbone.layers:
+        options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
+        if getattr(layer, "gradient_checkpointing", False) and options.get("use_reentrant"):
+            raise InputError(
+                "gradient_checkpointing_kwargs: use_reentrant=True loses gradients of what layers of this model share; "
+                "give use_reentrant=False"
+            )
+
+
 def _no_cache(module: Any, use_cache: bool | None) -> NoCache | None:
     """What stands for the cache that transformers would have returned."""
-    return NO_CACHE if use_cache is None and getattr(module.config, "use_cache", False) else None
+    return NO_CACHE if use_cache is None and getattr(text_config(module), "use_cache", False) else None
+
+
+def text_config(module: Any) -> Any:
+    """That of the language model, of the config of a transformers model."""
+    return module.config.get_text_config()
 
 
 def _gives_router_logits(module: Any) -> bool:
     """Whether outputs of its class have a place for them, as those of families whose config can ask for them."""
     has_experts = any(isinstance(block.mlp, MoEConfig) for block in module.native.config.blocks)
-    return has_experts or hasattr(module.config, "output_router_logits")
+    return has_experts or hasattr(text_config(module), "output_router_logits")
 
 
 def _loss_is_fused(
@@ -218,22 +296,27 @@ def _loss_is_fused(
     for logits or has a hook where they pass."""
     if isinstance(logits_to_keep, Tensor) or logits_to_keep or not is_ours(model.lm_head, head_forward):
         return False
-    backbone = model.get_decoder()
-    if not model.training or has_hooks((backbone, *model.lm_head.modules())):
+    around = (part(model, "backbone"), part(model, "inner"), *model.lm_head.modules())
+    if not model.training or has_hooks(around):
         return False
-    known = {name: value for name, value in options.items() if name != "cu_seq_lens_q"}
+    own = {"cu_seq_lens_q", *model.native.inputs}
+    known = {name: value for name, value in options.items() if name not in own}
     return model.loss_function is ForCausalLMLoss and runs_natively(model, inputs, padding, known)
 
 
 def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options: dict[str, Any]) -> Tensor:
     num_items = options.pop("num_items_in_batch", None)
-    backbone, unpad = model.get_decoder(), padding.unpadding()
+    backbone, unpad = part(model, "backbone"), padding.unpadding()
     natively, bounds = _layers_are_ours(backbone) and not (padding.exists and backbone.native.rope_by_length), None
-    if natively and unpad is not None:
+    # What pixels become, and how it is read, is left to the class: it may pass what it is given on to its towers.
+    beside = any(options.get(name) is not None for name in model.native.inputs)
+    whole = beside or not natively
+    if not whole and unpad is not None:
         labels, bounds = unpad.take(labels), unpad.cu_seqlens
     # Of documents that a caller packed, transformers lets the last token predict the next one's first label.
-    targets = Targets(labels, (1,), vocab_size=model.config.vocab_size, cu_seqlens=bounds, every_token=not natively)
-    options |= {"token_indices": targets, "padding": padding, "native": natively}
-    hidden = backbone(**inputs, attention_mask=padding.mask, **options).last_hidden_state
+    targets = Targets(labels, (1,), vocab_size=text_config(model).vocab_size, cu_seqlens=bounds, every_token=whole)
+    if not beside:
+        options |= {"token_indices": targets, "padding": padding, "native": natively}
+    hidden = part(model, "inner")(**inputs, attention_mask=padding.mask, **options).last_hidden_state
     loss: Tensor = targets.loss(0, model.lm_head, hidden, num_items_in_batch=num_items)
     return loss

@@ -8,21 +8,29 @@ their class.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import InputError
 from ligermodels.integrations.gated_delta_net import DeltaView
-from ligermodels.layers import AttentionConfig, Block, ForwardContext, MLPConfig
-from ligermodels.layers.checkpointing import ActivationCheckpointing
+from ligermodels.integrations.views import DenseMoEView, PerLayerInputView, SharedKVView
+from ligermodels.layers import (
+    AttentionConfig,
+    Block,
+    DenseMoEConfig,
+    ForwardContext,
+    KeysValues,
+    MLPConfig,
+    SharedKVAttentionConfig,
+)
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.mlp import ACTIVATIONS
 from ligermodels.layers.moe import MoEConfig, mix_experts
@@ -43,16 +51,21 @@ class Native:
         submodule that it is.
     ropes, rope_by_length: of a backbone, the rotary embeddings, and whether padding in a row changes what its tokens
         give: by frequencies that follow the row's length, or queries scaled by their positions.
+    output: of a backbone or a model, the class of what it returns, where that has fields of its own.
+    inputs: of a multimodal model, the arguments that its language model does not take.
     """
 
     config: Any
     names: Mapping[str, str] = field(default_factory=dict)
     ropes: nn.ModuleList | None = None
     rope_by_length: bool = False
+    output: type | None = None
+    inputs: frozenset[str] = frozenset()
 
 
-def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native) -> None:
-    """Give `module` this forward, a function of the module and its arguments.
+def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native, *, as_class: bool = False) -> None:
+    """Give `module` this forward, a function of the module and its arguments; with `as_class` its signature is that of
+    the class's own forward.
 
     Of a module that an adapter has taken the place of, the module within gets it, and under accelerate's hooks (of a
     `device_map`) what these call. Raises InputError where something else, such as Liger, has set a forward.
@@ -62,7 +75,12 @@ def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native) 
     if place == "forward" and place in module.__dict__:
         raise InputError(f"nativize: something has replaced the forward of a {type(module).__name__}; nativize first")
     module.__dict__["native"] = native
-    module.__dict__[place] = partial(forward, module)  # unlike a bound method, it can be pickled
+    made = module.__dict__[place] = partial(forward, module)  # unlike a bound method, it can be pickled
+    if as_class:
+        # Trainer and generate go by its arguments. Annotations may not be pickled.
+        arguments = [*inspect.signature(type(module).forward).parameters.values()][1:]
+        plain = [each.replace(annotation=inspect.Parameter.empty) for each in arguments]
+        cast(Any, made).__signature__ = inspect.Signature(plain)
 
 
 def within_adapter(module: nn.Module) -> nn.Module:
@@ -154,15 +172,20 @@ def mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """(x, ForwardContext, state) -> (B, T, H), as a native mixer; other arguments are for the class's own forward."""
     if len(args) > 1 and isinstance(args[1], ForwardContext):
         native = native_of(module)
+        if isinstance(native.config, SharedKVAttentionConfig):
+            return SharedKVView(native.config, partial(part, module))(*args)
         if isinstance(native.config, AttentionConfig):
             return _attend(module, *args)
         return DeltaView(native.config, partial(part, module), packed="delta.qkvz" in native.names)(*args)
     return type(module).forward(module, *args, **kwargs)
 
 
-def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
+def _attend(
+    module: nn.Module, x: Tensor, context: ForwardContext, state: LayerKV | None = None
+) -> Tensor | tuple[Tensor, KeysValues]:
     native = native_of(module)
     config: AttentionConfig = native.config
+    shared = None
     tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
     if "attention.qkv" in native.names:
         sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
@@ -205,9 +228,10 @@ def _attend(module: nn.Module, x: Tensor, context: ForwardContext, state: LayerK
         if state is not None:
             state.fill(k, v)
         out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
+        shared = KeysValues(k, v) if config.shares_kv else None
     out = out.flatten(2)
     y: Tensor = part(module, "attention.o")(out if gate is None else out * gate.sigmoid())
-    return y
+    return y if shared is None else (y, shared)
 
 
 class _FusedNorm:
@@ -222,15 +246,27 @@ class _FusedNorm:
         return self._norm(x, other, place=self._place)
 
 
-class _BlockView:
+class _TokenWise:
+    """A feed-forward layer of ours, as a native block calls it."""
+
+    token_wise = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, x: Tensor, context: ForwardContext | None = None) -> Any:
+        return self._module(x, context)
+
+
+class BlockView:
     """A native block whose parts are those of a transformers layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         native = native_of(layer)
-        self._layer, self._names, self.residual_scale = layer, native.names, native.config.residual_scale
+        self._layer, self._names, self._config = layer, native.names, native.config
+        self.residual_scale = native.config.residual_scale
 
     forward, _add = Block.forward, Block._add
-    after = None
     layer_scalar = property(
         lambda self: self._layer.layer_scalar if native_of(self._layer).config.layer_scalar else None
     )
@@ -245,7 +281,16 @@ class _BlockView:
         """The feed-forward layer; what is not ours, such as a mixture of experts, takes no context, and may give
         weights of its router beside its result."""
         module = part(self._layer, "mlp")
-        return module if is_ours(module, mlp_forward) else lambda x, context: _first(module(x))
+        dense = _TokenWise(module) if is_ours(module, mlp_forward) else lambda x, context=None: _first(module(x))
+        beside = isinstance(self._config.mlp, DenseMoEConfig)
+        return DenseMoEView(dense, partial(part, self._layer)) if beside else dense
+
+    @property
+    def after(self) -> Callable[..., Tensor] | None:
+        """What maps the residual to the residual at the end of the layer."""
+        if self._config.after is None:
+            return None
+        return PerLayerInputView(self._config.after, self._layer, cast(Any, self._norm("after", "after")))
 
     def _norm(self, name: str, place: str) -> Callable[..., Any] | None:
         """The norm, fused with an addition if it is ours."""
@@ -292,32 +337,5 @@ def _first(found: Any) -> Any:
 def layer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """(x, ForwardContext, state, token_indices), as a native block; else the class's own forward."""
     if len(args) > 1 and isinstance(args[1], ForwardContext):
-        return _BlockView(module).forward(*args)  # type: ignore[misc]
+        return BlockView(module).forward(*args)  # type: ignore[misc]
     return type(module).forward(module, *args, **kwargs)
-
-
-class DecoderView:
-    """A native decoder whose parts are those of a transformers model's backbone."""
-
-    def __init__(self, backbone: Any, activation_checkpointing: ActivationCheckpointing = "none") -> None:
-        self._backbone, self.config = backbone, backbone.native.config
-        self.blocks = backbone.layers[: backbone.config.num_hidden_layers]  # as transformers reads it
-        self.ropes = backbone.native.ropes
-        self._activation_checkpointing = activation_checkpointing  # beside that of transformers' layers themselves
-
-    def __call__(self, input_ids: Tensor | None = None, **inputs: Any) -> Tensor:
-        """As `Decoder.forward`."""
-        device = next(each.device for each in (input_ids, inputs.get("inputs_embeds")) if each is not None)
-        if any(rope.frequencies.device != device for rope in self.ropes):
-            self.ropes.to(device)
-        return Decoder.forward(self, input_ids, **inputs)  # type: ignore[arg-type]
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """input_ids (B, T) -> (B, T, H)."""
-        x: Tensor = self._backbone.embed_tokens(input_ids)
-        scale = self.config.embed_scale
-        return x if scale is None else x * torch.tensor(scale, dtype=x.dtype)
-
-    def norm(self, x: Tensor) -> Any:
-        """The final norm."""
-        return self._backbone.norm(x)

@@ -20,8 +20,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from ligermodels.errors import InputError
 from ligermodels.integrations.in_place import base_model, nativize
-from ligermodels.integrations.models import Inputs, Padding, head_forward
-from ligermodels.integrations.modules import within_adapter
+from ligermodels.integrations.models import Inputs, Padding, head_forward, text_config
+from ligermodels.integrations.modules import part, within_adapter
 from ligermodels.integrations.token_statistics import OUTPUTS
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.targets import per_item
@@ -209,11 +209,11 @@ def _fused_outputs(
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     padding = Padding(attention_mask, inputs, labels)
     # Made first, so that their number is on the host by the time that the head needs it.
-    targets = Targets(labels, (1,), vocab_size=model.config.vocab_size, every_token=True)
+    targets = Targets(labels, (1,), vocab_size=text_config(model).vocab_size, every_token=True)
     kwargs |= {"past_key_values": past_key_values, "use_cache": False}
     if getattr(model.config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    found = model.get_decoder()(
+    found = part(model, "inner")(
         **inputs, attention_mask=attention_mask, padding=padding, native=not padding.is_labelled, **kwargs
     )
     hidden, shifted, cast = found.last_hidden_state, targets.values[0], options.cast_lm_head_to_fp32

@@ -24,6 +24,12 @@ class PerLayerInputsConfig:
     """`size` channels for each of `num_layers` layers, from an embedding of `vocab_size` tokens and from the hidden
     states before the first layer; `norm` is that of the latter part, and `padding_idx` as of a decoder."""
 
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "embed": "embed_tokens_per_layer",
+        "projection": "per_layer_model_projection",
+        "norm": "per_layer_projection_norm",
+    }
+
     vocab_size: int
     num_layers: int
     size: int
@@ -32,12 +38,7 @@ class PerLayerInputsConfig:
 
     def weight_mappings(self, native: str, checkpoint: str) -> list[WeightMapping]:
         """How the tensors are stored, beside the embedding of tokens."""
-        names = {
-            "embed": "embed_tokens_per_layer",
-            "projection": "per_layer_model_projection",
-            "norm": "per_layer_projection_norm",
-        }
-        return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in names.items()]
+        return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in self.NAMES.items()]
 
 
 class PerLayerInputs(nn.Module):
@@ -53,13 +54,16 @@ class PerLayerInputs(nn.Module):
         self.projection = nn.Linear(hidden_size, width, bias=False)
         self.norm = config.norm.build(config.size)
 
-    def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor | None, x: Tensor, embedded: Tensor | None = None) -> Tensor:
         """input_ids (B, T) long and their embeddings x (B, T, H) -> (B, T, layers, P).
+
+        `embedded`, (B, T, layers, P), stands for the embedding of `input_ids` by layer, which are then not looked up.
 
         Raises BackendError where torch.compile traces it on a GPU with gradients: those of the embedding that torch
         2.11's inductor computes there were found to be wrong. Without `fullgraph` this part is then not compiled.
         """
-        embedded = self.embed(input_ids)
+        if embedded is None:
+            embedded = cast(Tensor, self.embed(input_ids))
         if torch.compiler.is_compiling() and embedded.is_cuda and embedded.requires_grad:
             raise BackendError(
                 "torch.compile: the gradient of embed_tokens_per_layer by inductor on a GPU is wrong; freeze it "
@@ -67,7 +71,7 @@ class PerLayerInputs(nn.Module):
             )
         shape = (self.config.num_layers, self.config.size)
         projected = self.norm((self.projection(x) * x.shape[-1] ** -0.5).unflatten(-1, shape))
-        return cast(Tensor, (projected + embedded.unflatten(-1, shape)) * 2**-0.5)
+        return cast(Tensor, (projected + embedded.reshape(projected.shape)) * 2**-0.5)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class PerLayerInput(nn.Module):
         self.config = config
         self.gate = nn.Linear(hidden_size, config.size, bias=False)
         self.projection = nn.Linear(config.size, hidden_size, bias=False)
-        self.norm = config.norm.build(hidden_size)
+        self.norm = config.norm.build_after(hidden_size)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (B, T, H), or (1, n, H) of the needed tokens -> the same shape. InputError without per-layer inputs."""
@@ -124,4 +128,5 @@ class PerLayerInput(nn.Module):
             own = own.flatten(0, 1)[context.needed.token_indices][None]
         gate = self.gate(x)
         gated = ACTIVATIONS[self.config.activation](gate, own.to(gate.dtype))
-        return x + cast(Tensor, self.norm(self.projection(gated)))
+        y = self.projection(gated)
+        return cast(Tensor, self.norm(y, x) if getattr(self.norm, "fused_add", False) else x + self.norm(y))

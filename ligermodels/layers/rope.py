@@ -285,5 +285,7 @@ class RotaryEmbedding(nn.Module):
         """
         # Under autocast a matmul would round the angles; a product is elementwise and stays fp32.
         angles = positions[..., None].float() * self.config.inv_freq(self.frequencies, positions)
-        factor = self.config.attention_factor
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        cos, sin, factor = angles.cos(), angles.sin(), self.config.attention_factor
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return cos.to(dtype), sin.to(dtype)

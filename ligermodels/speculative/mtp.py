@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from ligermodels.layers.targets import take_tokens
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.mtp_drafter import MTPDrafter
-from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head
+from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_base, check_decay
 from ligermodels.speculative.tree import Tree, chain
@@ -41,27 +41,32 @@ class MTPModel(MultiHeadModel):
 
     Step j (from 0) at position t reads the hidden state h_t of the base model, or the result of step j - 1, and token
     t + 1 + j; it predicts token t + 2 + j through the base's own lm_head. In training, tokens are those of the text,
-    and each step attends causally to its own results (FastMTP, arXiv 2509.18362).
+    and each step attends causally to its own results (FastMTP, arXiv 2509.18362). Of a head of several layers step j
+    takes layer j, and from the last one on that one.
     """
 
     kind = "MTP"
     reads_every_token = True
 
-    def __init__(self, base: CausalLM, num_steps: int = STEPS, decay: float = DECAY) -> None:
+    def __init__(self, base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1) -> None:
         """A head of random weights. See `from_base` and `from_pretrained`."""
         super().__init__()
         check_base(base)
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise InputError(f"num_steps must be a number of tokens, at least 1, got {num_steps!r}")
+        for name, value, what in (("num_layers", num_layers, "layers"), ("num_steps", num_steps, "tokens")):
+            if isinstance(value, bool) or not isinstance(value, int | None) or (value is not None and value < 1):
+                raise InputError(f"{name} must be a number of {what}, at least 1, got {value!r}")
+        num_steps = max(STEPS, num_layers) if num_steps is None else num_steps
         self.base, self.num_heads, self.decay = base, num_steps, check_decay(decay)
+        self.layout = Layout.of(base, num_layers)
         with torch.device("meta"), skip_init():
-            self.head = MTPHead(base.config)
+            self.head = MTPHead(base.config, num_layers, separate=self.layout.format.separate)
         allocate(self.head, base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, "mtp")
-        self.layout = Layout.of(base)
 
     @classmethod
-    def from_base(cls: type[Model], base: CausalLM, num_steps: int = STEPS, decay: float = DECAY) -> Model:
+    def from_base(
+        cls: type[Model], base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1
+    ) -> Model:
         """A new head on `base`, whose parameters are frozen.
 
         Its weights are random, as those of a new model are, but for the norm after the block, a copy of the base's
@@ -69,16 +74,18 @@ class MTPModel(MultiHeadModel):
 
         Args:
             base: the model to speed up; one of any family whose blocks take nothing beside hidden states.
-            num_steps: K, tokens predicted beyond the next one.
+            num_steps: K, tokens predicted beyond the next one; by default 3, or `num_layers` if that is more.
+            num_layers: of the head. Its later ones start as the first does, with weights of their own.
             decay: step j counts decay ** j in the loss, whose weights add up to 1.
 
         Raises InputError on a bad argument, ConfigError for a base model that is not of this kind; the base model is
         then not frozen.
         """
-        model = cls(base, num_steps, decay)
+        model = cls(base, num_steps, decay, num_layers)
         state = {name: gathered(tensor) for name, tensor in base.decoder.norm.state_dict().items()}
         try:
-            model.head.norm.load_state_dict(state)
+            for norm in (model.head.norm, *(each.norm for each in model.head.later if model.head.separate)):
+                cast(nn.Module, norm).load_state_dict(state)
         except RuntimeError as error:
             raise InputError(f"base: its final norm is not that of its config: {error}") from None
         base.requires_grad_(False)
@@ -90,7 +97,7 @@ class MTPModel(MultiHeadModel):
         base: CausalLM | str | os.PathLike[str],
         head: str | os.PathLike[str] | None = None,
         *,
-        num_steps: int = STEPS,
+        num_steps: int | None = None,
         decay: float = DECAY,
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
@@ -105,8 +112,9 @@ class MTPModel(MultiHeadModel):
             num_steps, decay: as of `from_base`; no checkpoint names them.
             progress: called with bytes done and bytes in all, of the head.
 
-        Raises CheckpointError when files or tensors are missing, damaged, or made for another base, or there is more
-        than one such layer; HubError when they cannot be fetched; InputError and ConfigError as `from_base`.
+        Raises CheckpointError when files or tensors are missing, damaged, or made for another base, or config.json
+        gives another number of layers than they have; HubError when they cannot be fetched; InputError and ConfigError
+        as `from_base`.
         """
         if isinstance(base, str | os.PathLike):
             base = from_pretrained(base, **options)
@@ -123,7 +131,7 @@ class MTPModel(MultiHeadModel):
             folder = source.folder
         else:
             folder = hub.resolve(head)
-        model = cls(base, num_steps, decay)
+        model = cls(base, num_steps, decay, stored_layers(base, folder) or 1)
         model.layout = load_head(base, model.head, folder, progress)
         base.requires_grad_(False)
         return model
@@ -150,6 +158,7 @@ class MTPModel(MultiHeadModel):
             hidden = self.head(
                 following,
                 hidden,
+                layer=min(step, self.head.num_layers - 1),
                 position_ids=inputs["position_ids"],
                 cu_seqlens=cu_seqlens,
                 activation_checkpointing=self.base.activation_checkpointing,
@@ -172,12 +181,13 @@ class MTPModel(MultiHeadModel):
 
     def drafter(self, tree: Tree) -> MTPDrafter:
         """Runs the head once for each level of `tree`, whatever `num_steps` is."""
-        return MTPDrafter(self._embed, self.head, self._through_base, self._new_state)
+        return MTPDrafter(self._embed, self.head, self._through_base, self._new_state, self.head.num_layers)
 
     def _new_state(self, batch_size: int, max_length: int) -> DecodingState:
         mixer, size = mtp_block(self.base.config)[1].mixer, self.base.config.hidden_size
-        options: dict[str, Any] = {"hidden_size": size, "dtype": self.base.dtype, "device": self.base.device}
-        return DecodingState([mixer], batch_size, max_length, **options)
+        dtype = next(self.head.parameters()).dtype
+        options: dict[str, Any] = {"hidden_size": size, "dtype": dtype, "device": self.base.device}
+        return DecodingState([mixer] * self.head.num_layers, batch_size, max_length, **options)
 
     @overload
     def generate(self, *args: Any, return_stats: Literal[False] = ..., **options: Any) -> Tensor: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import gathered, reshard
+from ligermodels.speculative.mtp_head import MTPHead
 
 CONFIG, MODEL_TYPE = "config.json", "mtp"
 """Beside a head alone, config.json has this `model_type`."""
@@ -43,18 +44,23 @@ class Layout:
     format: MTPFormat
     weight_map: WeightMap
     copies: Mapping[str, str]
+    num_layers: int = 1
 
     @classmethod
-    def all_of(cls, base: CausalLM) -> list[Layout]:
-        """Those in which checkpoints of the model's family are found; of a model composed by hand, that of Qwen3.5."""
-        family = None if base.export_spec is None else family_of(base.export_spec.hf_config)
-        form, layouts = (QWEN, [{}]) if family is None else (family.mtp, family.layouts)
-        return [cls(form, form.weight_map(base.config, each), form.copied(base.config, each)) for each in layouts]
+    def all_of(cls, base: CausalLM, num_layers: int = 1) -> list[Layout]:
+        """Those in which checkpoints of the model's family are found, of heads of so many layers; of a model composed
+        by hand, that of Qwen3.5."""
+        form, layouts = _format_of(base)
+        config = base.config
+        return [
+            cls(form, form.weight_map(config, each, num_layers), form.copied(config, each, num_layers), num_layers)
+            for each in layouts
+        ]
 
     @classmethod
-    def of(cls, base: CausalLM) -> Layout:
+    def of(cls, base: CausalLM, num_layers: int = 1) -> Layout:
         """That in which the model itself is stored."""
-        found, spec = cls.all_of(base), base.export_spec
+        found, spec = cls.all_of(base, num_layers), base.export_spec
         if spec is None:
             return found[0]
         maps = family_of(spec.hf_config).weight_maps(base.config)
@@ -66,8 +72,39 @@ class Layout:
         return name in self.copies or name in self.weight_map.sources() or not self.weight_map.ignores(name)
 
 
+def _format_of(base: CausalLM) -> tuple[MTPFormat, Sequence[Mapping[str, Any]]]:
+    """That of the model's family, and the family's layouts."""
+    family = None if base.export_spec is None else family_of(base.export_spec.hf_config)
+    return (QWEN, [{}]) if family is None else (family.mtp, family.layouts)
+
+
+def stored_layers(base: CausalLM, folder: Path) -> int:
+    """How many layers the head in `folder`, a checkpoint or a head alone, has; 0 without one.
+
+    Raises CheckpointError where config.json gives another number."""
+
+    def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
+        return read_json(folder / CONFIG), opened.enter_context(Checkpoint(folder))
+
+    with reading(folder, open_both) as (config, files):
+        found = _layers_among(base, files.headers)
+    form, _ = _format_of(base)
+    if found and (said := form.count(config)) and said != found:
+        raise CheckpointError(
+            f"{folder}: config.json says {said} layers of multi-token prediction ({' or '.join(form.fields)}), and the "
+            f"files have tensors of {found}"
+        )
+    return found
+
+
+def _layers_among(base: CausalLM, names: Iterable[str]) -> int:
+    form, layouts = _format_of(base)
+    known = set(names)
+    return max(form.layers_in(base.config, each, known) for each in layouts)
+
+
 def load_head(
-    base: CausalLM, head: nn.Module, folder: Path, progress: Callable[[int, int], None] | None = None
+    base: CausalLM, head: MTPHead, folder: Path, progress: Callable[[int, int], None] | None = None
 ) -> Layout:
     """Fill `head`, an `MTPHead` on `base`, from the checkpoint, or the head alone, in `folder`; returns how it is
     stored there. On the meta device it is only checked. Errors as of `MTPModel.from_pretrained`."""
@@ -75,7 +112,7 @@ def load_head(
     def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
         return read_json(folder / CONFIG), opened.enter_context(Checkpoint(folder))
 
-    state, layouts = _state(head), Layout.all_of(base)
+    state, layouts = _state(head), Layout.all_of(base, head.num_layers)
     with reading(folder, open_both) as (config, files):
         _, quantization = without_quantization(config)
         reader = dequantized(files, quantization, base.dtype)
@@ -87,7 +124,10 @@ def load_head(
                 f"{folder}: holds no head of multi-token prediction for this model: no tensor is named like {name!r}; "
                 "MTPModel.from_base makes a new head"
             )
-        _check_single(folder, layout, reader, base)
+        if (count := _layers_among(base, reader.headers)) > head.num_layers:
+            raise CheckpointError(
+                f"{folder}: holds {count} layers of multi-token prediction, where {head.num_layers} were expected"
+            )
         if base.device.type == "meta":
             nearest.plan(reader.headers, state)
         else:
@@ -117,11 +157,11 @@ def checkpoint_spec(base: CausalLM, head: nn.Module, layout: Layout) -> tuple[Ex
     if source is not None:
         source = replace(
             source,
-            hf_config=layout.format.written(source.hf_config),
+            hf_config=layout.format.written(source.hf_config, layout.num_layers),
             weight_map=with_head(source.weight_map),
             extra=[name for name in source.extra if not layout.holds(name)],
         )
-    config = layout.format.written(spec.hf_config)
+    config = layout.format.written(spec.hf_config, layout.num_layers)
     found = replace(spec, hf_config=config, weight_map=with_head(spec.weight_map), source=source)
     return found, {**state, **_state(head), **{native: tensor for native, (_, tensor) in copies.items()}}
 
@@ -137,7 +177,7 @@ def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, 
             "base_model_name_or_path": spec.hf_config.get("_name_or_path") or (spec.source and spec.source.repo_id),
         }
     config |= {
-        layout.format.fields[0]: 1,
+        layout.format.fields[0]: layout.num_layers,
         "hidden_size": base.config.hidden_size,
         "vocab_size": base.config.vocab_size,
         "dtype": str(base.dtype).removeprefix("torch."),
@@ -154,19 +194,6 @@ def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, 
 
 def _state(head: nn.Module) -> dict[str, Tensor]:
     return {f"mtp.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
-
-
-def _check_single(folder: Path, layout: Layout, reader: Reader, base: CausalLM) -> None:
-    """CheckpointError where there is a second layer of multi-token prediction."""
-    first = layout.weight_map.mappings[-1].views[0].source
-    number = len(base.config.blocks) if "{layer}" in layout.format.block else 0
-    before, _, _ = first.partition(f"layers.{number}.")
-    second = f"{before}layers.{number + 1}."
-    if name := next((name for name in reader.headers if name.startswith(second)), None):
-        raise CheckpointError(
-            f"{folder}: holds more than one layer of multi-token prediction ({name}); one, which is applied for each "
-            "further token, is implemented"
-        )
 
 
 def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM) -> None:
@@ -192,7 +219,9 @@ def holds_head(base: CausalLM, folder: Path) -> bool:
 def head_tensors(base: CausalLM, names: Iterable[str]) -> set[str]:
     """Those of the checkpoint tensors `names` that are of a head for `base`."""
     try:
-        sources = set[str]().union(*(each.weight_map.sources() for each in Layout.all_of(base)))
+        known = set(names)
+        layouts = Layout.all_of(base, _layers_among(base, known) or 1)
+        sources = set[str]().union(*(each.weight_map.sources() for each in layouts))
     except ConfigError:  # of models that can have none
         return set()
-    return sources & set(names)
+    return sources & known

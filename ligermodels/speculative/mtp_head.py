@@ -1,4 +1,5 @@
-"""The head of multi-token prediction: a decoder block on a hidden state and the next token, applied again and again."""
+"""The head of multi-token prediction: decoder blocks on a hidden state and the next token, the last applied again and
+again."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ class MTPHead(nn.Module):
     2.2, with h_t as in the checkpoints of Qwen3-Next and Qwen3.5.
 
     The block is of the kind of the model's last one of full attention (`archs.mtp.mtp_block`), which names the errors.
+
+    A head of several layers takes the first for e_t of the token after t, the second, on the result of the first, for
+    the token after that, and so on: `later` has those after the first. They are heads of one layer, if `separate`, as
+    in DeepSeek-V3; or blocks, with all else shared, as in Qwen3.5.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, num_layers: int = 1, *, separate: bool = False) -> None:
         super().__init__()
         _, block = mtp_block(config)
         size = config.hidden_size
@@ -36,15 +41,24 @@ class MTPHead(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.block = Block(size, block)
         self.norm = config.norm.build(size)
+        later = (MTPHead(config) if separate else Block(size, block) for _ in range(num_layers - 1))
+        self.later: nn.ModuleList = nn.ModuleList(later)
+        self.separate = separate
         self.ropes = nn.ModuleList(
             RotaryEmbedding(rope) for rope in dict.fromkeys((*block.mixer.ropes, *block.mlp.ropes))
         )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in all."""
+        return 1 + len(self.later)
 
     def forward(
         self,
         embeds: Tensor,
         hidden: Tensor,
         *,
+        layer: int = 0,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         seq_lens: Tensor | None = None,
@@ -52,16 +66,25 @@ class MTPHead(nn.Module):
         state: Any = None,
         activation_checkpointing: ActivationCheckpointing = "none",
     ) -> Tensor:
-        """e and h, each (B, T, H) -> y (B, T, H).
+        """e and h, each (B, T, H) -> y (B, T, H), in the dtype of e.
 
         Args:
+            layer: which one, from 0.
             position_ids: long (B or 1, T); by default they count from 0, or within each document.
             cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
             seq_lens: with a state, in a prefill: long (B,), the tokens of each sequence, padded on the right.
             cache_seqlens: with a state, in a decoding pass: long (B,), the tokens that come before these ones.
             state: the block's decoding state.
         """
-        shape = embeds.shape
+        if layer and self.separate:
+            return cast(Tensor, self.later[layer - 1](
+                embeds, hidden, position_ids=position_ids, cu_seqlens=cu_seqlens, seq_lens=seq_lens,
+                cache_seqlens=cache_seqlens, state=state, activation_checkpointing=activation_checkpointing,
+            ))  # fmt: skip
+        block, shape = self.later[layer - 1] if layer else self.block, embeds.shape
+        # The head may have a dtype of its own; its results go to the model's lm_head.
+        given, own = embeds.dtype, next(self.parameters()).dtype
+        embeds, hidden = embeds.to(own), hidden.to(own)
         if cu_seqlens is not None:
             embeds, hidden = embeds.reshape(1, -1, shape[2]), hidden.reshape(1, -1, shape[2])
             position_ids = None if position_ids is None else position_ids.reshape(1, -1)
@@ -70,7 +93,7 @@ class MTPHead(nn.Module):
             position_ids = packed_positions(cu_seqlens, length)
         elif position_ids is None:
             position_ids = torch.arange(length, device=embeds.device)[None]
-        x = self.fc(torch.cat([self.embedding_norm(embeds), self.hidden_norm(hidden.to(embeds.dtype))], dim=-1))
+        x = self.fc(torch.cat([self.embedding_norm(embeds), self.hidden_norm(hidden)], dim=-1))
         ropes = cast(Iterable[RotaryEmbedding], self.ropes)
         context = ForwardContext(
             {rope.config: rope(position_ids, x.dtype) for rope in ropes},
@@ -79,6 +102,6 @@ class MTPHead(nn.Module):
             cache_seqlens,
             positions=position_ids,
         )
-        y = run(activation_checkpointing, self.block, x, context, state, None)
+        y = run(activation_checkpointing, block, x, context, state, None)
         y = y[0] if isinstance(y, tuple) else y  # beside a mixture's router logits
-        return cast(Tensor, self.norm(y)).view(shape)
+        return cast(Tensor, self.norm(y)).view(shape).to(given)

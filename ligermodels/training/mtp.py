@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.convert import hub
 from ligermodels.data.batches import Batch
+from ligermodels.errors import ConfigError
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.mtp import MTPModel
-from ligermodels.speculative.mtp_files import holds_head
+from ligermodels.speculative.mtp_files import holds_head, stored_layers
 from ligermodels.training.heads import HeadsEvaluation, head_metrics
 from ligermodels.training.loop import Trainable
 from ligermodels.training.mtp_recipe import NEW, MTPRecipe
@@ -47,7 +49,11 @@ class MTPJob:
         if start is None:
             source = None if model.export_spec is None else model.export_spec.source
             start = NEW if source is None or not holds_head(model, source.folder) else str(source.folder)
+        found = 0 if start == NEW else stored_layers(model, hub.resolve(start))
+        if found and recipe.num_layers not in (None, found):
+            raise ConfigError(f"num_layers: is {recipe.num_layers}, but the head to start from, {start}, has {found}")
         if start == NEW or resuming:
+            options["num_layers"] = found or recipe.num_layers or 1
             with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
                 torch.manual_seed(recipe.seed)
                 self.model = MTPModel.from_base(model, **options)

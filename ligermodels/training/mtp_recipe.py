@@ -23,6 +23,9 @@ class MTPRecipe(TrainingRecipe):
     kept: ClassVar[frozenset[str]] = frozenset({"start_from"})
 
     num_steps: int = Field(3, ge=1, description="Times that the head is applied: tokens predicted beyond the next one.")
+    num_layers: int | None = Field(
+        None, ge=1, description="Layers of the head.  [default: those of the one to start from, one of a new head]"
+    )
     decay: float = Field(0.6, ge=0, description="Loss weight of step j: decay ** j, divided by the sum of all.")
     start_from: str | None = Field(
         None,

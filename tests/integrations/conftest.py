@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each native pass."""
-    from ligermodels.integrations.modules import DecoderView
+    from ligermodels.integrations.decoder import DecoderView
 
     found: list[int] = []
     through = DecoderView.__call__

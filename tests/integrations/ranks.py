@@ -17,7 +17,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 from trl import SFTConfig, SFTTrainer
 
 from ligermodels.integrations import use_native_head
-from ligermodels.integrations.modules import DecoderView
+from ligermodels.integrations.decoder import DecoderView
 
 MODELS = {"theirs": tiny.theirs, **tiny.NATIVE}
 
