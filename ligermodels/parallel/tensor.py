@@ -75,6 +75,17 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     bases[0].decoder._tensor_ranks = ranks
 
 
+def tensor_placements(model: nn.Module) -> dict[int, int]:
+    """The dimension in which `tensor_parallel` shards a parameter, by its id, for those that it does not replicate;
+    ConfigError as there."""
+    return {
+        id(parameter): rule
+        for module, rules, _ in _plan(model, "")
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(rule := rules[name], int)
+    }
+
+
 def check_tensor_parallel(config: DecoderConfig, ranks: int) -> None:
     """Raises ConfigError, naming the field and what would work, unless models of this config can be split over so many
     ranks."""
