@@ -338,7 +338,7 @@ DIVISIBLE: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
         **({"moe_intermediate_size": 18} if "moe" in name else {}),
     }
-    for name in ("llama-3", "gemma2", "qwen3_moe")
+    for name in ("llama-3", "gemma2", "qwen3_moe", "qwen3_5_text")
 }
 """Configs of which two ranks can each have a part of every layer."""
 
@@ -352,7 +352,9 @@ def by_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         model.save_pretrained(folder / "tensor" / name)
         ids = batch(0)["input_ids"]
         assert torch.equal(*(each.generate(ids, max_new_tokens=5, eos_token_id=None) for each in (model, plain)))
-        check_training(model, plain, torch.optim.SGD, tensor=2)
+        # Norms of small recurrent outputs magnify the rounding of sums; test_tensor_parallel has them in float64.
+        close = {"rtol": 2e-3, "atol": 2e-5} if name == "qwen3_5_text" else {}
+        check_training(model, plain, torch.optim.SGD, tensor=2, **close)
     medusa = []
     for spread in (False, True):
         torch.manual_seed(1)

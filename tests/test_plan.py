@@ -1,6 +1,7 @@
 """`ligermodels plan`: memory against peaks measured on a GPU, the arithmetic of costs, and the command."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ligermodels.parallel.advice import candidates
 from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
 from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
+from ligermodels.parallel.tensor import check_tensor_parallel
 
 GIB = 2**30
 RESULTS = Path(__file__).parent.parent / "benchmarks/results/training-h200.jsonl"
@@ -64,6 +66,17 @@ def test_every_family_can_be_asked(name: str) -> None:
     assert found["full"].activations < found["none"].activations
     assert found["none"].weights == sum(p.nbytes for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
+    even = {key: size + size % 2 if key.endswith("intermediate_size") else size for key, size in CONFIGS[name].items()}
+    model = on_meta(even)
+    try:
+        check_tensor_parallel(model.config, 2)
+    except ConfigError as error:  # it cannot be divided
+        with pytest.raises(ConfigError, match=re.escape(str(error))):
+            step_memory(model, 2, 40, tensor=2)
+    else:
+        half = step_memory(model, 2, 40, tensor=2)
+        assert step_memory(model, 2, 40).weights / 2 <= half.weights < 0.7 * step_memory(model, 2, 40).weights
+        assert half.activations < step_memory(model, 2, 40).activations
 
 
 def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
@@ -159,6 +172,8 @@ def test_costs_by_hand() -> None:
     exchanged = {"context": 2 * 10 * 8 * 2 / 2, "tensor": 0, "expert": 0}
     assert divided.sent == {"shard": 3 * 200 * 3 / 4, "replicate": 0, **exchanged}
     assert divided.seconds == pytest.approx(max(divided.compute_s, 4.5) + 1.6)
+    gathered = step_cost(replace(size, gathered=30), 10, 4, {"tensor": 2}, hardware=hardware)
+    assert gathered.sent["tensor"] == several.sent["tensor"] + 2 * 10 * 30 * 2 / 2
     # Of 200 bytes 80 of experts; a token goes to 3 of them in all layers: of 6 ranks that have one, 2 are elsewhere.
     mixture = replace(size, experts=80, expert_gradients=80, routed=3)
     spread = step_cost(mixture, 12, 4, {"shard": 12, "expert": 6, "replicate": 2}, hardware=hardware)
@@ -184,6 +199,7 @@ def test_a_model_is_multiplied_by_its_matrices_and_by_the_experts_that_are_chose
     assert ModelSize.of(model).used == sum(p.numel() for p in model.parameters()) - model.decoder.embed.weight.numel()
     tied = on_meta({**BASE, "model_type": "llama", "tie_word_embeddings": True})
     assert ModelSize.of(tied).used == sum(p.numel() for p in tied.parameters())
+    assert ModelSize.of(on_meta(CONFIGS["qwen3_5_text"])).gathered == 3 * 136 and ModelSize.of(tied).gathered == 0
     mixture = on_meta({**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
     experts = sum(p.numel() for p in mixture.parameters() if p.ndim == 3)
     others = sum(p.numel() for p in mixture.parameters() if p.ndim < 3) - mixture.decoder.embed.weight.numel()

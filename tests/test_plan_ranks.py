@@ -21,6 +21,7 @@ MIXTURE = {**CONFIGS["qwen3_moe"], "num_experts": 8}
 PLANS: list[tuple[dict[str, Any], dict[str, int]]] = [
     (CONFIGS["llama-3.2"], {"shard": 4}),
     (CONFIGS["qwen3_5_text"], {"shard": 2, "replicate": 2}),
+    (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"shard": 2, "tensor": 2}),
     (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}),
     (CONFIGS["gpt_oss"] | {"intermediate_size": 96}, {"tensor": 2, "replicate": 2}),
     (MIXTURE, {"shard": 4}),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
@@ -50,7 +53,8 @@ class ModelSize:
     multiplied by; trained: those of them whose gradient is computed. attention: over all layers, channels of the query
     heads; keys_values: those of keys and values. num_layers and hidden_size as in the config; itemsize: bytes of an
     activation's element. experts, expert_gradients: of `weights` and `gradients`, those of experts that can be spread
-    over ranks; routed: over all layers, experts that a token is sent to.
+    over ranks. Over all layers, routed: experts that a token is sent to; gathered: channels that tensor parallelism
+    gathers.
     """
 
     weights: float
@@ -65,6 +69,7 @@ class ModelSize:
     experts: float = 0
     expert_gradients: float = 0
     routed: int = 0
+    gathered: int = 0
 
     @classmethod
     def of(cls, model: CausalLM) -> ModelSize:
@@ -92,8 +97,17 @@ class ModelSize:
             keys_values=sum(2 * each.get("kv_heads", 0) * each.get("head_dim", 0) for each in found),
             experts=sum(p.nbytes for p in experts),
             expert_gradients=sum(p.nbytes for p in experts if p.requires_grad),
+            gathered=sum(linear.out_features for linear in _gathered(model)),
             routed=sum(block.mlp.info().get("experts_per_token", 0) for block in model.config.blocks),
         )
+
+
+def _gathered(model: nn.Module) -> Iterator[Any]:
+    """Linear layers whose outputs tensor parallelism gathers."""
+    for module in model.modules():
+        for name, rule in getattr(type(module), "tensor_parallel", {}).items():
+            if rule == "gathered":
+                yield getattr(module, name)
 
 
 def _share_used(block: BlockConfig) -> float:
@@ -183,6 +197,7 @@ def step_cost(
     weights, gradients = (size.weights - spread[0]) / tensor, (size.gradients - spread[1]) / tensor
     own_weights, own_gradients = (each / expert for each in spread)
     activations = tokens * size.hidden_size * size.itemsize * size.num_layers
+    gathered = tokens * size.gathered * size.itemsize
     routed = tokens / context * size.routed * size.hidden_size * size.itemsize
     exchanges = 2 * (2 + (activation_checkpointing != "none"))  # to the experts and back, in each pass
     sharded = passes * (2 * weights + gradients) * _ring(divided)
@@ -192,8 +207,8 @@ def step_cost(
         "shard": sharded + own_sharded,
         # keys and values in a forward pass, and their gradients
         "context": passes * (repeated + 1) * tokens * size.keys_values / tensor * size.itemsize * _ring(context),
-        # two sums in a block's forward pass, and two in its backward pass
-        "tensor": passes * 2 * (repeated + 1) * activations / context * 2 * _ring(tensor),
+        # two sums in a block's forward pass, and two in its backward pass; what is gathered, and its gradient
+        "tensor": passes * (repeated + 1) * (4 * activations + gathered) / context * _ring(tensor),
         "expert": passes * exchanges * routed * _ring(expert),
     }
     groups = {"tensor": (tensor, 1), "context": (context, tensor), "replicate": (replicate, tensor * divided)}

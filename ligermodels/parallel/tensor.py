@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
@@ -25,6 +25,7 @@ from ligermodels.layers.sharding import TensorSharding, is_sharded
 
 LINEAR: Mapping[str, Mapping[str, TensorSharding]] = {
     "columns": {"weight": 0, "bias": 0},
+    "gathered": {"weight": 0, "bias": 0},
     "rows": {"weight": 1, "bias": "replicated"},
     "replicated": {"weight": "replicated", "bias": "replicated"},
 }
@@ -170,6 +171,10 @@ def _add_hooks(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
     def leave(_: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
         if kind == "rows":
             y = y.redistribute(placements=[Replicate()])
+        if kind == "gathered":
+            y = y.redistribute(placements=[Replicate()])
+            part: Tensor = y.to_local(grad_placements=[Partial()])
+            return part
         found: Tensor = y.to_local()
         return found
 
