@@ -124,6 +124,24 @@ def uses(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         lm.parallelize(build("gemma4_text-few-layers"), PLAN)
 
 
+def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Blocks as graphs, with the exchanges in or between them."""
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda module: compile_module(module, backend=backend)  # type: ignore[method-assign]
+    every = inputs_of_all_kinds()
+    plain = build("gemma2")
+    model = lm.parallelize(build("gemma2"), lm.ParallelPlan(context=2, compile="blocks"))
+    for inputs in (every["rows"], every["packed"]):
+        check_pass(model, plain, inputs)
+    assert len(graphs) >= 2  # of each kind of inputs
+
+
 def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     """With ranks that have other data, and with tensor parallelism; loaded and saved."""
     model = lm.from_pretrained(folder / "llama-3", plan=PLAN)
@@ -156,6 +174,10 @@ def test_families(tmp_path: Path) -> None:
 
 def test_everything_that_a_model_is_asked_for(tmp_path: Path) -> None:
     in_ranks(2, uses, tmp_path)
+
+
+def test_compiled_blocks(tmp_path: Path) -> None:
+    in_ranks(2, compiled, tmp_path)
 
 
 def test_beside_other_degrees(tmp_path: Path) -> None:
