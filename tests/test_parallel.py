@@ -196,15 +196,16 @@ def test_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- on several processes ----------------------------------------------------------------------------------------------
 
 
-def families(rank: int, folder: Path, mesh: DeviceMesh, plan: lm.ParallelPlan) -> None:
+def families(rank: int, folder: Path, mesh: DeviceMesh, *plans: lm.ParallelPlan) -> None:
     for i, name in enumerate(FAMILIES):
-        mode = ("none", "selective", "full")[i % 3]
-        plain, model = (
-            build(name),
-            lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode})),
-        )
-        assert model.activation_checkpointing == mode
-        check_training(model, plain, torch.optim.SGD)
+        for j, plan in enumerate(plans):
+            mode = ("none", "selective", "full")[(i + j) % 3]
+            plain, model = (
+                build(name),
+                lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode})),
+            )
+            assert model.activation_checkpointing == mode
+            check_training(model, plain, torch.optim.SGD)
 
 
 def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -386,12 +387,13 @@ def test_fsdp2_is_one_process(tmp_path: Path) -> None:
     in_ranks(2, families, tmp_path, lm.ParallelPlan())
 
 
-def test_hsdp_is_one_process(tmp_path: Path) -> None:
-    in_ranks(4, families, tmp_path, lm.ParallelPlan(replicate=2))
+def test_four_shards_and_hsdp_are_one_process(tmp_path: Path) -> None:
+    in_ranks(4, families, tmp_path, lm.ParallelPlan(), lm.ParallelPlan(replicate=2))
 
 
-def test_medusa_lora_and_dtypes(tmp_path: Path) -> None:
-    in_ranks(2, jobs, tmp_path)
+@pytest.mark.parametrize("world", [2, 4])
+def test_medusa_lora_and_dtypes(world: int, tmp_path: Path) -> None:
+    in_ranks(world, jobs, tmp_path)
 
 
 def test_each_rank_reads_its_part_and_shards_are_written_as_by_one_process(tmp_path: Path) -> None:

@@ -285,6 +285,21 @@ def two_dimensions(rank: int, folder: Path, mesh: DeviceMesh, *names: str) -> No
         fully_shard(model, mesh=grid["shard"])
         check_generation(model, plain, data)
         check_export(model, plain, folder / name)
+        if name in ("llama", "llama-tied", "gemma2", "qwen3", "qwen3_moe", "qwen3_5"):
+            over_four(rank, mesh, name)
+
+
+def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
+    """All ranks divide each product; of the norms, which are replicated, each has a fourth of the gradient to sum."""
+    sizes = {key: 4 * size for key, size in CONFIGS[name].items() if key.endswith("intermediate_size")}
+    heads = {"num_key_value_heads": 4, "num_attention_heads": 8}
+    CONFIGS["wide"] = {**CONFIGS[name], **sizes, **heads}
+    if name == "qwen3_5":
+        CONFIGS["wide"] |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    plain, model = build("wide"), build("wide")
+    tensor_parallel(model, mesh)
+    check_gradients(model, plain, of_labels)
+    check_generation(model, plain)
 
 
 @pytest.mark.parametrize(
