@@ -19,7 +19,7 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
-from ligermodels.speculative.joint import frozen_copy
+from ligermodels.speculative.joint import JointMedusa, frozen_copy
 
 FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "gpt_oss", "phi3", "qwen3_moe", "deepseek_v3")
 """Untied; tied; windows and softcap; norms of queries and keys; sinks; frequencies that go by the row's length; a
@@ -124,6 +124,24 @@ def uses(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         lm.parallelize(build("gemma4_text-few-layers"), PLAN)
 
 
+def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Blocks as graphs, with the exchanges in or between them."""
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda module: compile_module(module, backend=backend)  # type: ignore[method-assign]
+    every = inputs_of_all_kinds()
+    plain = build("gemma2")
+    model = lm.parallelize(build("gemma2"), lm.ParallelPlan(context=2, compile="blocks"))
+    for inputs in (every["rows"], every["packed"]):
+        check_pass(model, plain, inputs)
+    assert len(graphs) >= 2  # of each kind of inputs
+
+
 def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     """With ranks that have other data, and with tensor parallelism; loaded and saved."""
     model = lm.from_pretrained(folder / "llama-3", plan=PLAN)
@@ -143,6 +161,18 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     for inputs in inputs_of_all_kinds().values():
         check_pass(both[1], both[0], inputs)
     assert torch.equal(whole(next(both[1].parameters())), next(both[0].parameters()))
+    # Four parts of each sequence; of the heads of stage 2 too.
+    every = inputs_of_all_kinds()
+    for i, name in enumerate(("llama-3", "llama-3.2", "gemma2", "qwen3", "qwen3_moe")):
+        plain, model = build(name), lm.parallelize(build(name), lm.ParallelPlan(context=4))
+        for inputs in list(every.values())[i % 3 :: 3]:
+            check_pass(model, plain, inputs)
+    joint = []
+    for spread in (False, True):
+        torch.manual_seed(1)
+        heads = lm.MedusaModel.from_base(build("llama-3.2"), num_heads=2)
+        joint.append(JointMedusa(lm.parallelize(heads, lm.ParallelPlan(context=4)) if spread else heads))
+    check_training(joint[1], joint[0], torch.optim.SGD, tensor=4)
     # A reference, spread alike.
     copied, ids = frozen_copy(both[1]), batch(0)["input_ids"]
     assert [p.placements for p in copied.parameters()] == [p.placements for p in both[1].parameters()]
@@ -156,6 +186,10 @@ def test_families(tmp_path: Path) -> None:
 
 def test_everything_that_a_model_is_asked_for(tmp_path: Path) -> None:
     in_ranks(2, uses, tmp_path)
+
+
+def test_compiled_blocks(tmp_path: Path) -> None:
+    in_ranks(2, compiled, tmp_path)
 
 
 def test_beside_other_degrees(tmp_path: Path) -> None:

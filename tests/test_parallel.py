@@ -196,15 +196,16 @@ def test_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- on several processes ----------------------------------------------------------------------------------------------
 
 
-def families(rank: int, folder: Path, mesh: DeviceMesh, plan: lm.ParallelPlan) -> None:
+def families(rank: int, folder: Path, mesh: DeviceMesh, *plans: lm.ParallelPlan) -> None:
     for i, name in enumerate(FAMILIES):
-        mode = ("none", "selective", "full")[i % 3]
-        plain, model = (
-            build(name),
-            lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode})),
-        )
-        assert model.activation_checkpointing == mode
-        check_training(model, plain, torch.optim.SGD)
+        for j, plan in enumerate(plans):
+            mode = ("none", "selective", "full")[(i + j) % 3]
+            plain, model = (
+                build(name),
+                lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode})),
+            )
+            assert model.activation_checkpointing == mode
+            check_training(model, plain, torch.optim.SGD)
 
 
 def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -338,7 +339,7 @@ DIVISIBLE: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
         **({"moe_intermediate_size": 18} if "moe" in name else {}),
     }
-    for name in ("llama-3", "gemma2", "qwen3_moe")
+    for name in ("llama-3", "gemma2", "qwen3_moe", "qwen3_5_text")
 }
 """Configs of which two ranks can each have a part of every layer."""
 
@@ -352,7 +353,9 @@ def by_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         model.save_pretrained(folder / "tensor" / name)
         ids = batch(0)["input_ids"]
         assert torch.equal(*(each.generate(ids, max_new_tokens=5, eos_token_id=None) for each in (model, plain)))
-        check_training(model, plain, torch.optim.SGD, tensor=2)
+        # Norms of small recurrent outputs magnify the rounding of sums; test_tensor_parallel has them in float64.
+        close = {"rtol": 2e-3, "atol": 2e-5} if name == "qwen3_5_text" else {}
+        check_training(model, plain, torch.optim.SGD, tensor=2, **close)
     medusa = []
     for spread in (False, True):
         torch.manual_seed(1)
@@ -384,12 +387,13 @@ def test_fsdp2_is_one_process(tmp_path: Path) -> None:
     in_ranks(2, families, tmp_path, lm.ParallelPlan())
 
 
-def test_hsdp_is_one_process(tmp_path: Path) -> None:
-    in_ranks(4, families, tmp_path, lm.ParallelPlan(replicate=2))
+def test_four_shards_and_hsdp_are_one_process(tmp_path: Path) -> None:
+    in_ranks(4, families, tmp_path, lm.ParallelPlan(), lm.ParallelPlan(replicate=2))
 
 
-def test_medusa_lora_and_dtypes(tmp_path: Path) -> None:
-    in_ranks(2, jobs, tmp_path)
+@pytest.mark.parametrize("world", [2, 4])
+def test_medusa_lora_and_dtypes(world: int, tmp_path: Path) -> None:
+    in_ranks(world, jobs, tmp_path)
 
 
 def test_each_rank_reads_its_part_and_shards_are_written_as_by_one_process(tmp_path: Path) -> None:

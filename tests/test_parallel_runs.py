@@ -142,7 +142,7 @@ def test_two_ranks_train_as_one(base: Path, data: Path, tmp_path: Path) -> None:
         check_same(tmp_path / "two" / name, tmp_path / "one" / name)
 
 
-@pytest.mark.parametrize("kind", ["fine-tuning", "stage 2"])
+@pytest.mark.parametrize("kind", ["fine-tuning", "lora", "stage 2"])
 def test_a_run_goes_on_with_other_numbers_of_ranks(base: Path, data: Path, tmp_path: Path, kind: str) -> None:
     recipe = recipes(base, data)[kind].changed({"steps": 12, "checkpoint_every": 1, "micro_batch_tokens": 16})
     out = tmp_path / "moved"

@@ -1,6 +1,7 @@
 """`ligermodels plan`: memory against peaks measured on a GPU, the arithmetic of costs, and the command."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from ligermodels.cli.plan import memory_size
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.parallel.advice import candidates
 from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
+from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
+from ligermodels.parallel.tensor import check_tensor_parallel
 
 GIB = 2**30
 RESULTS = Path(__file__).parent.parent / "benchmarks/results/training-h200.jsonl"
@@ -63,6 +66,17 @@ def test_every_family_can_be_asked(name: str) -> None:
     assert found["full"].activations < found["none"].activations
     assert found["none"].weights == sum(p.nbytes for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
+    even = {key: size + size % 2 if key.endswith("intermediate_size") else size for key, size in CONFIGS[name].items()}
+    model = on_meta(even)
+    try:
+        check_tensor_parallel(model.config, 2)
+    except ConfigError as error:  # it cannot be divided
+        with pytest.raises(ConfigError, match=re.escape(str(error))):
+            step_memory(model, 2, 40, tensor=2)
+    else:
+        half = step_memory(model, 2, 40, tensor=2)
+        assert step_memory(model, 2, 40).weights / 2 <= half.weights < 0.7 * step_memory(model, 2, 40).weights
+        assert half.activations < step_memory(model, 2, 40).activations
 
 
 def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
@@ -86,6 +100,51 @@ def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
     assert step_memory(model, 1, 256).optimizer_states < whole.optimizer_states / 100
 
 
+def test_experts_and_projections_are_divided() -> None:
+    model = on_meta(MODELS["qwen3-30b-a3b"] | {"num_hidden_layers": 3})
+    whole = step_memory(model, 1, 512, shard=8)
+    experts = [step_memory(model, 1, 512, shard=8, expert=n) for n in (2, 4, 8)]
+    # As many bytes on each, but fewer are gathered; a rank gets as many rows however many ranks share them.
+    assert {each.weights for each in experts} == {whole.weights}
+    gathered = [each.gathered for each in (whole, *experts)]
+    assert gathered == sorted(gathered, reverse=True)
+    assert all(each.activations == pytest.approx(experts[0].activations, rel=1e-5) for each in experts)
+    rows = 512 * 8 * 2048 * 2  # what arrives, and the same sorted by expert, of three layers
+    assert whole.activations < experts[0].activations <= whole.activations + 3 * 2 * rows
+    loads = [step_memory(model, 1, 512, shard=8, expert=8, expert_load=load) for load in (1, 1.5, 8)]
+    more, most = (each.activations - loads[0].activations for each in loads[1:])
+    assert most == pytest.approx(14 * more, rel=1e-3) and more > 3 * rows
+    # Beyond one row for each expert nothing is divided: 128 of them over 256 ranks.
+    few, many, spread = (
+        step_memory(model, 1, 512, shard=n, expert=e).weights for n, e in ((128, 1), (256, 1), (256, 8))
+    )
+    stacked = sum(p.nbytes for p in model.parameters() if p.ndim == 3)
+    assert many > few / 2 + stacked / 128 / 3 and many == spread
+
+    dense = on_meta(MODELS["llama-3.2-1b"])
+    one, two, four = (step_memory(dense, 1, 512, tensor=n) for n in (1, 2, 4))
+    replicated = sum(p.nbytes for p in dense.parameters() if p.ndim == 1)
+    assert two.weights == (one.weights + replicated) / 2
+    # Hidden states stay whole, and the rest is halved again.
+    assert one.activations - two.activations == pytest.approx(2 * (two.activations - four.activations), rel=1e-2)
+    assert four.total < two.total < one.total
+    with pytest.raises(ConfigError, match="num_kv_heads"):
+        step_memory(dense, 1, 512, tensor=16)
+    with pytest.raises(ConfigError, match="num_experts: 128 cannot"):
+        step_memory(model, 1, 512, shard=3, expert=3)
+    with pytest.raises(ConfigError, match=r"expert: 8 does not divide the 4 ranks"):
+        step_memory(model, 1, 512, shard=4, expert=8)
+    with pytest.raises(ConfigError, match="expert: is not supported beside tensor"):
+        step_memory(model, 1, 512, shard=2, tensor=2, expert=2)
+    with pytest.raises(InputError, match="expert_load: must be from 1, balanced, to expert, 8, got 9"):
+        step_memory(model, 1, 512, shard=8, expert=8, expert_load=9)
+    lm.add_lora(dense, 4)
+    with pytest.raises(ConfigError, match="tensor: the memory of LoRA"):
+        step_memory(dense, 1, 512, tensor=2)
+    assert not any(module._expert_mesh for _, module in mixtures(model))
+    assert all(p.is_meta and p.grad is None for p in model.parameters())
+
+
 def test_costs_by_hand() -> None:
     """Of a model of one layer's size: 100 parameters, 10 tokens of a sequence of 4."""
     size = ModelSize(weights=200, gradients=200, used=100, trained=100, attention=6, num_layers=2, hidden_size=5)
@@ -103,16 +162,34 @@ def test_costs_by_hand() -> None:
         "replicate": 2 * 50 * 3 / 4,
         "context": 0,
         "tensor": 4 * 2 * (10 * 5 * 2 * 2) / 2,
+        "expert": 0,
     }
     # four neighbours are within a host, all sixteen are not
-    assert several.sent_s == {"shard": 1.5, "replicate": 7.5, "context": 0.0, "tensor": 8.0}
+    assert several.sent_s == {"shard": 1.5, "replicate": 7.5, "context": 0.0, "tensor": 8.0, "expert": 0.0}
     assert several.seconds == pytest.approx(max(several.compute_s, 9.0) + 8.0)
     divided = step_cost(replace(size, keys_values=8), 10, 4, {"shard": 2, "context": 2}, hardware=hardware)
     assert divided.flops == one.flops / 2
-    assert divided.sent == {"shard": 3 * 200 * 3 / 4, "replicate": 0, "context": 2 * 10 * 8 * 2 / 2, "tensor": 0}
+    exchanged = {"context": 2 * 10 * 8 * 2 / 2, "tensor": 0, "expert": 0}
+    assert divided.sent == {"shard": 3 * 200 * 3 / 4, "replicate": 0, **exchanged}
     assert divided.seconds == pytest.approx(max(divided.compute_s, 4.5) + 1.6)
-    with pytest.raises(InputError, match="expert: the cost"):
-        step_cost(size, 10, 4, {"expert": 2})
+    gathered = step_cost(replace(size, gathered=30), 10, 4, {"tensor": 2}, hardware=hardware)
+    assert gathered.sent["tensor"] == several.sent["tensor"] + 2 * 10 * 30 * 2 / 2
+    # Of 200 bytes 80 of experts; a token goes to 3 of them in all layers: of 6 ranks that have one, 2 are elsewhere.
+    mixture = replace(size, experts=80, expert_gradients=80, routed=3)
+    spread = step_cost(mixture, 12, 4, {"shard": 12, "expert": 6, "replicate": 2}, hardware=hardware)
+    assert spread.sent["shard"] == pytest.approx(3 * 120 * 11 / 12 + 3 * (80 / 6) / 2)
+    assert spread.sent["replicate"] == pytest.approx(2 * (120 / 12 + 80 / 12) / 2)
+    assert spread.sent["expert"] == pytest.approx(4 * (12 * 3 * 5 * 2) * 5 / 6)
+    # 3 of 5 are in the host of 4; the ring of 12 crosses by 4 adapters, that of every sixth by one.
+    assert spread.sent_s["expert"] == pytest.approx(max(1200 * 3 / 5 / 100, 1200 * 2 / 5 / 10))
+    assert spread.sent_s["shard"] == pytest.approx(330 / 40 + 20 / 10)
+    again = step_cost(mixture, 12, 4, {"shard": 6, "expert": 6}, activation_checkpointing="full", hardware=hardware)
+    assert again.sent["expert"] == pytest.approx(spread.sent["expert"] * 6 / 4)
+    assert step_cost(mixture, 10, 4, {"shard": 2}).sent == step_cost(size, 10, 4, {"shard": 2}).sent
+    with pytest.raises(InputError, match=r"expert: 2 does not divide the 1 ranks"):
+        step_cost(mixture, 10, 4, {"expert": 2})
+    with pytest.raises(InputError, match="pipeline: the cost"):
+        step_cost(size, 10, 4, {"pipeline": 2})
     with pytest.raises(InputError, match="tokens"):
         step_cost(size, 0, 4, {})
 
@@ -122,6 +199,7 @@ def test_a_model_is_multiplied_by_its_matrices_and_by_the_experts_that_are_chose
     assert ModelSize.of(model).used == sum(p.numel() for p in model.parameters()) - model.decoder.embed.weight.numel()
     tied = on_meta({**BASE, "model_type": "llama", "tie_word_embeddings": True})
     assert ModelSize.of(tied).used == sum(p.numel() for p in tied.parameters())
+    assert ModelSize.of(on_meta(CONFIGS["qwen3_5_text"])).gathered == 3 * 136 and ModelSize.of(tied).gathered == 0
     mixture = on_meta({**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
     experts = sum(p.numel() for p in mixture.parameters() if p.ndim == 3)
     others = sum(p.numel() for p in mixture.parameters() if p.ndim < 3) - mixture.decoder.embed.weight.numel()
@@ -135,13 +213,29 @@ def test_the_plans_that_fit() -> None:
     model = on_meta(MODELS["llama-3.2-1b"])
     found = candidates(model, 4, int(24e9), 4 * 8 * 2048, 2048)
     assert all(each.memory.total < 24e9 for each in found)
-    assert {each.replicate * each.shard for each in found} == {4}
+    assert {each.degrees.replicate * each.degrees.shard for each in found} == {4}
     assert [each.cost.seconds for each in found] == sorted(each.cost.seconds for each in found)
     assert found[0].activation_checkpointing == "none"
     assert model.activation_checkpointing == "none"
     long = 32 * 2048  # fewer sequences than GPUs
     divided = candidates(model, 4, int(80e9), 2 * long, long)
-    assert {(each.replicate * each.shard, each.context) for each in divided} == {(2, 2)}
+    assert {each.degrees.replicate * each.degrees.shard for each in divided} == {2}
+    assert {(each.degrees.context, each.degrees.tensor) for each in divided} == {(2, 1), (1, 2)}
+    mixture = on_meta(MODELS["qwen3-30b-a3b"] | {"num_hidden_layers": 2})
+    spread = candidates(mixture, 8, int(40e9), 8 * 4096, 2048)
+    assert {each.degrees.expert for each in spread} == {1, 2, 4, 8}
+    assert all(each.degrees.shard % each.degrees.expert == 0 for each in spread)
+    for each in (spread[0], spread[-1]):  # one step is followed for several plans
+        mixture.activation_checkpointing = each.activation_checkpointing
+        degrees = {name: size for name, size in each.degrees._asdict().items() if name != "replicate"}
+        load = 1.25 if each.degrees.expert > 1 else 1.0
+        needed = step_memory(mixture, each.micro_batch, 2048, **degrees, expert_load=load)
+        assert each.memory.total == pytest.approx(needed.total, rel=1e-5)
+    recurrent = on_meta(MODELS["qwen3.5-9b"] | {"num_hidden_layers": 4})
+    with pytest.raises(InputError, match="whole sequences"):
+        candidates(recurrent, 4, int(80e9), 2 * 2048, 2048, hardware=Hardware(gpus_per_host=1))
+    with pytest.raises(ConfigError, match="adafactor does not work on sharded"):
+        candidates(model, 4, int(80e9), 4 * 8 * 2048, 2048, optimizer="adafactor")
     alone = candidates(model, 1, int(17e9), 8192, 8192)
     assert {each.activation_checkpointing for each in alone} == {"full", "selective"}
     with pytest.raises(ConfigError, match=r"no plan fits: one sequence of 2048 tokens.*more GPUs.*LoRA"):
@@ -162,6 +256,15 @@ def test_the_command(tmp_path: Path) -> None:
     rows = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert rows[0]["memory_bytes"] < 24e9
     assert rows[0]["tokens_per_s"] == pytest.approx(16384 / rows[0]["step_s"])
+    assert [rows[0][name] for name in ("context", "tensor", "expert")] == [1, 1, 1]
+    mixture = {**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**mixture, "hidden_size": 512, "intermediate_size": 8192}))
+    result = CliRunner().invoke(
+        app, [*command[:2], "--gpus", "4", "--memory", "2GB", "--tokens", "512", "--seq-len", "128"]
+    )
+    assert result.exit_code == 0, result.output
+    assert " --expert 4" in result.output and "with all tokens at the experts of one GPU that takes" in result.output
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-3.2-1b"]))
     refused = CliRunner().invoke(app, [*command[:5], "1GB", *command[6:]])
     assert refused.exit_code == 1
     assert "no plan fits" in refused.output

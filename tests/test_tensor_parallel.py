@@ -19,7 +19,7 @@ from zoo import BASE, GEMMA4, GPT_OSS, MIXTURES, SANDWICH
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
+from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel, tensor_placements
 from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training.fused_adamw import FusedAdamW
 
@@ -61,10 +61,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS | {"intermediate_size": 96},
     "deepseek_v3": even(zoo.CONFIGS["deepseek_v3"]),
     "gemma4": even(GEMMA4["gemma4_text-per-layer-inputs"]) | {"num_key_value_heads": 2},
+    "qwen3_5": even(zoo.CONFIGS["qwen3_5_text"]),
 }
 """A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads; experts,
 with a shared one and its gate, with biases and sinks; latent attention; shared keys and values, and inputs of each
-layer."""
+layer; a recurrent mixer, with key heads of which each has three value heads."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -145,6 +146,9 @@ def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, *names: str) 
             check_loss(mesh, name, zoo.CONFIGS[name])
         heads = {"num_key_value_heads": 2, "num_global_key_value_heads": 2}
         check_loss(mesh, "experts", GEMMA4["gemma4_text-experts"] | heads)
+    if "qwen3_5" in names:
+        for name in ("qwen3_next", "qwen3_5_moe_text"):
+            check_loss(mesh, name, zoo.CONFIGS[name])
     if "llama" in names:
         check_refusals(mesh)
         check_lora(mesh, folder)
@@ -281,18 +285,39 @@ def two_dimensions(rank: int, folder: Path, mesh: DeviceMesh, *names: str) -> No
         fully_shard(model, mesh=grid["shard"])
         check_generation(model, plain, data)
         check_export(model, plain, folder / name)
+        if name in ("llama", "llama-tied", "gemma2", "qwen3", "qwen3_moe", "qwen3_5"):
+            over_four(rank, mesh, name)
+
+
+def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
+    """All ranks divide each product; of the norms, which are replicated, each has a fourth of the gradient to sum."""
+    sizes = {key: 4 * size for key, size in CONFIGS[name].items() if key.endswith("intermediate_size")}
+    heads = {"num_key_value_heads": 4, "num_attention_heads": 8}
+    CONFIGS["wide"] = {**CONFIGS[name], **sizes, **heads}
+    if name == "qwen3_5":
+        CONFIGS["wide"] |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    plain, model = build("wide"), build("wide")
+    tensor_parallel(model, mesh)
+    check_gradients(model, plain, of_labels)
+    check_generation(model, plain)
 
 
 @pytest.mark.parametrize(
     "names",
-    [("llama", "llama-tied"), ("gemma2", "qwen3"), ("qwen3_moe", "qwen2_moe", "gpt_oss"), ("deepseek_v3", "gemma4")],
+    [
+        ("llama", "llama-tied"),
+        ("gemma2", "qwen3"),
+        ("qwen3_moe", "qwen2_moe", "gpt_oss"),
+        ("deepseek_v3", "gemma4"),
+        ("qwen3_5",),
+    ],
 )
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
     in_two_ranks(train_generate_save, tmp_path, *names)
 
 
 @pytest.mark.parametrize(
-    "names", [("llama", "llama-tied", "gemma2", "qwen3"), ("qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4")]
+    "names", [("llama", "llama-tied", "gemma2", "qwen3"), ("qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_5")]
 )
 def test_fsdp2_on_top(names: tuple[str, ...], tmp_path: Path) -> None:
     in_ranks(4, two_dimensions, tmp_path, *names)
@@ -310,7 +335,11 @@ def test_fsdp2_on_top(names: tuple[str, ...], tmp_path: Path) -> None:
         (MIXTURES["qwen2_moe"], 2, r"size \(\w+_size\): \d+ cannot be split evenly over 2"),
         (BASE | {"model_type": "olmo2", "intermediate_size": 96}, 2, "qk_norm: over the whole projection"),
         (CONFIGS["deepseek_v3"], 4, r"blocks\[0\].mixer.num_heads \(num_attention_heads\): 6 .*: 1, 2$"),
-        (zoo.CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, 2, "mixer.GatedDeltaNetConfig: has no rule"),
+        (
+            CONFIGS["qwen3_5"] | {"linear_num_key_heads": 3},
+            2,
+            r"num_key_heads \(linear_num_key_heads\): 3 cannot be split evenly over 2",
+        ),
         (CONFIGS["llama"] | {"num_key_value_heads": 6, "vocab_size": 4}, 3, "vocab_size: 4 is too small"),
     ],
 )
@@ -321,3 +350,20 @@ def test_what_does_not_divide_is_named(config: dict[str, Any], ranks: int, words
         found = lm.from_config(config).config
     with pytest.raises(ConfigError, match=words):
         check_tensor_parallel(found, ranks)
+
+
+def test_families_without_a_rule() -> None:
+    """All others have one for each layer; whether sizes divide is another matter."""
+    found = {}
+    for name, config in zoo.CONFIGS.items():
+        model = lm.from_config(config, device="meta")
+        try:
+            tensor_placements(model)
+            for block in model.config.blocks:
+                for layer in (block.mixer, block.mlp, block.after):
+                    if layer is not None:
+                        layer.tensor_shard(1)
+        except ConfigError as error:
+            found[name] = str(error)
+    assert set(found) == {"olmo2", "olmo3", "olmo3-rope-by-type", "minimax_m2"}
+    assert all("qk_norm: over the whole projection" in error for error in found.values())

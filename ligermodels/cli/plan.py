@@ -11,6 +11,7 @@ from ligermodels.cli import models
 from ligermodels.cli.options import AsJson
 from ligermodels.console import print_json, readable_bytes, say, show_table
 
+DEGREES = ("replicate", "shard", "context", "tensor", "expert")
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -30,8 +31,8 @@ def plan(
 ) -> None:
     """Show which plans of training fit GPUs, the fastest first, with the memory that each takes.
 
-    Memory is that of the step itself, followed on the meta device. Times are arithmetic for H200s, in bfloat16 whatever
-    the dtype.
+    Memory is that of the step itself, followed on the meta device, with experts that get a quarter more tokens than
+    their share. Times are arithmetic for H200s, in bfloat16 whatever the dtype.
     """
     size = memory_size(memory)
     import torch
@@ -39,7 +40,7 @@ def plan(
     from ligermodels.archs.lora import add_lora
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.quantization import without_quantization
-    from ligermodels.parallel.advice import candidates
+    from ligermodels.parallel.advice import candidates, worst_memory
     from ligermodels.parallel.cost import Hardware
     from ligermodels.pretrained import from_config
 
@@ -54,29 +55,23 @@ def plan(
     if as_json:
         print_json(rows)
         return
-    columns = (
-        "replicate",
-        "shard",
-        "context",
-        "checkpointing",
-        "micro-batch",
-        "memory",
-        "states",
-        "activations",
-        "tokens/s",
-    )
-    show_table(columns, [_row(each) for each in rows], numbers=range(len(columns)))
     best = rows[0]
+    degrees = [name for name in DEGREES if name in DEGREES[:2] or any(row[name] > 1 for row in rows)]
+    columns = (*degrees, "checkpointing", "micro-batch", "memory", "states", "activations", "tokens/s")
+    show_table(columns, [_row(each, degrees) for each in rows], numbers=range(len(columns)))
     flags = f"--activation-checkpointing {best['activation_checkpointing']} --batch-tokens {tokens} --seq-len {seq_len}"
     flags += f" --micro-batch-tokens {best['micro_batch_tokens']}" + (f" --lora-rank {lora_rank}" if lora_rank else "")
     launcher = "ligermodels"
     if gpus > 1:
-        flags += f" --replicate {best['replicate']} --shard {best['shard']}"
-        flags += f" --context {best['context']}" if best["context"] > 1 else ""
+        flags += "".join(f" --{name} {best[name]}" for name in DEGREES if name in DEGREES[:2] or best[name] > 1)
         hosts = -(-gpus // gpus_per_host)
         nodes = f"--nnodes {hosts} " if hosts > 1 else ""
         launcher = f"torchrun {nodes}--nproc-per-node {gpus // hosts} -m ligermodels"
     say(f"fastest by the arithmetic: {launcher} train {checkpoint} {flags}")
+    if best["expert"] > 1:
+        model.activation_checkpointing = best["activation_checkpointing"]
+        worst = worst_memory(model, found[0], seq_len, optimizer=optimizer)
+        say(f"with all tokens at the experts of one GPU that takes {readable_bytes(worst.total)}; nothing is dropped")
 
 
 def memory_size(text: str) -> int:
@@ -90,9 +85,7 @@ def memory_size(text: str) -> int:
 def _facts(found: Any, tokens: int, seq_len: int) -> dict[str, Any]:
     memory, cost = found.memory, found.cost
     return {
-        "replicate": found.replicate,
-        "shard": found.shard,
-        "context": found.context,
+        **{name: getattr(found.degrees, name) for name in DEGREES},
         "activation_checkpointing": found.activation_checkpointing,
         "micro_batch_tokens": found.micro_batch * seq_len,
         "memory_bytes": memory.total,
@@ -108,12 +101,10 @@ def _facts(found: Any, tokens: int, seq_len: int) -> dict[str, Any]:
     }
 
 
-def _row(facts: dict[str, Any]) -> tuple[str, ...]:
+def _row(facts: dict[str, Any], degrees: list[str]) -> tuple[str, ...]:
     states = facts["weights_bytes"] + facts["optimizer_bytes"] + facts["gathered_bytes"]
     return (
-        str(facts["replicate"]),
-        str(facts["shard"]),
-        str(facts["context"]),
+        *(str(facts[name]) for name in degrees),
         facts["activation_checkpointing"],
         f"{facts['micro_batch_tokens']:,}",
         readable_bytes(facts["memory_bytes"]),

@@ -23,7 +23,7 @@ def conv_forward(
     step: bool,
 ) -> Tensor:
     """As `CausalConv`, of an nn.Conv1d of one input channel a group, which transformers does not call."""
-    weights = SimpleNamespace(weight=module.weight.squeeze(1))
+    weights = SimpleNamespace(weight=module.weight.squeeze(1), parts=())
     return CausalConv.forward(weights, x, earlier, cu_seqlens, tree, step)  # type: ignore[arg-type]
 
 

@@ -39,8 +39,11 @@ def on_ranks(rows: Tensor, offsets: Tensor, experts: Experts, mesh: Any) -> Tens
     ranks, group = mesh.size(), mesh.get_group()
     counts = offsets.diff(prepend=offsets.new_zeros(1))
     theirs = torch.empty_like(counts)  # from each rank in turn, how many rows come for each expert of this one
-    dist.all_to_all_single(theirs, counts, group=group)
-    sent, received = torch.stack([counts, theirs]).view(2, ranks, -1).sum(2).tolist()  # waits for the device
+    if rows.is_meta:  # there are no counts; a mesh may say which `load`, relative to an equal part, comes to a rank
+        sent, received = [len(rows)], [round(len(rows) * getattr(mesh, "load", 1.0))]
+    else:
+        dist.all_to_all_single(theirs, counts, group=group)
+        sent, received = torch.stack([counts, theirs]).view(2, ranks, -1).sum(2).tolist()  # waits for the device
     rows = _exchange(rows, sent, received, group, gradient_scale=float(ranks))
     own = torch.arange(len(offsets), device=rows.device) % (len(offsets) // ranks)
     which = own.repeat_interleave(theirs, output_size=sum(received))
@@ -72,5 +75,6 @@ class _Exchange(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     found = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    if not rows.is_meta:
+        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
     return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.full_precision import FullPrecision
+from ligermodels.layers.sharding import TensorSharding, local, own_part_of_each, split_evenly
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,14 @@ class GatedDeltaNetConfig(LayerConfig):
         return self.num_value_heads * self.value_head_dim
 
     @property
+    def conv_parts(self) -> tuple[int, int, int]:
+        """Channels of q, k and v."""
+        return self.key_size, self.key_size, self.value_size
+
+    @property
     def conv_channels(self) -> int:
-        """Those of q, k and v."""
-        return 2 * self.key_size + self.value_size
+        """All of these."""
+        return sum(self.conv_parts)
 
     def new_state(
         self,
@@ -116,6 +122,11 @@ class GatedDeltaNetConfig(LayerConfig):
                     yield part, head * sum(sizes) + sum(sizes[:i]), start + head * size, size
                 start += self.num_key_heads * size
 
+    def tensor_shard(self, ranks: int) -> GatedDeltaNetConfig:
+        """By key heads, each with its value heads."""
+        key_heads = split_evenly("num_key_heads (linear_num_key_heads)", self.num_key_heads, ranks)
+        return replace(self, num_key_heads=key_heads, num_value_heads=self.num_value_heads // ranks)
+
     def state_elements(self, max_length: int) -> int:
         matrix = self.num_value_heads * self.key_head_dim * self.value_head_dim
         return (self.conv_width - 1) * self.conv_channels + matrix
@@ -133,26 +144,32 @@ class GatedDeltaNet(nn.Module):
     """The gated delta rule over convolved queries, keys and values; its output is normalised and gated.
 
     The rows of `in_proj` are those of q, k and v, of the gate z, of b (how far the state moves to a value) and a (its
-    decay).
+    decay). Under tensor parallelism they are divided evenly, whichever part they are of, so that the weight is the same
+    on any number of ranks: results are gathered, and each rank takes those of its heads.
     """
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"in_proj": "gathered", "out": "rows"}
 
     def __init__(self, hidden_size: int, config: GatedDeltaNetConfig) -> None:
         super().__init__()
         self.config = config
         width = config.conv_channels + config.value_size + 2 * config.num_value_heads
         self.in_proj = nn.Linear(hidden_size, width, bias=False)
-        self.conv = CausalConv(config.conv_channels, config.conv_width)
+        self.conv = CausalConv(config.conv_parts, config.conv_width)
         self.decay = Decay(config.num_value_heads)
         self.norm = GatedNorm(config.value_head_dim, config.norm_eps)
         self.out = nn.Linear(config.value_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
         """x (B, T, H) -> (B, T, H). With a `state`, which is zero before a prefill, the tokens of x are added to it."""
-        config, heads = self.config, self.config.num_value_heads
-        sizes = [config.conv_channels, config.value_size, heads, heads]
-        inputs, z, b, a = self.in_proj(x).split(sizes, dim=-1)
+        config = self.config
+        parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
+        projected = own_part_of_each(self, self.in_proj(x), parts)
+        ranks = sum(parts) // projected.shape[-1]  # that heads are divided over
+        heads, keys = config.num_value_heads // ranks, config.key_size // ranks
+        sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
+        inputs, z, b, a = projected.split(sizes, dim=-1)
         g, beta = self.decay(a, b)
         if context.seq_lens is not None:  # padding leaves the state as it is
             real = (torch.arange(x.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
@@ -163,8 +180,8 @@ class GatedDeltaNet(nn.Module):
             inputs, earlier = inputs.to(state.inputs.dtype), state.inputs
         tree = None if context.tree is None else (context.tree.parent, context.tree.depth)
         convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one)
-        q, k, v = convolved.split([config.key_size, config.key_size, config.value_size], dim=-1)
-        q, k = (each.unflatten(-1, (config.num_key_heads, -1)) for each in (q, k))
+        q, k, v = convolved.split([keys, keys, config.value_size // ranks], dim=-1)
+        q, k = (each.unflatten(-1, (-1, config.key_head_dim)) for each in (q, k))
         operands = q, k, v.unflatten(-1, (heads, -1)), g, beta
         if state is None:
             bounds = context.cu_seqlens
@@ -178,15 +195,18 @@ class GatedDeltaNet(nn.Module):
             o, last = ops.gated_delta_rule(*operands, initial_state=state.matrix, backend=config.backend)
             state.advance(inputs, last, context.seq_lens)
         y = self.norm(o.to(z.dtype), z.unflatten(-1, (heads, -1)))
-        return self.out(y.view(*x.shape[:2], config.value_size))
+        return self.out(y.flatten(2))
 
 
 class CausalConv(nn.Module):
-    """See `ops.causal_conv`."""
+    """See `ops.causal_conv`. `parts` are channels of which ranks of tensor parallelism have equal shares."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
+
+    def __init__(self, parts: Sequence[int], width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.parts = tuple(parts)
+        self.weight = nn.Parameter(torch.empty(sum(parts), width))
 
     def init_weights(self, std: float) -> None:
         """Normal."""
@@ -202,9 +222,10 @@ class CausalConv(nn.Module):
     ) -> Tensor:
         """x (B, T, channels) -> (B, T, channels). In a decoding `step` of one token, `earlier` is changed in place to
         the inputs before the next one."""
+        weight = own_part_of_each(self, local(self, self.weight, partial=True), self.parts, dim=0)
         if step and earlier is not None:
-            return ops.causal_conv_step(x, self.weight, earlier)
-        return ops.causal_conv(x, self.weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
+            return ops.causal_conv_step(x, weight, earlier)
+        return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
 
 
 class Decay(FullPrecision):
@@ -213,6 +234,8 @@ class Decay(FullPrecision):
 
     Checkpoints call `log_rate` A_log and `bias` dt_bias.
     """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"log_rate": 0, "bias": 0}
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -226,11 +249,13 @@ class Decay(FullPrecision):
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a, b (B, T, heads) -> g and beta (B, T, heads), at least fp32."""
-        return ops.delta_gates(a, b, self.log_rate, self.bias)
+        return ops.delta_gates(a, b, local(self, self.log_rate), local(self, self.bias))
 
 
 class GatedNorm(FullPrecision):
     """RMSNorm(x) * silu(z)."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": "replicated"}
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -243,7 +268,7 @@ class GatedNorm(FullPrecision):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z (..., heads, size) -> (..., heads, size), of their dtype."""
-        return ops.gated_rms_norm(x, z, self.weight, self.eps)
+        return ops.gated_rms_norm(x, z, local(self, self.weight, partial=True), self.eps)
 
 
 def _with_input_channel(weight: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from ligermodels.layers.expert_parallel import on_ranks
 from ligermodels.layers.mlp import GatedActivation, MLPConfig
 from ligermodels.layers.router import Router, RouterConfig, softmax
 from ligermodels.layers.sharding import TensorSharding, local, on_all_ranks, on_first_rank, split_evenly, sum_over_ranks
+from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class MoE(nn.Module):
         else:
             parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             gate_up, down, gate_up_bias, down_bias = (
-                None if p is None else cast(Any, p).to_local() for p in parameters
+                p if type(p) in PLAIN_OR_NONE else cast(Any, p).to_local() for p in parameters
             )
         biases = gate_up_bias, down_bias
         out = mix_experts(*mixed, experts, gate_up, down, self.activation, biases, mesh=self._expert_mesh)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
-TensorSharding = int | Literal["replicated", "columns", "rows"]
+TensorSharding = int | Literal["replicated", "columns", "gathered", "rows"]
 """A parameter is sharded in this dimension, or replicated. Of a linear layer "columns" shards the output channels and
-"rows" the input channels, whose products are summed over ranks; "replicated" does neither."""
+"rows" the input channels, whose products are summed over ranks; "replicated" does neither. "gathered" is "columns", and
+all ranks are given all outputs, to use some of them: see `own_part_of_each`."""
 
 Result = TypeVar("Result")
 
@@ -39,8 +40,8 @@ class ModuleLike(Protocol):
 def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
     """What `module` computes with of its own `parameter`: itself, or under tensor parallelism this rank's part.
 
-    partial: the parameter is replicated, but used for this rank's channels alone, so that the ranks' gradients are to
-    be summed."""
+    partial: all of the parameter, gathered if need be, but used for this rank's channels alone, so that the ranks'
+    gradients are to be summed."""
     if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
     return _local_tensors().local(parameter, partial=partial)
@@ -66,6 +67,16 @@ def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
 def gather_last(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
     """x (..., n) of all ranks, (..., len(parameter)), where `parameter` is sharded in its first dimension."""
     return cast(Tensor, _local_tensors().gather_last(x, parameter)) if is_tensor_parallel(module) else x
+
+
+def own_part_of_each(module: nn.Module, x: Tensor, parts: Sequence[int], dim: int = -1) -> Tensor:
+    """This rank's share of each of the `parts` that follow one another in a dimension of x, which all ranks have; x
+    itself where the module is not tensor-parallel. Gradients of the others' are zero."""
+    if not is_tensor_parallel(module):
+        return x
+    mesh = cast(Any, module._tensor_mesh)
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    return torch.cat([each.chunk(ranks, dim)[rank] for each in x.split(list(parts), dim)], dim)
 
 
 def on_first_rank(module: nn.Module, parameter: Any) -> Any:

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby
+from typing import Literal, NamedTuple
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.parallel.cost import Hardware, ModelSize, StepCost, step_cost
-from ligermodels.parallel.memory import StepMemory, step_memory
+from ligermodels.parallel.expert import check_expert_parallel
+from ligermodels.parallel.memory import StepMemory, StepTrace, step_memory
+from ligermodels.parallel.shares import Shares
 
 CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 RESERVED = 0.06
 """Fraction of a GPU's memory that is left free: the CUDA context, NCCL's buffers, fragmentation."""
+EXPERT_LOAD = 1.25
+"""Rows that come to a rank's experts, relative to an equal part of all, which a plan has to have memory for. (A usual
+capacity factor, https://arxiv.org/abs/2101.03961, section 2.2: there what is beyond it is dropped, here nothing is.)"""
+
+
+class Degrees(NamedTuple):
+    """Those of a `ParallelPlan`."""
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, its micro-batch in sequences for each GPU, and what it takes."""
+    """A plan, its micro-batch in sequences for each group of `context` and `tensor` ranks, and what it takes on each
+    GPU. Of `expert` ranks `memory` is with EXPERT_LOAD."""
 
-    replicate: int
-    shard: int
+    degrees: Degrees
     activation_checkpointing: Literal["none", "selective", "full"]
     micro_batch: int
     memory: StepMemory
     cost: StepCost
-    context: int = 1
 
 
 def candidates(
@@ -40,9 +55,10 @@ def candidates(
     optimizer: str = "adamw",
     hardware: Hardware | None = None,
 ) -> list[Candidate]:
-    """Plans that fit, the fastest first by `step_cost`: each way to divide the GPUs into replicas and shards with each
-    kind of activation checkpointing, with the largest micro-batch that fits. Where there are none, or fewer sequences
-    than GPUs, each sequence is divided over as few GPUs as that takes (`context`).
+    """Plans that fit, the fastest first by `step_cost`: each way to divide the GPUs into replicas and shards, and the
+    experts of mixtures over these, with each kind of activation checkpointing, and the largest micro-batch that fits.
+    Where there are none, or fewer sequences than GPUs, each sequence (`context`), or each matrix product within a host
+    (`tensor`), is divided over as few GPUs as that takes.
 
     Args:
         model: on the meta device, as it will be trained: with LoRA, if it is to have it.
@@ -50,18 +66,22 @@ def candidates(
         memory: bytes of one, of which RESERVED are left free.
         batch_tokens: tokens of an optimizer step, over all GPUs.
         seq_len: tokens per sequence.
-        optimizer: "adamw" or "adafactor".
+        optimizer: "adamw", or on one GPU "adafactor".
         hardware: by default an H200.
 
     Raises:
         InputError: sizes below 1, or `batch_tokens` that cannot be divided evenly.
-        ConfigError: no plan fits; the message has what the smallest one needs, and what would help.
+        ConfigError: no plan fits; the message has what the smallest one needs, and what would help. Adafactor on
+            several GPUs.
     """
     for name, value in (("gpus", gpus), ("memory", memory), ("tokens", batch_tokens), ("seq_len", seq_len)):
         if value < 1:
             raise InputError(f"{name}: must be at least 1, got {value}")
-    contexts = _contexts(model, gpus)
-    fewer = batch_tokens < seq_len * gpus and contexts[-1] > 1
+    if optimizer == "adafactor" and gpus > 1:
+        raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
+    hardware = hardware or Hardware()
+    groups = _groups(model, gpus, hardware)
+    fewer = batch_tokens < seq_len * gpus and groups[-1] != (1, 1)
     if batch_tokens % (seq_len if fewer else seq_len * gpus):
         raise InputError(
             f"tokens: {batch_tokens} must be a multiple of seq_len x gpus ({seq_len} x {gpus} = {seq_len * gpus}), for "
@@ -70,31 +90,32 @@ def candidates(
     usable, size, found = int(memory * (1 - RESERVED)), ModelSize.of(model), list[Candidate]()
     before = model.activation_checkpointing
     try:
-        for context, mode, shard in _divisions(contexts, gpus):
-            if found and context > found[0].context:
-                break
-            ranks = gpus // context
+        for width, alike in groupby(groups, key=lambda group: group[0] * group[1]):
+            ranks = gpus // width
             sequences, rest = divmod(batch_tokens, seq_len * ranks)
-            if not rest and sequences:
-                model.activation_checkpointing = mode
-                fitting = _largest_that_fits(model, usable, sequences, seq_len, shard, context, optimizer)
-                if fitting is None:
-                    continue
-                micro, needed = fitting
-                degrees = {"replicate": ranks // shard, "shard": shard, "context": context}
-                cost = step_cost(
-                    size,
-                    micro * seq_len,
-                    seq_len,
-                    degrees,
-                    passes=sequences // micro,
-                    activation_checkpointing=mode,
-                    hardware=hardware,
-                )
-                found.append(Candidate(ranks // shard, shard, mode, micro, needed, cost, context))
+            if rest or not sequences:
+                continue
+            for context, tensor in alike:
+                for mode in CHECKPOINTING:
+                    model.activation_checkpointing = mode
+                    divisions = list(_divisions(model, ranks, context, tensor))
+                    fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, optimizer)
+                    for each, (micro, needed) in fitting.items():
+                        cost = step_cost(
+                            size,
+                            micro * seq_len,
+                            seq_len,
+                            each._asdict(),
+                            passes=sequences // micro,
+                            activation_checkpointing=mode,
+                            hardware=hardware,
+                        )
+                        found.append(Candidate(each, mode, micro, needed, cost))
+            if found:
+                break
         if not found:
             model.activation_checkpointing = "full"
-            raise ConfigError(_refusal(model, gpus, usable, seq_len, optimizer))
+            raise ConfigError(_refusal(model, gpus, usable, seq_len, groups, optimizer))
     finally:
         model.activation_checkpointing = before
     # Of plans equally fast the one that computes less again, then the one with less memory.
@@ -108,50 +129,92 @@ def candidates(
     )
 
 
-def _contexts(model: CausalLM, gpus: int) -> list[int]:
-    """Over how many GPUs each sequence can be divided."""
+def _groups(model: CausalLM, gpus: int, hardware: Hardware) -> list[tuple[int, int]]:
+    """(context, tensor), over how many GPUs each sequence, or each matrix product, can be divided; those of fewer GPUs
+    first."""
+    found = []
+    for context in _divisors(gpus):
+        for tensor in _divisors(gpus // context):
+            if tensor <= hardware.gpus_per_host and _can_be_divided(model, context, tensor):
+                found.append((context, tensor))
+    return sorted(found, key=lambda group: (group[0] * group[1], group[1]))
+
+
+def _can_be_divided(model: CausalLM, context: int, tensor: int) -> bool:
     try:
-        check_context_parallel(model.decoder)
+        if context > 1:
+            check_context_parallel(model.decoder)
+        if tensor > 1:
+            Shares(model, tensor=tensor)
     except ConfigError:
-        return [1]
-    return list(_divisors(gpus))
+        return False
+    return True
 
 
-def _divisions(contexts: list[int], gpus: int) -> Iterator[tuple[int, Literal["none", "selective", "full"], int]]:
-    """(context, activation checkpointing, shard), those of a smaller context first."""
-    for context in contexts:
-        for mode in CHECKPOINTING:
-            for shard in _divisors(gpus // context):
-                yield context, mode, shard
+def _divisions(model: CausalLM, ranks: int, context: int, tensor: int) -> Iterator[Degrees]:
+    """Ways to divide so many groups of GPUs into replicas and shards, and the experts over shards."""
+    for shard in _divisors(ranks):
+        for expert in _divisors(shard * context if tensor == 1 else 1):
+            try:
+                if expert > 1:
+                    check_expert_parallel(model, expert)
+            except ConfigError:
+                continue
+            yield Degrees(ranks // shard, shard, context, tensor, expert)
 
 
 def _divisors(number: int) -> Iterator[int]:
     return (n for n in range(1, number + 1) if number % n == 0)
 
 
-def _largest_that_fits(
-    model: CausalLM, usable: int, sequences: int, seq_len: int, shard: int, context: int, optimizer: str
-) -> tuple[int, StepMemory] | None:
-    """A micro-batch that divides `sequences`, and its memory; None where not even one sequence fits."""
-    fitting = None
-    for micro in _divisors(sequences):
-        needed = step_memory(model, micro, seq_len, shard=shard, context=context, optimizer=optimizer)
-        if needed.total > usable:
-            break
-        fitting = micro, needed
-    return fitting
+def _largest_that_fit(
+    model: CausalLM, usable: int, sequences: int, seq_len: int, divisions: list[Degrees], optimizer: str
+) -> dict[Degrees, tuple[int, StepMemory]]:
+    """For each of the divisions, of the same context and tensor, the largest micro-batch that divides `sequences` and
+    fits, and its memory. A step is followed once for all of those that spread experts, and once for all others."""
+    found = {}
+    for spread in (False, True):
+        left = [each for each in divisions if (each.expert > 1) == spread]
+        for micro in _divisors(sequences):
+            if not left:
+                break
+            step = _follow(model, micro, seq_len, left[0])
+            needed = {each: step.memory(shard=each.shard, expert=each.expert, optimizer=optimizer) for each in left}
+            left = [each for each in left if needed[each].total <= usable]
+            found.update({each: (micro, needed[each]) for each in left})
+    return found
 
 
-def _refusal(model: CausalLM, gpus: int, usable: int, seq_len: int, optimizer: str) -> str:
-    context = _contexts(model, gpus)[-1]
-    least = step_memory(model, 1, seq_len, shard=gpus // context, context=context, optimizer=optimizer)
+def worst_memory(model: CausalLM, found: Candidate, seq_len: int, *, optimizer: str = "adamw") -> StepMemory:
+    """The memory of a plan where all tokens of all ranks go to the experts of one, which is that one's; arguments as of
+    `candidates`, and the model with the plan's activation checkpointing."""
+    spread = {name: size for name, size in found.degrees._asdict().items() if name != "replicate"}
+    load = float(found.degrees.expert)
+    return step_memory(model, found.micro_batch, seq_len, **spread, expert_load=load, optimizer=optimizer)
+
+
+def _follow(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepTrace:
+    load = EXPERT_LOAD if degrees.expert > 1 else 1.0
+    over = {"context": degrees.context, "tensor": degrees.tensor, "expert": degrees.expert}
+    return StepTrace(model, micro, seq_len, **over, expert_load=load)
+
+
+def _refusal(
+    model: CausalLM, gpus: int, usable: int, seq_len: int, groups: list[tuple[int, int]], optimizer: str
+) -> str:
+    found = []
+    for context, tensor in groups:
+        (*_, most) = _divisions(model, gpus // (context * tensor), context, tensor)
+        step = _follow(model, 1, seq_len, most)
+        found.append((context * tensor, step.memory(shard=most.shard, optimizer=optimizer)))
+    width, least = min(found, key=lambda each: each[1].total)
     states = least.weights + least.optimizer_states
     advice = [f"more GPUs (weights and optimizer states take {_gib(states * gpus)} in all)"]
     if least.activations > states:
         advice = ["shorter sequences"]
     if any(parameter.requires_grad and parameter.ndim > 1 for parameter in model.decoder.embed.parameters()):
-        advice.append("LoRA" if optimizer == "adafactor" else "LoRA, or adafactor in place of AdamW")
-    where = "over all" if context > 1 else "on each"
+        advice.append("LoRA" if optimizer == "adafactor" or gpus > 1 else "LoRA, or adafactor in place of AdamW")
+    where = "over all" if width > 1 else "on each"
     return (
         f"no plan fits: one sequence of {seq_len} tokens {where} of {gpus} GPUs, all sharded and recomputed, takes "
         f"{_gib(least.total)}, and {_gib(usable)} are usable; what would help: {'; '.join(advice)}"

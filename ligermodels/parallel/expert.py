@@ -25,7 +25,7 @@ def check_expert_parallel(model: nn.Module, ranks: int) -> None:
     if not found:
         raise ConfigError("expert: the model has no mixture of experts that could be spread; leave it out")
     for name, module in found:
-        for parameter, rows in _of_experts(module).items():
+        for parameter, rows in of_experts(module).items():
             try:
                 split_evenly("num_experts", len(rows), ranks)
             except ConfigError as error:
@@ -41,12 +41,13 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for _, module in mixtures(model):
         if module._expert_mesh is not None:
             continue
-        for name, parameter in _of_experts(module).items():
+        for name, parameter in of_experts(module).items():
             spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
             module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
         module._expert_mesh = mesh
 
 
-def _of_experts(module: nn.Module) -> dict[str, nn.Parameter]:
+def of_experts(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a mixture with a row for each expert."""
     found = {name: getattr(module, name) for name in type(module).expert_parallel}  # type: ignore[attr-defined]
     return {name: parameter for name, parameter in found.items() if parameter is not None}

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+import numpy as np
+from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.decoder import Decoder
-from ligermodels.errors import InputError
-from ligermodels.layers.context_parallel import check_context_parallel
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.parallel.shares import Share, Shares
+from ligermodels.parallel.trace import trace
 
 LOSS_WORKSPACE = 2**30
 """Bytes for logits of a chunk, the `memory_budget` of `ops.linear_cross_entropy`."""
@@ -46,142 +40,108 @@ class StepMemory:
 
 
 def step_memory(
-    model: CausalLM, batch_size: int, seq_len: int, *, shard: int = 1, context: int = 1, optimizer: str = "adamw"
+    model: CausalLM,
+    batch_size: int,
+    seq_len: int,
+    *,
+    shard: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    expert_load: float = 1.0,
+    optimizer: str = "adamw",
 ) -> StepMemory:
     """The memory of a step of `model`, which is on the meta device, over `batch_size` sequences of `seq_len` tokens on
-    each GPU, or divided over `context` of them, with `activation_checkpointing` as the model has it and the parameters
-    that require a gradient.
+    each GPU, with `activation_checkpointing` as the model has it and the parameters that require a gradient.
 
     Forward and backward pass run on tensors without data, and each allocation and release is counted; so any model can
-    be asked about. With `shard` times `context` ranks, parameters, gradients and optimizer states are divided by them,
-    as by FSDP2 by block. Not counted: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation.
+    be asked about. Degrees are those of a `ParallelPlan`: sequences are divided over `context` ranks; projections over
+    `tensor`, and experts over `expert` of them; parameters, gradients and optimizer states over `shard` times
+    `context`, as by FSDP2 by block, which divides rows: of 128 experts no rank has less than one. Not counted: the CUDA
+    context (about 0.5 GiB), NCCL's buffers, fragmentation.
 
-    Gradients of the model are cleared. Raises InputError for a model that is not on the meta device, and sizes below 1.
+    expert_load: rows that come to the experts of a rank, relative to an equal part of all: 1 where routers balance
+    perfectly; at worst `expert`, where all tokens of all ranks choose experts of this one.
+
+    Gradients of the model are cleared. Raises InputError for a model that is not on the meta device, and numbers out of
+    range; ConfigError, naming it, for what cannot be divided so.
     """
-    parameters = list(model.parameters())
-    if not all(parameter.is_meta for parameter in parameters):
-        raise InputError('model: must be on the meta device: make it by from_config(config, device="meta")')
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("shard", shard), ("context", context)):
-        if value < 1:
-            raise InputError(f"{name}: must be at least 1, got {value}")
-    shard *= context
-    ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
-    with _divided(model.decoder, context), _Allocations(parameters, shard) as allocations:
-        loss = cast(Tensor, model(ids, labels=ids).loss)
-        kept = allocations.now
-        head_peak = kept + min(
-            LOSS_WORKSPACE, ids.numel() // context * model.config.vocab_size * model.head.weight.itemsize
+    step = StepTrace(model, batch_size, seq_len, context=context, tensor=tensor, expert=expert, expert_load=expert_load)
+    return step.memory(shard=shard, optimizer=optimizer)
+
+
+class StepTrace:
+    """A step that has been followed once, and its memory by what divides parameters alone; arguments and errors as of
+    `step_memory`."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        batch_size: int,
+        seq_len: int,
+        *,
+        context: int = 1,
+        tensor: int = 1,
+        expert: int = 1,
+        expert_load: float = 1.0,
+    ) -> None:
+        if not all(parameter.is_meta for parameter in model.parameters()):
+            raise InputError('model: must be on the meta device: make it by from_config(config, device="meta")')
+        sizes = {"batch_size": batch_size, "seq_len": seq_len}
+        for name, value in {**sizes, "context": context, "tensor": tensor, "expert": expert}.items():
+            if value < 1:
+                raise InputError(f"{name}: must be at least 1, got {value}")
+        if not 1 <= expert_load <= expert:
+            raise InputError(f"expert_load: must be from 1, balanced, to expert, {expert}, got {expert_load}")
+        self.model, self.context = model, context
+        self.shares = Shares(model, tensor=tensor, expert=expert)
+        self._trace = trace(
+            model, batch_size, seq_len, shares=self.shares, context=context, load=expert_load, workspace=LOSS_WORKSPACE
         )
-        loss.backward()
-        del loss
-    peak = max(allocations.peak, head_peak)
-    model.zero_grad(set_to_none=True)
-    return StepMemory(
-        weights=_bytes(parameters) // shard,
-        optimizer_states=sum(_state_bytes(p, optimizer) for p in parameters if p.requires_grad) // shard,
-        gathered=_gathered(model) if shard > 1 else 0,
-        activations=kept,
-        backward=peak - kept,
-    )
+
+    def memory(self, *, shard: int = 1, expert: int | None = None, optimizer: str = "adamw") -> StepMemory:
+        """With so many shards, and experts over another number of ranks: where they are spread, as many rows come to
+        a rank by any number of them."""
+        if shard < 1:
+            raise InputError(f"shard: must be at least 1, got {shard}")
+        shares, divided = self.shares, shard * self.context
+        if expert is not None and expert != shares.expert:
+            if 1 in (expert, shares.expert):
+                raise InputError(f"expert: the step was followed with {shares.expert}; follow it anew with {expert}")
+            shares = Shares(self.model, expert=expert)
+        if divided % shares.expert:
+            raise ConfigError(f"expert: {shares.expert} does not divide the {divided} ranks (shard x context)")
+
+        def kept(share: Share) -> int:
+            return share.sharded(divided // shares.expert if share.of_experts else divided)
+
+        sharded = [kept(share) for share in shares]
+        activations, peak = self._trace.replay(np.array([share.nbytes for share in shares]), np.array(sharded))
+        states = (_state_bytes(s.parameter, kept(s), optimizer) for s in shares if s.parameter.requires_grad)
+        return StepMemory(
+            weights=sum(sharded),
+            optimizer_states=sum(states),
+            gathered=_gathered(self.model, shares) if divided > 1 else 0,
+            activations=activations,
+            backward=peak - activations,
+        )
 
 
-@contextmanager
-def _divided(decoder: Decoder, context: int) -> Iterator[None]:
-    """Within it `decoder` has the part of each sequence that the first of `context` ranks has; nothing is exchanged on
-    the meta device."""
-    if context > 1:
-        check_context_parallel(decoder)
-        decoder._context_mesh = _FirstRank(context)
-    try:
-        yield
-    finally:
-        decoder._context_mesh = None
-
-
-@dataclass(frozen=True)
-class _FirstRank:
-    """What `layers.context_parallel` asks of a mesh, without ranks."""
-
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def get_local_rank(self) -> int:
-        return 0
-
-
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.nbytes for parameter in parameters)
-
-
-def _state_bytes(parameter: nn.Parameter, optimizer: str) -> int:
+def _state_bytes(parameter: nn.Parameter, kept: int, optimizer: str) -> int:
     """AdamW keeps two moments in the parameter's dtype; Adafactor a row and a column of each matrix."""
     if optimizer == "adamw":
-        return 2 * parameter.nbytes
+        return 2 * kept
     if optimizer == "adafactor":
+        if kept < parameter.nbytes:
+            raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
         rows = parameter.numel() if parameter.ndim < 2 else sum(parameter.shape[-2:]) * parameter.shape[:-2].numel()
         return rows * parameter.itemsize
     raise InputError(f"optimizer: must be 'adamw' or 'adafactor', got {optimizer!r}")
 
 
-def _gathered(model: CausalLM) -> int:
+def _gathered(model: CausalLM, shares: Shares) -> int:
     """Whole parameters of the units in work, and the whole gradients of one of them."""
     units: list[nn.Module] = [*model.decoder.blocks, model.decoder.embed, model.head]
-    largest = max(_bytes(unit.parameters()) for unit in units)
-    trained = max(_bytes(p for p in unit.parameters() if p.requires_grad) for unit in units)
+    largest = max(sum(share.nbytes for share in shares.of(unit)) for unit in units)
+    trained = max(sum(s.nbytes for s in shares.of(unit) if s.parameter.requires_grad) for unit in units)
     return GATHERED_UNITS * largest + trained
-
-
-class _Allocations(TorchDispatchMode):
-    """Counts the bytes of storages that ops make on the meta device while it is active, until they are released.
-
-    `now`, and `peak`, the most so far. Gradients that have been accumulated count with their share of `shard` ranks.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], shard: int) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._shard = shard
-        self._sizes: dict[int, int] = {}  # by storage
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._known = {p.untyped_storage()._cdata for p in parameters}
-
-    def __enter__(self) -> _Allocations:
-        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = op(*args, **(kwargs or {}))
-        for result in tree_iter(results):
-            if isinstance(result, Tensor) and result.is_meta:
-                self._count(result.untyped_storage())
-        return results
-
-    def _count(self, storage: Any) -> None:
-        key = storage._cdata
-        if key not in self._sizes and key not in self._known:
-            self._sizes[key] = storage.nbytes()
-            weakref.finalize(storage, self._released, key)
-            self._change(storage.nbytes())
-
-    def _released(self, key: int) -> None:
-        self._change(-self._sizes.pop(key))
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            key = parameter.grad.untyped_storage()._cdata
-            whole = self._sizes.get(key, 0)
-            share = min(whole, -(-parameter.nbytes // self._shard))
-            self._sizes[key] = share
-            self._change(share - whole)
-
-    def _change(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
@@ -27,6 +27,7 @@ from ligermodels.ops import check_float8_sizes
 
 LINEAR: Mapping[str, Mapping[str, TensorSharding]] = {
     "columns": {"weight": 0, "bias": 0},
+    "gathered": {"weight": 0, "bias": 0},
     "rows": {"weight": 1, "bias": "replicated"},
     "replicated": {"weight": "replicated", "bias": "replicated"},
 }
@@ -77,6 +78,17 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         else:
             _add_hooks(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
+
+
+def tensor_placements(model: nn.Module) -> dict[int, int]:
+    """The dimension in which `tensor_parallel` shards a parameter, by its id, for those that it does not replicate;
+    ConfigError as there."""
+    return {
+        id(parameter): rule
+        for module, rules, _ in _plan(model, "")
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(rule := rules[name], int)
+    }
 
 
 def check_tensor_parallel(config: DecoderConfig, ranks: int) -> None:
@@ -178,6 +190,10 @@ def _add_hooks(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
     def leave(_: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
         if kind == "rows":
             y = y.redistribute(placements=[Replicate()])
+        if kind == "gathered":
+            y = y.redistribute(placements=[Replicate()])
+            part: Tensor = y.to_local(grad_placements=[Partial()])
+            return part
         found: Tensor = y.to_local()
         return found
 

@@ -38,7 +38,15 @@ TRL: dict[str, tuple[Callable[..., Any], Callable[[], Any], dict[str, Any]]] = {
     "sft evaluated": (sft, tiny.texts, {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}),
     "sft dft": (sft, tiny.texts, {"loss_type": "dft"}),
     "sft compiled": (sft, tiny.texts, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
-    "sft experts": (sft, tiny.texts, {"model": {"model_type": "qwen3_moe", **EXPERTS}}),
+    "sft experts": (
+        sft,
+        tiny.texts,
+        {
+            "gradient_accumulation_steps": 2,
+            "router_aux_loss_coef": 0.3,
+            "model": {"model_type": "qwen3_moe", **EXPERTS},
+        },
+    ),
     "dpo wpo": (dpo, tiny.preferences, {"use_weighting": True, "gradient_checkpointing": True}),
     "dpo softcap": (dpo, tiny.preferences, {"use_weighting": True, "model": {"model_type": "gemma2"}}),
     "dpo mixed precision": (dpo, tiny.preferences, {"bf16": True}),

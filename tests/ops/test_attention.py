@@ -216,6 +216,26 @@ def test_views_of_any_alignment(name: str, dtype: torch.dtype, value_dim: int) -
         assert (a.double() - b).norm() <= LIMITS[dtype] * b.norm()
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"bounds": [0, 150, 256, 700]}])
+@pytest.mark.parametrize("queries", [300, 700])
+def test_no_mask_of_all_pairs_is_kept_on_a_cpu(options: dict[str, Any], queries: int) -> None:
+    """Fewer queries than keys, or a window: what autograd keeps grows with their sum."""
+    q, k, v = (torch.randn(1, n, 2, 16, requires_grad=True) for n in (queries, 700, 700))
+    given = {name: value for name, value in options.items() if name != "bounds"}
+    if "bounds" in options:
+        given["cu_seqlens"] = torch.tensor(options["bounds"], dtype=torch.int32)
+    kept: dict[int, int] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        out = attention(q, k, v, backend="sdpa", **given)
+    assert sum(kept.values()) < 8 * 700 * 2 * 16 * 4 < 300 * 700 * 4
+    torch.testing.assert_close(out, attention(q, k, v, backend="reference", **given), rtol=1e-5, atol=1e-6)
+
+
 def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends have slower kernels for windows."""
     asked = []

@@ -218,6 +218,8 @@ def _sdpa(
                 alone.append(_sdpa(queries, k[:, start:end], v[:, start:end], part, None, None, sinks))
         return torch.cat(alone, dim=1)
     shifted = request.key_length != request.query_length and request.query_length > 1
+    if mask is None and (shifted or request.window is not None) and _takes_strided_masks(request):
+        return _sdpa_backwards(q, k, v, request)
     if mask is not None:
         mask = mask[:, None]
     elif cu_seqlens is not None or shifted or request.window is not None:
@@ -242,6 +244,31 @@ def _sdpa(
         )
     out = out.transpose(1, 2)
     return out if sinks is None else out[:, 1:, :, :value_dim]
+
+
+def _takes_strided_masks(request: AttentionRequest) -> bool:
+    """Whether SDPA's kernel reads a mask where it lies, as that of CPUs does; those of GPUs copy it."""
+    return request.device == "cpu" and not (request.sinks or request.packed or request.compiling)
+
+
+def _sdpa_backwards(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
+    """The last query first: whether it sees a key goes by the sum of both places, so that a mask of all pairs (T, S) is
+    a view of T + S numbers."""
+    queries, keys = request.query_length, request.key_length
+    place = torch.arange(queries + keys - 1, device=q.device)
+    seen = place < keys
+    if request.window is not None:
+        seen = seen & (place >= keys - request.window)
+    line = torch.zeros(len(place), dtype=q.dtype, device=q.device).masked_fill(~seen, float("-inf"))
+    out = F.scaled_dot_product_attention(
+        q.flip(1).transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=line.as_strided((queries, keys), (1, 1)),
+        scale=request.softmax_scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2).flip(1)
 
 
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:

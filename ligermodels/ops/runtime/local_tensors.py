@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
     """This rank's part of a DTensor. Its gradient is placed as the parameter is.
 
-    partial: the parameter is replicated, and the gradient that each rank computes is its part of a sum."""
+    partial: all of it instead, and the gradient that each rank computes is its part of a sum."""
     assert isinstance(parameter, DTensor)
     if not partial:
         return _to_local(parameter, parameter.placements)
-    return _to_local(with_summed_gradient(parameter), [Partial()] * parameter.device_mesh.ndim)
+    dims = parameter.device_mesh.ndim
+    return _to_local(parameter.redistribute(placements=[Replicate()] * dims), [Partial()] * dims)
 
 
 def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:

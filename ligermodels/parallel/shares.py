@@ -1,0 +1,73 @@
+"""How much of each parameter a rank has, by arithmetic: nothing is distributed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.errors import ConfigError
+from ligermodels.layers.lora import LoRALinear
+from ligermodels.parallel.expert import check_expert_parallel, mixtures, of_experts
+from ligermodels.parallel.tensor import check_tensor_parallel, tensor_placements
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one parameter what the first rank has, whose part is the largest, while FSDP2 has it gathered: `shape`."""
+
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    of_experts: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * self.parameter.itemsize
+
+    def sharded(self, ranks: int) -> int:
+        """Bytes of it where FSDP2 shards its rows over so many ranks, the first of which have one more."""
+        rows, *others = self.shape or (1,)
+        return -(-rows // ranks) * math.prod(others) * self.parameter.itemsize
+
+
+class Shares:
+    """Those of all parameters of a model over `tensor`, or `expert`, ranks, in the order of `model.parameters()`.
+
+    mixtures: the modules whose experts are spread. Raises ConfigError, naming it, for what cannot be divided so.
+    """
+
+    def __init__(self, model: CausalLM, *, tensor: int = 1, expert: int = 1) -> None:
+        if tensor > 1 and expert > 1:
+            raise ConfigError("expert: is not supported beside tensor; experts are spread over shard and context")
+        self.tensor, self.expert = tensor, expert
+        self.mixtures: list[Any] = []
+        dims: dict[int, int] = {}
+        spread: set[int] = set()
+        if expert > 1:
+            check_expert_parallel(model, expert)
+            self.mixtures = [module for _, module in mixtures(model)]
+            spread = {id(p) for module in self.mixtures for p in of_experts(module).values()}
+            dims = dict.fromkeys(spread, 0)
+        if tensor > 1:
+            check_tensor_parallel(model.config, tensor)
+            if any(isinstance(module, LoRALinear) for module in model.modules()):
+                raise ConfigError("tensor: the memory of LoRA beside it is not known here; leave one of them out")
+            dims = tensor_placements(model)
+        self._all = [Share(p, self._shape(p, dims.get(id(p))), id(p) in spread) for p in model.parameters()]
+        self._by_id = {id(share.parameter): share for share in self._all}
+
+    def _shape(self, parameter: nn.Parameter, dim: int | None) -> tuple[int, ...]:
+        ranks = self.tensor * self.expert
+        return tuple(-(-size // ranks) if i == dim else size for i, size in enumerate(parameter.shape))
+
+    def __iter__(self) -> Iterator[Share]:
+        return iter(self._all)
+
+    def of(self, module: nn.Module) -> list[Share]:
+        """Those of the parameters of a part of the model."""
+        return [self._by_id[id(p)] for p in module.parameters()]

@@ -1,0 +1,93 @@
+"""What `ligermodels plan` says of ranks, beside what ranks hold and send: on four processes with gloo."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_parallel import batch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from two_ranks import in_ranks
+from zoo import CONFIGS
+
+import ligermodels as lm
+from ligermodels.parallel.cost import ModelSize, step_cost
+from ligermodels.parallel.memory import step_memory
+from ligermodels.training import FusedAdamW
+
+MIXTURE = {**CONFIGS["qwen3_moe"], "num_experts": 8}
+PLANS: list[tuple[dict[str, Any], dict[str, int]]] = [
+    (CONFIGS["llama-3.2"], {"shard": 4}),
+    (CONFIGS["qwen3_5_text"], {"shard": 2, "replicate": 2}),
+    (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"shard": 2, "tensor": 2}),
+    (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}),
+    (CONFIGS["gpt_oss"] | {"intermediate_size": 96}, {"tensor": 2, "replicate": 2}),
+    (MIXTURE, {"shard": 4}),
+    (MIXTURE, {"shard": 4, "expert": 2}),
+    (MIXTURE, {"shard": 2, "replicate": 2, "expert": 2}),
+    (CONFIGS["gpt_oss"] | {"num_local_experts": 8}, {"shard": 2, "context": 2, "expert": 4}),
+]
+"""Rows that ranks do not divide, tied and untied; modules that stay float32; two dimensions; experts with biases."""
+
+
+def held(tensors: Any) -> int:
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
+
+
+def planned(config: dict[str, Any], degrees: dict[str, int]) -> Any:
+    model = lm.from_config(config, dtype=torch.float32, device="meta")
+    return step_memory(model, 1, 8, **{name: size for name, size in degrees.items() if name != "replicate"})
+
+
+def hold(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    for config, degrees in PLANS:
+        torch.manual_seed(0)
+        model = lm.parallelize(lm.from_config(config, dtype=torch.float32), lm.ParallelPlan(**degrees))
+        optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        wanted = planned(config, degrees)
+        kept = (x for state in optimizer.state.values() for x in state.values())
+        moments = [x for x in kept if isinstance(x, torch.Tensor) and x.ndim]
+        found = held(model.parameters()), held(p.grad for p in model.parameters()), held(moments)
+        if rank == 0:
+            assert found == (wanted.weights, wanted.weights, wanted.optimizer_states), (degrees, found, wanted)
+        else:  # with fewer rows, where they are not divided evenly
+            assert max(found[:2]) <= wanted.weights and found[2] <= wanted.optimizer_states
+
+
+def send(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Bytes of all-to-all, over all ranks: those that stay are as many as those that go to each other rank."""
+    exchange, sizes = dist.all_to_all_single, list[int]()
+
+    def counted(output: Any, given: Any, *arguments: Any, **options: Any) -> Any:
+        if given.is_floating_point():
+            sizes.append(given.nbytes)
+        return exchange(output, given, *arguments, **options)
+
+    dist.all_to_all_single = counted
+    for degrees in ({"shard": 4, "expert": 2}, {"shard": 2, "context": 2, "expert": 4}):
+        torch.manual_seed(0)
+        plain = lm.from_config(MIXTURE, dtype=torch.float32)
+        cost_of = ModelSize.of(plain)
+        model = lm.parallelize(plain, lm.ParallelPlan(**degrees))
+        inputs = {name: x.repeat(1, 4)[:, :48] for name, x in dict(batch(rank // 2)).items()}
+        for mode in ("none", "selective", "full"):
+            sizes.clear()
+            model.activation_checkpointing = mode
+            model(**inputs).loss.backward()
+            every = torch.tensor(float(sum(sizes)))
+            dist.all_reduce(every)
+            cost = step_cost(cost_of, 2 * 48, 48, degrees, activation_checkpointing=mode)
+            ranks = degrees["expert"]
+            assert every == pytest.approx(4 * cost.sent["expert"] * ranks / (ranks - 1)), mode
+
+
+def test_ranks_hold_what_is_planned(tmp_path: Path) -> None:
+    in_ranks(4, hold, tmp_path)
+
+
+def test_ranks_send_what_is_planned(tmp_path: Path) -> None:
+    in_ranks(4, send, tmp_path)
