@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast, get_args
 
 import torch
@@ -34,6 +34,7 @@ from ligermodels.layers.context_parallel import shard_of
 from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import take_tokens
+from ligermodels.layers.token_parts import parts_of
 
 
 @dataclass(frozen=True)
@@ -198,13 +199,22 @@ class Decoder(nn.Module):
             tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids, keys_values, per_layer_inputs, shard=shard
         )
         last = None if token_indices is None else _last_block_of_all_tokens(self.blocks)
+        parts = None if state is not None else parts_of(self, *x.shape[:2])
+        in_parts = context
+        if parts is not None:
+            x = parts.take(x)
+            if per_layer_inputs is not None:
+                in_parts = replace(context, per_layer_inputs=parts.take(per_layer_inputs))
         for i, block in enumerate(self.blocks):
             if i == last and isinstance(token_indices, Targets):
                 token_indices = token_indices.token_indices  # synchronises, with all blocks before it queued
             indices = cast("Tensor | None", token_indices) if i == last else None
+            if parts is not None and indices is not None:
+                x, parts = parts.whole(x), None
             shape = x.shape[:2]
             own = None if state is None else state.layers[i]
-            output = run(self._activation_checkpointing, block, x, context, own, indices)
+            given_context = context if parts is None else in_parts
+            output = run(self._activation_checkpointing, block, x, given_context, own, indices, parts=parts)
             x, *more = output if isinstance(output, tuple) else (output,)
             for each in more:
                 if isinstance(each, KeysValues):
@@ -213,6 +223,7 @@ class Decoder(nn.Module):
                     router_outputs.append(each)
             if indices is not None:
                 context = context.of_tokens(indices, *shape)
+        x = x if parts is None else parts.whole(x)
         if state is not None:
             state.after(length, seq_lens, tree)
         if token_indices is None and shard is None:

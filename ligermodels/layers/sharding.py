@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import token_parts
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 TensorSharding = int | Literal["replicated", "columns", "rows"]
@@ -43,24 +44,40 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
     be summed."""
     if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
-    return _local_tensors().local(parameter, partial=partial)
+    return _local_tensors().local(parameter, partial=partial or token_parts.current() is not None)
 
 
 def on_all_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    """x as an operand of what `local` gives of a sharded `parameter`: its gradient is summed over ranks."""
-    return cast(Tensor, _local_tensors().on_all_ranks(x, parameter)) if is_tensor_parallel(module) else x
+    """x as an operand of what `local` gives of a sharded `parameter`: all tokens. Its gradient is summed over ranks."""
+    if not is_tensor_parallel(module):
+        return x
+    if (parts := token_parts.current()) is not None:
+        return parts.gather(x)
+    return cast(Tensor, _local_tensors().on_all_ranks(x, parameter))
 
 
 def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
-    """x, the same on all ranks, each of which uses it for its part of `module`: its gradient is summed over ranks."""
+    """x of all tokens, which each rank uses for its part of `module`: its gradient is summed over ranks."""
     if not is_tensor_parallel(module):
         return x
+    if (parts := token_parts.current()) is not None:
+        return parts.gather(x)
     return cast(Tensor, _local_tensors().with_partial_gradients(x, module._tensor_mesh))
 
 
 def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    """The sum of x, computed with what `local` gives of a sharded `parameter`, over ranks."""
-    return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter)) if is_tensor_parallel(module) else x
+    """The sum of x, computed with what `local` gives of a sharded `parameter`, over ranks: of this rank's tokens."""
+    if not is_tensor_parallel(module):
+        return x
+    if (parts := token_parts.current()) is not None:
+        return parts.sum(x)
+    return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter))
+
+
+def of_all_tokens(module: nn.Module, x: Tensor) -> Tensor:
+    """x of all tokens, for what all ranks compute alike."""
+    parts = token_parts.current() if is_tensor_parallel(module) else None
+    return x if parts is None else parts.whole(x)
 
 
 def gather_last(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:

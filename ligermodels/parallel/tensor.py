@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import token_parts
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import TensorSharding, is_sharded
+from ligermodels.ops.runtime.local_tensors import used_in_parts
 
 LINEAR: Mapping[str, Mapping[str, TensorSharding]] = {
     "columns": {"weight": 0, "bias": 0},
@@ -154,13 +156,20 @@ def _add_hooks(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = args
+        parts = token_parts.current()
+        if parts is not None and kind == "columns":
+            return (used_in_parts(parts.gather(x), mesh), *others)
+        x = parts.whole(x) if parts is not None and kind == "replicated" else x
         return (DTensor.from_local(x, mesh, [given], run_check=False), *others)
 
     def leave(_: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
+        parts = token_parts.current()
+        if parts is not None and kind == "rows" and y.placements[0].is_partial():
+            return parts.sum(y.to_local(grad_placements=[Replicate()]))
         if kind == "rows":
             y = y.redistribute(placements=[Replicate()])
         found: Tensor = y.to_local()
-        return found
+        return found if parts is None or kind == "columns" else parts.take(found)
 
     linear.register_forward_pre_hook(enter)
     linear.register_forward_hook(leave)

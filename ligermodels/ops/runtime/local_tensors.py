@@ -4,6 +4,7 @@ over its ranks, in either direction. Imported when the first DTensor is seen."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
     """This rank's part of a DTensor. Its gradient is placed as the parameter is.
 
-    partial: the parameter is replicated, and the gradient that each rank computes is its part of a sum."""
+    partial: the gradient that each rank computes of a replicated parameter is its part of a sum."""
     assert isinstance(parameter, DTensor)
-    if not partial:
+    if not partial or not all(placement.is_replicate() for placement in parameter.placements):
         return _to_local(parameter, parameter.placements)
     return _to_local(with_summed_gradient(parameter), [Partial()] * parameter.device_mesh.ndim)
 
@@ -38,6 +39,24 @@ def with_partial_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
     everywhere = [Replicate()] * mesh.ndim
     whole = DTensor.from_local(x, mesh, everywhere, run_check=False).redistribute(placements=everywhere)
     return _to_local(whole, [Partial()] * mesh.ndim)
+
+
+def used_in_parts(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The plain tensor x, the same on all ranks, as a DTensor. The gradient of x is this rank's part of a sum."""
+    return cast(DTensor, _UsedInParts.apply(x, mesh))
+
+
+class _UsedInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        assert isinstance(dy, DTensor)
+        if all(placement.is_partial() for placement in dy.placements):
+            return dy.to_local(), None
+        return dy.full_tensor() * float(is_first_rank(dy)), None
 
 
 def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
