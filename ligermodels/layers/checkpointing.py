@@ -36,6 +36,10 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
         return CheckpointPolicy.MUST_SAVE
     if name == "float8_lora_forward" and args[4].shape[0] >= args[4].shape[1]:
         return CheckpointPolicy.MUST_SAVE
+    if name == "all_gather_linear_forward" and args[1].shape[0] * args[4] >= args[1].shape[1]:
+        return CheckpointPolicy.MUST_SAVE
+    if name == "linear_reduce_scatter_forward" and args[1].shape[0] >= args[1].shape[1] * args[2]:
+        return CheckpointPolicy.MUST_SAVE
     if name == "lora_linear_forward" and args[2].shape[0] >= args[2].shape[1]:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

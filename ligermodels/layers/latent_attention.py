@@ -151,7 +151,7 @@ class LatentAttention(nn.Module):
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
-        **{"q": "columns", "q_b": "columns", "kv_b": "columns", "o": "rows"},
+        **{"q": "columns", "q_b": "columns", "kv_b": "gathered_columns", "o": "rows"},
         **{"q_a": "replicated", "kv_a": "replicated"},
     }
     context_parallel: ClassVar[bool] = True
@@ -176,7 +176,7 @@ class LatentAttention(nn.Module):
         config = self.config
         q = self._queries(x, context)
         rotated, latent = self.kv_a(x).split([config.rotated_dim, config.kv_rank], dim=-1)
-        rotated, latent = used_in_parts(self, rotated), self.kv_a_norm(latent)
+        rotated, latent = (used_in_parts(self, each) for each in (rotated, self.kv_a_norm(latent)))
         rotated = self._rotate(rotated[:, :, None], context)
         if state is not None and context.cache_seqlens is not None:
             state.append(torch.cat([rotated[:, :, 0], latent], dim=-1), context.cache_seqlens)

@@ -20,9 +20,10 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import token_parts
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
-TensorSharding = int | Literal["replicated", "columns", "rows"]
+TensorSharding = int | Literal["replicated", "columns", "gathered_columns", "rows"]
 """A parameter is sharded in this dimension, or replicated. Of a linear layer "columns" shards the output channels and
-"rows" the input channels, whose products are summed over ranks; "replicated" does neither."""
+"rows" the input channels, whose products are summed over ranks; "replicated" does neither. "gathered_columns" is
+"columns" for an input that is a result of `used_in_parts`."""
 
 Result = TypeVar("Result")
 

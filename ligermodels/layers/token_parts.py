@@ -12,120 +12,133 @@ projections they are given (1, n, H), the part, in place of (B, T, H).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels import ops
+from ligermodels.ops.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from ligermodels.ops.runtime.library import once_differentiable
 
-_current: ContextVar[TokenParts | None] = ContextVar("token_parts", default=None)
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+class _Current(threading.local):
+    parts: TokenParts | None = None
+
+
+_current = _Current()
 
 
 def current() -> TokenParts | None:
     """How the tokens of the block that computes now are divided; None where each rank has all of them."""
-    return _current.get()
+    return _current.parts
 
 
 def parts_of(decoder: nn.Module, batch: int, length: int) -> TokenParts | None:
-    """How a `Decoder` divides the tokens (B, T) of a pass; None where each rank has all: without tensor parallelism, and
+    """How a `Decoder` divides the tokens (B, T) of a pass; None where each rank has all: without tensor parallelism, or
     of fewer tokens than ranks."""
-    mesh = getattr(decoder, "_tensor_mesh", None)
-    return None if mesh is None or batch * length < mesh.size() else TokenParts(mesh, batch, length)
+    mesh: Any = getattr(decoder, "_tensor_mesh", None)
+    if mesh is None or batch * length < mesh.size():
+        return None
+    return TokenParts(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, batch, length)
 
 
 @dataclass(frozen=True)
 class TokenParts:
-    """How the `batch` * `length` tokens of a pass are divided over the ranks of a mesh of one dimension.
+    """How the `batch` * `length` tokens of a pass are divided over the `ranks` of a group, of which this is `rank`.
 
     All tokens are (B, T, ...), or in two dimensions (B * T, ...); this rank's part is (1, n, ...), or (n, ...). Where
     the ranks do not divide them, the last parts end in zeros, which no projection is given.
     """
 
-    mesh: Any
+    ranks: int
+    rank: int
+    group: str
     batch: int
     length: int
 
     @property
     def size(self) -> int:
         """Tokens of a part."""
-        return -(-self.batch * self.length // self.mesh.size())
+        return -(-self.batch * self.length // self.ranks)
 
     def take(self, x: Tensor) -> Tensor:
         """The part of x, which all ranks have alike; its gradient is gathered."""
-        return self._part(x, _own_rows, _gathered_rows)
+        return self._part(x, "own", "gather")
 
     def sum(self, x: Tensor) -> Tensor:
         """The part of the sum of x over ranks; its gradient is gathered."""
-        return self._part(x, _summed_rows, _gathered_rows)
+        return self._part(x, "sum", "gather")
 
     def whole(self, part: Tensor) -> Tensor:
         """All tokens, for what all ranks compute alike: the gradient is the same on all."""
-        return self._whole(part, _gathered_rows, _own_rows)
+        return self._whole(part, "gather", "own")
 
     def gather(self, part: Tensor) -> Tensor:
         """All tokens, of which each rank makes its own use: the gradient is summed over ranks."""
-        return self._whole(part, _gathered_rows, _summed_rows)
+        return self._whole(part, "gather", "sum")
+
+    def gathered_linear(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """F.linear of `gather(part)`, and of this rank's output channels; what is kept is the part."""
+        tokens = self.batch * self.length
+        rows = ops.all_gather_linear(_as_rows(part), weight, bias, rows=tokens, ranks=self.ranks, group=self.group)
+        return self._as_tokens(rows, part)
+
+    def summed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`sum` of F.linear of x, this rank's input channels."""
+        rows = ops.linear_reduce_scatter(_as_rows(x), weight, ranks=self.ranks, group=self.group)
+        return rows if x.ndim == 2 else rows[None]
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, whose modules compute parts of the tokens."""
-        token = _current.set(self)
+        before, _current.parts = _current.parts, self
         try:
             return function(*args)
         finally:
-            _current.reset(token)
+            _current.parts = before
 
     def _part(self, x: Tensor, forward: _Move, backward: _Move) -> Tensor:
-        rows = x if x.ndim == 2 else x.flatten(0, 1)
-        padding = self.size * self.mesh.size() - len(rows)
+        rows = _as_rows(x)
+        padding = self.size * self.ranks - rows.shape[0]
         rows = F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, padding)) if padding else rows
-        found = cast(Tensor, _Moved.apply(rows, self.mesh, forward, backward))
+        found = cast(Tensor, _Moved.apply(rows, forward, backward, self.ranks, self.rank, self.group))
         return found if x.ndim == 2 else found[None]
 
     def _whole(self, part: Tensor, forward: _Move, backward: _Move) -> Tensor:
-        found = cast(Tensor, _Moved.apply(part if part.ndim == 2 else part[0], self.mesh, forward, backward))
-        found = found[: self.batch * self.length]
-        return found if part.ndim == 2 else found.unflatten(0, (self.batch, self.length))
+        found = cast(Tensor, _Moved.apply(_as_rows(part), forward, backward, self.ranks, self.rank, self.group))
+        return self._as_tokens(found[: self.batch * self.length], part)
+
+    def _as_tokens(self, rows: Tensor, part: Tensor) -> Tensor:
+        return rows if part.ndim == 2 else rows.unflatten(0, (self.batch, self.length))
 
 
-_Move = Callable[[Tensor, Any], Tensor]
-"""Of rows on each rank of a mesh to rows on each."""
+def _as_rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.flatten(0, 1)
 
 
-def _own_rows(x: Tensor, mesh: Any) -> Tensor:
-    return x.unflatten(0, (mesh.size(), -1))[mesh.get_local_rank()].clone()
-
-
-def _gathered_rows(x: Tensor, mesh: Any) -> Tensor:
-    found = x.new_empty(mesh.size() * len(x), *x.shape[1:])
-    if not x.is_meta:
-        _all_gather(found, x.contiguous(), group=mesh.get_group())
-    return found
-
-
-def _summed_rows(x: Tensor, mesh: Any) -> Tensor:
-    found = x.new_empty(len(x) // mesh.size(), *x.shape[1:])
-    if not x.is_meta:
-        _reduce_scatter(found, x.contiguous(), group=mesh.get_group())
-    return found
+_Move = Literal["own", "gather", "sum"]
+"""This rank's rows of those of all; the rows of all ranks; this rank's rows of the sum over ranks."""
 
 
 class _Moved(torch.autograd.Function):
-    """Two moves of which each is the other's transpose."""
+    """Rows that are moved one way, and their gradient the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any, forward: _Move, backward: _Move) -> Tensor:
-        ctx.mesh, ctx.backward_move = mesh, backward
-        return forward(x, mesh)
+    def forward(ctx: Any, x: Tensor, forward: _Move, backward: _Move, ranks: int, rank: int, group: str) -> Tensor:
+        ctx.back = backward, ranks, rank, group
+        return _moved(x, forward, ranks, rank, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
-        return (ctx.backward_move(dy, ctx.mesh),)
+        return (_moved(dy, *ctx.back),)
+
+
+def _moved(x: Tensor, how: _Move, ranks: int, rank: int, group: str) -> Tensor:
+    if how == "own":
+        return x.unflatten(0, (ranks, -1))[rank].clone()
+    return cast(Tensor, (all_gather_rows if how == "gather" else reduce_scatter_rows)(x, ranks, group))

@@ -11,26 +11,18 @@ here knows which layers there are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import token_parts
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import TensorSharding, is_sharded
-from ligermodels.ops.runtime.local_tensors import used_in_parts
+from ligermodels.parallel import linears
 
-LINEAR: Mapping[str, Mapping[str, TensorSharding]] = {
-    "columns": {"weight": 0, "bias": 0},
-    "rows": {"weight": 1, "bias": "replicated"},
-    "replicated": {"weight": "replicated", "bias": "replicated"},
-}
-"""How the parameters of a linear layer are distributed; those of LoRA are replicated."""
 MOST_RANKS = 256  # that are tried for what would work
 
 
@@ -73,7 +65,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         if kind is None:
             module._tensor_mesh = mesh  # type: ignore[assignment]
         else:
-            _add_hooks(module, kind, mesh)
+            linears.divide(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
 
 
@@ -137,7 +129,7 @@ def _plan(module: nn.Module, name: str) -> Iterator[Planned]:
             yield from _plan(child, path)
         elif type(child) in (nn.Linear, LoRALinear):
             others = {key: "replicated" for key, _ in child.named_parameters()}
-            yield child, {**others, **LINEAR[str(kind)]}, str(kind)  # type: ignore[dict-item]
+            yield child, {**others, **linears.RULES[str(kind)]}, str(kind)  # type: ignore[dict-item]
         else:
             raise ConfigError(
                 f"{path} ({type(child).__name__}): is in the place of a linear layer, which it is not, and has no rule "
@@ -148,28 +140,3 @@ def _plan(module: nn.Module, name: str) -> Iterator[Planned]:
 def _distribute(parameter: nn.Parameter, rule: TensorSharding, mesh: DeviceMesh) -> nn.Parameter:
     placement = Shard(rule) if isinstance(rule, int) else Replicate()
     return nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement]), parameter.requires_grad)
-
-
-def _add_hooks(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
-    """A linear layer of DTensors that takes and gives plain tensors."""
-    given = Shard(-1) if kind == "rows" else Replicate()
-
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = args
-        parts = token_parts.current()
-        if parts is not None and kind == "columns":
-            return (used_in_parts(parts.gather(x), mesh), *others)
-        x = parts.whole(x) if parts is not None and kind == "replicated" else x
-        return (DTensor.from_local(x, mesh, [given], run_check=False), *others)
-
-    def leave(_: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
-        parts = token_parts.current()
-        if parts is not None and kind == "rows" and y.placements[0].is_partial():
-            return parts.sum(y.to_local(grad_placements=[Replicate()]))
-        if kind == "rows":
-            y = y.redistribute(placements=[Replicate()])
-        found: Tensor = y.to_local()
-        return found if parts is None or kind == "columns" else parts.take(found)
-
-    linear.register_forward_pre_hook(enter)
-    linear.register_forward_hook(leave)
