@@ -22,7 +22,9 @@ from two_ranks import in_ranks, in_two_ranks
 import ligermodels as lm
 from ligermodels.archs import decoder
 from ligermodels.layers import token_parts
+from ligermodels.layers.attention import Attention
 from ligermodels.ops.runtime import collectives
+from ligermodels.parallel.memory import step_memory
 from ligermodels.parallel.tensor import tensor_parallel
 
 CONFIGS["four"] = {**EVEN, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
@@ -125,23 +127,29 @@ def exchanges_and_memory(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
     # What each block keeps: four states of all tokens, two of them the inputs of projections, or the parts of these.
     states = draw(0)[0].numel() * model.config.hidden_size * 8
-    for mode, less in (("none", 4 / 2), ("full", 1 / 2)):
-        bytes_kept = []
-        for whole in (False, True):
-            if whole:
-                decoder.parts_of = lambda *_: None  # type: ignore[assignment]
-            sizes = []
-            for layers in (2, 4):
-                torch.manual_seed(0)
-                model = lm.from_config({**CONFIGS["llama"], "num_hidden_layers": layers}, dtype=torch.float64)
-                tensor_parallel(model, mesh)
-                model.activation_checkpointing = mode  # type: ignore[assignment]
-                sizes.append(kept(model))
-            bytes_kept.append((sizes[1] - sizes[0]) / 2)
-            decoder.parts_of = token_parts.parts_of
-        assert bytes_kept[1] - bytes_kept[0] >= less * states, (mode, bytes_kept, states)
-        if mode == "full":
-            assert bytes_kept[0] == states / 2
+    for mode, less in (("none", 4 / 2), ("selective", 1 / 2), ("full", 1 / 2)):
+        parts, whole = (of_a_block(mode, mesh, here) for here in (token_parts.parts_of, lambda *_: None))
+        assert whole - parts >= less * states, (mode, parts, whole, states)
+        assert mode != "full" or parts == states / 2
+        assert abs(of_a_block(mode) / parts - 1) < 0.02, (mode, of_a_block(mode), parts)
+
+
+def of_a_block(mode: Any, mesh: DeviceMesh | None = None, parts_of: Any = None) -> float:
+    """The bytes that a block keeps; without a mesh those that a plan expects."""
+    sizes = []
+    for layers in (2, 4):
+        torch.manual_seed(0)
+        config = {**CONFIGS["llama"], "num_hidden_layers": layers}
+        model = lm.from_config(config, dtype=torch.float64, device="cpu" if mesh else "meta")
+        model.activation_checkpointing = mode
+        if mesh is None:
+            sizes.append(step_memory(model, *draw(0)[0].shape, tensor=2).activations)
+            continue
+        tensor_parallel(model, mesh)
+        decoder.parts_of = parts_of
+        sizes.append(kept(model))
+        decoder.parts_of = token_parts.parts_of
+    return (sizes[1] - sizes[0]) / 2
 
 
 def test_what_is_sent_and_kept(tmp_path: Path) -> None:
@@ -178,6 +186,23 @@ def awkward(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         ]
         torch.testing.assert_close(*gradients)
         check_generation(model, plain)
+    plain, model = build("four"), build("four")
+    for each in (plain, model):
+        each.decoder.blocks[1].mixer.__class__ = OfNeighbours
+    tensor_parallel(model, mesh)
+    check_gradients(model, plain, of_labels)
+    with counted() as found:
+        of_logits(model, 0)
+    assert not found["_gather"] and found["all_reduce"] == 1 + 2 * len(model.decoder.blocks), found
+
+
+class OfNeighbours(Attention):
+    """A mixer that does more with tokens than project them, and does not say that it can be given a part."""
+
+    sequence_parallel = False
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        return super().forward(x + x.roll(1, 1), *args, **options)
 
 
 def test_awkward_sizes(tmp_path: Path) -> None:

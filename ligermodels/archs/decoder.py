@@ -107,6 +107,7 @@ class Decoder(nn.Module):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     _tensor_ranks = 1  # that `parallel.tensor` divides it over
+    _token_mesh: Any = None  # of those of them that divide the tokens too, see `layers.token_parts`
     _context_mesh: Any = None  # of the ranks that divide each sequence, see `layers.context_parallel`
 
     def __init__(self, config: DecoderConfig) -> None:

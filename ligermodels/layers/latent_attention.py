@@ -155,6 +155,7 @@ class LatentAttention(nn.Module):
         **{"q_a": "replicated", "kv_a": "replicated"},
     }
     context_parallel: ClassVar[bool] = True
+    sequence_parallel: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: LatentAttentionConfig) -> None:
         super().__init__()

@@ -165,6 +165,7 @@ class MoE(nn.Module):
         "shared_gate": "replicated",
     }
     context_parallel: ClassVar[bool] = True  # the load-balancing loss sums over ranks
+    sequence_parallel: ClassVar[bool] = True
     expert_parallel: ClassVar[tuple[str, ...]] = ("gate_up", "down", "gate_up_bias", "down_bias")
     _expert_mesh: Any = None  # of the ranks that `parallel.expert` spreads these over
 

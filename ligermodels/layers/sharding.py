@@ -88,7 +88,7 @@ def gather_last(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
 
 def on_first_rank(module: nn.Module, parameter: Any) -> Any:
     """`local` of a replicated parameter that is added to what is then summed over ranks: zeros on all but the first."""
-    if parameter is None or not is_tensor_parallel(module):
+    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
     return local(module, parameter, partial=True) * float(_local_tensors().is_first_rank(parameter))
 

@@ -7,7 +7,8 @@ backward pass. A projection by columns gathers its input, and one by rows sums i
 its part: together they send as many bytes as the sum of all tokens on all ranks, whose place they take.
 
 `Decoder.forward` decides which blocks compute so. Their modules go by `current`, through `layers.sharding`: between
-projections they are given (1, n, H), the part, in place of (B, T, H).
+projections they are given (1, n, H), the part, in place of (B, T, H). A layer that can be given it says so by
+`sequence_parallel = True`, or, where its result for a token depends on no other one, by `token_wise`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels import ops
+from ligermodels.ops.linear.parallel_linear import all_gather_linear, linear_reduce_scatter
 from ligermodels.ops.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from ligermodels.ops.runtime.library import once_differentiable
 
@@ -38,10 +39,21 @@ def current() -> TokenParts | None:
     return _current.parts
 
 
+def divide_tokens(decoder: Any, mesh: Any) -> None:
+    """Have a `Decoder` divide the tokens of its passes over the ranks of a mesh of one dimension, if all of its layers
+    can be given a part."""
+    layers = (getattr(block, name) for block in decoder.blocks for name in ("mixer", "mlp", "after"))
+    able = all(
+        layer is None or getattr(layer, "sequence_parallel", False) or getattr(layer, "token_wise", False)
+        for layer in layers
+    )
+    decoder._token_mesh = mesh if able else None
+
+
 def parts_of(decoder: nn.Module, batch: int, length: int) -> TokenParts | None:
-    """How a `Decoder` divides the tokens (B, T) of a pass; None where each rank has all: without tensor parallelism, or
-    of fewer tokens than ranks."""
-    mesh: Any = getattr(decoder, "_tensor_mesh", None)
+    """How a `Decoder` divides the tokens (B, T) of a pass; None where each rank has all, as it has of fewer tokens than
+    ranks."""
+    mesh: Any = getattr(decoder, "_token_mesh", None)
     if mesh is None or batch * length < mesh.size():
         return None
     return TokenParts(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, batch, length)
@@ -85,12 +97,12 @@ class TokenParts:
     def gathered_linear(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear of `gather(part)`, and of this rank's output channels; what is kept is the part."""
         tokens = self.batch * self.length
-        rows = ops.all_gather_linear(_as_rows(part), weight, bias, rows=tokens, ranks=self.ranks, group=self.group)
+        rows = all_gather_linear(_as_rows(part), weight, bias, rows=tokens, ranks=self.ranks, group=self.group)
         return self._as_tokens(rows, part)
 
     def summed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """`sum` of F.linear of x, this rank's input channels."""
-        rows = ops.linear_reduce_scatter(_as_rows(x), weight, ranks=self.ranks, group=self.group)
+        rows = linear_reduce_scatter(_as_rows(x), weight, ranks=self.ranks, group=self.group)
         return rows if x.ndim == 2 else rows[None]
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -15,7 +15,6 @@ from ligermodels.ops.float8.norm import float8_add_rms_norm
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
-from ligermodels.ops.linear.parallel_linear import all_gather_linear, linear_reduce_scatter
 from ligermodels.ops.linear_attention.causal_conv import causal_conv, causal_conv_reference, conv_sources
 from ligermodels.ops.linear_attention.conv_state import (
     causal_conv_step,
@@ -60,7 +59,6 @@ __all__ = [
     "adamw_step",
     "add_rms_norm",
     "add_rms_norm_reference",
-    "all_gather_linear",
     "attention",
     "causal_conv",
     "causal_conv_reference",
@@ -109,7 +107,6 @@ __all__ = [
     "linear_distillation_reference",
     "linear_log_probs",
     "linear_log_probs_reference",
-    "linear_reduce_scatter",
     "lora_linear",
     "lora_linear_reference",
     "rms_norm",

@@ -17,6 +17,7 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import InputError
 from ligermodels.layers.context_parallel import check_context_parallel
+from ligermodels.parallel.tensor_part import tensor_part
 
 LOSS_WORKSPACE = 2**30
 """Bytes for logits of a chunk, the `memory_budget` of `ops.linear_cross_entropy`."""
@@ -46,7 +47,14 @@ class StepMemory:
 
 
 def step_memory(
-    model: CausalLM, batch_size: int, seq_len: int, *, shard: int = 1, context: int = 1, optimizer: str = "adamw"
+    model: CausalLM,
+    batch_size: int,
+    seq_len: int,
+    *,
+    shard: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    optimizer: str = "adamw",
 ) -> StepMemory:
     """The memory of a step of `model`, which is on the meta device, over `batch_size` sequences of `seq_len` tokens on
     each GPU, or divided over `context` of them, with `activation_checkpointing` as the model has it and the parameters
@@ -54,16 +62,22 @@ def step_memory(
 
     Forward and backward pass run on tensors without data, and each allocation and release is counted; so any model can
     be asked about. With `shard` times `context` ranks, parameters, gradients and optimizer states are divided by them,
-    as by FSDP2 by block. Not counted: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation.
+    as by FSDP2 by block. With `tensor` ranks, each has its part of every layer and, between projections, of the tokens.
+    Not counted: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation.
 
-    Gradients of the model are cleared. Raises InputError for a model that is not on the meta device, and sizes below 1.
+    Gradients of the model are cleared. Raises InputError for a model that is not on the meta device, and sizes below 1;
+    ConfigError for one that cannot be divided so.
     """
     parameters = list(model.parameters())
     if not all(parameter.is_meta for parameter in parameters):
         raise InputError('model: must be on the meta device: make it by from_config(config, device="meta")')
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("shard", shard), ("context", context)):
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "shard": shard, "context": context, "tensor": tensor}
+    for name, value in sizes.items():
         if value < 1:
             raise InputError(f"{name}: must be at least 1, got {value}")
+    if tensor > 1:
+        model = tensor_part(model, _FirstRank(tensor))
+        parameters = list(model.parameters())
     shard *= context
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
     with _divided(model.decoder, context), _Allocations(parameters, shard) as allocations:
@@ -109,6 +123,13 @@ class _FirstRank:
 
     def get_local_rank(self) -> int:
         return 0
+
+    def get_group(self) -> _FirstRank:
+        return self
+
+    @property
+    def group_name(self) -> str:
+        return "none"
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -1,8 +1,9 @@
 """Tensor parallelism: each rank has a part of every projection, of the embedding and of the head, by DTensors.
 
 Attention is split by key/value heads, feed-forward layers and experts by their intermediate channels, embedding and
-head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Norms, routers and hidden states are
-the same on all ranks. So a block sums its output over ranks twice, and the gradient of its input twice.
+head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Norms and routers are the same on all
+ranks, of which each has a part of the tokens between projections (`layers.token_parts`), or, where they are decoded,
+all of them: then a block sums its output over ranks twice.
 
 How a layer is split is said by its config (`LayerConfig.tensor_shard`) and by its module (`tensor_parallel`): nothing
 here knows which layers there are.
@@ -21,6 +22,7 @@ from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import TensorSharding, is_sharded
+from ligermodels.layers.token_parts import divide_tokens
 from ligermodels.parallel import linears
 
 MOST_RANKS = 256  # that are tried for what would work
@@ -54,7 +56,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         raise InputError("tensor_parallel: the model is sharded already; distribute it first, then put FSDP2 on top")
     ranks = mesh.size()
     check_tensor_parallel(bases[0].config, ranks)
-    distributed = list(_plan(model, ""))
+    distributed = list(modules_with_rules(model, ""))
     parameters: dict[int, nn.Parameter] = {}  # tied ones stay one
     for module, rules, _ in distributed:
         for name, parameter in module.named_parameters(recurse=False):
@@ -67,6 +69,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         else:
             linears.divide(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
+    divide_tokens(bases[0].decoder, mesh)
 
 
 def check_tensor_parallel(config: DecoderConfig, ranks: int) -> None:
@@ -107,7 +110,7 @@ Planned = tuple[nn.Module, Mapping[str, TensorSharding], "str | None"]
 """A module, the rules of its own parameters, and, of a linear layer, its kind."""
 
 
-def _plan(module: nn.Module, name: str) -> Iterator[Planned]:
+def modules_with_rules(module: nn.Module, name: str) -> Iterator[Planned]:
     """All modules that have parameters, in the order of the model; ConfigError, naming it, for one without a rule."""
     rules: Mapping[str, TensorSharding] | None = getattr(type(module), "tensor_parallel", None)
     if rules is None and isinstance(module, nn.ModuleList | nn.Sequential):
@@ -126,7 +129,7 @@ def _plan(module: nn.Module, name: str) -> Iterator[Planned]:
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if (kind := rules.get(key)) is None:
-            yield from _plan(child, path)
+            yield from modules_with_rules(child, path)
         elif type(child) in (nn.Linear, LoRALinear):
             others = {key: "replicated" for key, _ in child.named_parameters()}
             yield child, {**others, **linears.RULES[str(kind)]}, str(kind)  # type: ignore[dict-item]
