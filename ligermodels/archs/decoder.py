@@ -200,12 +200,11 @@ class Decoder(nn.Module):
             tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids, keys_values, per_layer_inputs, shard=shard
         )
         last = None if token_indices is None else _last_block_of_all_tokens(self.blocks)
-        parts = None if state is not None else parts_of(self, *x.shape[:2])
-        in_parts = context
+        parts, context_of_parts = None if state is not None else parts_of(self, *x.shape[:2]), context
         if parts is not None:
             x = parts.take(x)
             if per_layer_inputs is not None:
-                in_parts = replace(context, per_layer_inputs=parts.take(per_layer_inputs))
+                context_of_parts = replace(context, per_layer_inputs=parts.take(per_layer_inputs))
         for i, block in enumerate(self.blocks):
             if i == last and isinstance(token_indices, Targets):
                 token_indices = token_indices.token_indices  # synchronises, with all blocks before it queued
@@ -214,8 +213,8 @@ class Decoder(nn.Module):
                 x, parts = parts.whole(x), None
             shape = x.shape[:2]
             own = None if state is None else state.layers[i]
-            given_context = context if parts is None else in_parts
-            output = run(self._activation_checkpointing, block, x, given_context, own, indices, parts=parts)
+            arguments = (x, context if parts is None else context_of_parts, own, indices)
+            output = run(self._activation_checkpointing, block, *arguments, parts=parts)
             x, *more = output if isinstance(output, tuple) else (output,)
             for each in more:
                 if isinstance(each, KeysValues):

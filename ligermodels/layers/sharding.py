@@ -1,10 +1,10 @@
 """Models whose parameters are sharded over ranks, by FSDP2 or tensor parallelism.
 
 Under tensor parallelism every parameter is a DTensor, and modules compute with plain tensors: hidden states, the same
-on all ranks, and this rank's part of whatever lies between a projection by columns and one by rows. A class of modules
-that can do so has a `tensor_parallel`, a mapping that says how its parameters, and the linear layers within it, are
-distributed (`TensorSharding`); what else is within it has one of its own. Its forward takes its own parameters by
-`local`.
+on all ranks or a part of the tokens on each (`layers.token_parts`), and this rank's channels of whatever lies between a
+projection by columns and one by rows. A class of modules that can do so has a `tensor_parallel`, a mapping that says how
+its parameters, and the linear layers within it, are distributed (`TensorSharding`); what else is within it has one of its
+own. Its forward takes its own parameters by `local`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
     """What `module` computes with of its own `parameter`: itself, or under tensor parallelism this rank's part.
 
     partial: the parameter is replicated, but used for this rank's channels alone, so that the ranks' gradients are to
-    be summed."""
+    be summed; so they are where it is used for a part of the tokens."""
     if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
     return _local_tensors().local(parameter, partial=partial or token_parts.current() is not None)

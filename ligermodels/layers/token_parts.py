@@ -13,7 +13,6 @@ projections they are given (1, n, H), the part, in place of (B, T, H). A layer t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -27,7 +26,9 @@ from ligermodels.ops.runtime.collectives import all_gather_rows, reduce_scatter_
 from ligermodels.ops.runtime.library import once_differentiable
 
 
-class _Current(threading.local):
+class _Current:
+    """Of a process, not a thread: ranks exchange in one order, so that no two passes of theirs compute at once."""
+
     parts: TokenParts | None = None
 
 
@@ -59,7 +60,7 @@ def parts_of(decoder: nn.Module, batch: int, length: int) -> TokenParts | None:
     return TokenParts(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, batch, length)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenParts:
     """How the `batch` * `length` tokens of a pass are divided over the `ranks` of a group, of which this is `rank`.
 
