@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from test_context_parallel import check_pass, inputs_of_all_kinds
 from test_tensor_parallel import CONFIGS, EVEN, build, check_generation, check_gradients, draw, of_labels, of_logits
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ import ligermodels as lm
 from ligermodels.archs import decoder
 from ligermodels.layers import token_parts
 from ligermodels.layers.attention import Attention
+from ligermodels.ops.linear.parallel_linear import all_gather_linear, linear_reduce_scatter
 from ligermodels.ops.runtime import collectives
 from ligermodels.parallel.memory import step_memory
 from ligermodels.parallel.tensor import tensor_parallel
@@ -236,14 +237,34 @@ def test_latent_attention_with_lora_and_context(tmp_path: Path) -> None:
     in_ranks(4, beside_others, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_blocks_are_compiled_whole(name: str, tmp_path: Path) -> None:
-    in_two_ranks(compiled, tmp_path, name)
+def test_blocks_are_compiled_whole(tmp_path: Path) -> None:
+    in_two_ranks(compiled, tmp_path)
 
 
-def compiled(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
-    plain, model = build(name), build(name)
+def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    plain, model = build("gemma2"), build("gemma2")
     tensor_parallel(model, mesh)
     for block in model.decoder.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     check_gradients(model, plain, of_logits)
+
+
+def test_ops_and_their_schemas() -> None:
+    """On one rank, with padding: five rows of six."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group, (x, dy, weight, bias) = dist.group.WORLD.group_name, map(torch.randn, ((6, 4), (5, 3), (3, 4), (3,)))
+        found = all_gather_linear(x, weight, bias, rows=5, ranks=1, group=group)
+        torch.testing.assert_close(found, F.linear(x[:5], weight, bias))
+        torch.testing.assert_close(linear_reduce_scatter(x[:5], weight, ranks=1, group=group), F.linear(x[:5], weight))
+        for name, arguments in {
+            "all_gather_linear_forward": (x, weight, bias, 5, 1, group),
+            "all_gather_linear_backward": (dy, x, weight, 6, 1, group, True, True),
+            "linear_reduce_scatter_forward": (x, weight, 1, group),
+            "all_gather_rows": (x, 1, group),
+            "reduce_scatter_rows": (x, 1, group),
+        }.items():
+            op = getattr(torch.ops.ligermodels, name).default
+            torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    finally:
+        dist.destroy_process_group()

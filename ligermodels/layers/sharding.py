@@ -2,9 +2,9 @@
 
 Under tensor parallelism every parameter is a DTensor, and modules compute with plain tensors: hidden states, the same
 on all ranks or a part of the tokens on each (`layers.token_parts`), and this rank's channels of whatever lies between a
-projection by columns and one by rows. A class of modules that can do so has a `tensor_parallel`, a mapping that says how
-its parameters, and the linear layers within it, are distributed (`TensorSharding`); what else is within it has one of its
-own. Its forward takes its own parameters by `local`.
+projection by columns and one by rows. A class of modules that can do so has a `tensor_parallel`, a mapping that says
+how its parameters, and the linear layers within it, are distributed (`TensorSharding`); what else is within it has one
+of its own. Its forward takes its own parameters by `local`.
 """
 
 from __future__ import annotations
