@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast, get_args
 
 import torch
@@ -34,6 +34,7 @@ from ligermodels.layers.context_parallel import shard_of
 from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import take_tokens
+from ligermodels.layers.token_parts import parts_of
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Decoder(nn.Module):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     _tensor_ranks = 1  # that `parallel.tensor` divides it over
+    _token_mesh: Any = None  # of those of them that divide the tokens too, see `layers.token_parts`
     _context_mesh: Any = None  # of the ranks that divide each sequence, see `layers.context_parallel`
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -201,13 +203,21 @@ class Decoder(nn.Module):
             tables, cu_seqlens, seq_lens, cache_seqlens, tree, position_ids, keys_values, per_layer_inputs, shard=shard
         )
         last = None if token_indices is None else _last_block_of_all_tokens(self.blocks)
+        parts, context_of_parts = None if state is not None else parts_of(self, *x.shape[:2]), context
+        if parts is not None:
+            x = parts.take(x)
+            if per_layer_inputs is not None:
+                context_of_parts = replace(context, per_layer_inputs=parts.take(per_layer_inputs))
         for i, block in enumerate(self.blocks):
             if i == last and isinstance(token_indices, Targets):
                 token_indices = token_indices.token_indices  # synchronises, with all blocks before it queued
             indices = cast("Tensor | None", token_indices) if i == last else None
+            if parts is not None and indices is not None:
+                x, parts = parts.whole(x), None
             shape = x.shape[:2]
             own = None if state is None else state.layers[i]
-            output = run(self._activation_checkpointing, block, x, context, own, indices)
+            arguments = (x, context if parts is None else context_of_parts, own, indices)
+            output = run(self._activation_checkpointing, block, *arguments, parts=parts)
             x, *more = output if isinstance(output, tuple) else (output,)
             for each in more:
                 if isinstance(each, KeysValues):
@@ -216,6 +226,7 @@ class Decoder(nn.Module):
                     router_outputs.append(each)
             if indices is not None:
                 context = context.of_tokens(indices, *shape)
+        x = x if parts is None else parts.whole(x)
         if state is not None:
             state.after(length, seq_lens, tree)
         if token_indices is None and shard is None:

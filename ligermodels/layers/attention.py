@@ -170,6 +170,7 @@ class Attention(nn.Module):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"qkv": "columns", "o": "rows", "sinks": 0}
     context_parallel: ClassVar[bool] = True
+    sequence_parallel: ClassVar[bool] = True
     float8_linears: ClassVar[Mapping[str, str | None]] = {"qkv": INPUT, "o": None}
 
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:

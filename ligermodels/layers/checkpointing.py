@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ligermodels.layers.token_parts import TokenParts
+
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
 _GEMMS = ("mm", "addmm", "_grouped_mm", "grouped_mm", "bmm")
@@ -34,16 +36,24 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
         return CheckpointPolicy.MUST_SAVE
     if name == "float8_lora_forward" and args[4].shape[0] >= args[4].shape[1]:
         return CheckpointPolicy.MUST_SAVE
+    if name == "all_gather_linear_forward" and args[1].shape[0] * args[4] >= args[1].shape[1]:
+        return CheckpointPolicy.MUST_SAVE
+    if name == "linear_reduce_scatter_forward" and args[1].shape[0] >= args[1].shape[1] * args[2]:
+        return CheckpointPolicy.MUST_SAVE
     if name == "lora_linear_forward" and args[2].shape[0] >= args[2].shape[1]:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any) -> Any:
-    """`module(*args)`; for the backward pass "selective" keeps results of expensive ops, "full" the inputs alone."""
+def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: TokenParts | None = None) -> Any:
+    """`module(*args)`; for the backward pass "selective" keeps results of expensive ops, "full" the inputs alone.
+
+    parts: how the tokens that it is given are divided over ranks, also where it is computed again.
+    """
+    function = module if parts is None else partial(parts.call, module)
     if mode == "none" or not torch.is_grad_enabled():
-        return module(*args)
+        return function(*args)
     contexts: dict[str, Any] = {}
     if mode == "selective":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(module, *args, use_reentrant=False, **contexts)
+    return checkpoint(function, *args, use_reentrant=False, **contexts)

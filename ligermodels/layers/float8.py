@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers import token_parts
 from ligermodels.layers.sharding import is_tensor_parallel, sharded_linear
 from ligermodels.ops import Float8Recipe, Float8Tensor
 
@@ -118,7 +119,10 @@ def slots(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def float8_input(module: nn.Module) -> Float8Recipe | None:
     """The recipe in which `module` wants its input as a Float8Tensor now: that of its linear layers that take the
-    input, if all of them do so in float8 and by the same recipe. Else None, and each casts for itself."""
+    input, if all of them do so in float8 and by the same recipe. Else None, and each casts for itself; so it does what
+    it gathers of parts of the tokens."""
+    if token_parts.current() is not None:
+        return None
     taking = [getattr(module, part, None) for part, source in _rules(module).items() if source == INPUT]
     recipes = {getattr(linear, "float8_input", None) for linear in taking if linear is not None}
     return recipes.pop() if len(recipes) == 1 else None

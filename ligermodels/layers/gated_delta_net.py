@@ -149,7 +149,7 @@ class GatedDeltaNet(nn.Module):
     """
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
-    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"in_proj": "gathered", "out": "rows"}
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"in_proj": "columns_to_all", "out": "rows"}
 
     def __init__(self, hidden_size: int, config: GatedDeltaNetConfig) -> None:
         super().__init__()

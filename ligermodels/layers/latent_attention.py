@@ -152,7 +152,7 @@ class LatentAttention(nn.Module):
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
-        **{"q": "columns", "q_b": "columns", "kv_b": "columns", "o": "rows"},
+        **{"q": "columns", "q_b": "columns", "kv_b": "gathered_columns", "o": "rows"},
         **{"q_a": "replicated", "kv_a": "replicated"},
     }
     context_parallel: ClassVar[bool] = True
@@ -160,6 +160,7 @@ class LatentAttention(nn.Module):
         **{"q": INPUT, "q_a": INPUT, "kv_a": INPUT},
         **{"q_b": None, "kv_b": None, "o": None},
     }
+    sequence_parallel: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: LatentAttentionConfig) -> None:
         super().__init__()
@@ -181,7 +182,8 @@ class LatentAttention(nn.Module):
         config = self.config
         q = self._queries(x, context)
         rotated, latent = self.kv_a(x).split([config.rotated_dim, config.kv_rank], dim=-1)
-        rotated, latent = self._rotate(rotated[:, :, None], context), self.kv_a_norm(latent)
+        rotated, latent = (used_in_parts(self, each) for each in (rotated, self.kv_a_norm(latent)))
+        rotated = self._rotate(rotated[:, :, None], context)
         if state is not None and context.cache_seqlens is not None:
             state.append(torch.cat([rotated[:, :, 0], latent], dim=-1), context.cache_seqlens)
             return cast(Tensor, self.o(self._decode(q, state, context).to(x.dtype).flatten(2)))
@@ -195,7 +197,6 @@ class LatentAttention(nn.Module):
             rotated = rotated[:, :, None]
         heads = self.kv_b(latent).unflatten(-1, (-1, config.plain_dim + config.value_dim))
         plain, v = heads.split([config.plain_dim, config.value_dim], dim=-1)
-        rotated = used_in_parts(self, rotated)
         k = torch.cat([rotated.to(plain.dtype).expand(-1, -1, plain.shape[2], -1), plain], dim=-1)
         options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "backend": config.backend}
         attend = ops.attention if context.shard is None else context.shard.attention

@@ -26,7 +26,15 @@ from ligermodels.layers.context_parallel import SequenceShard
 from ligermodels.layers.expert_parallel import on_ranks
 from ligermodels.layers.mlp import GatedActivation, MLPConfig
 from ligermodels.layers.router import Router, RouterConfig, softmax
-from ligermodels.layers.sharding import TensorSharding, local, on_all_ranks, on_first_rank, split_evenly, sum_over_ranks
+from ligermodels.layers.sharding import (
+    TensorSharding,
+    local,
+    of_all_tokens,
+    on_all_ranks,
+    on_first_rank,
+    split_evenly,
+    sum_over_ranks,
+)
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 
@@ -158,6 +166,7 @@ class MoE(nn.Module):
         "shared_gate": "replicated",
     }
     context_parallel: ClassVar[bool] = True  # the load-balancing loss sums over ranks
+    sequence_parallel: ClassVar[bool] = True
     expert_parallel: ClassVar[tuple[str, ...]] = ("gate_up", "down", "gate_up_bias", "down_bias")
     _expert_mesh: Any = None  # of the ranks that `parallel.expert` spreads these over
 
@@ -191,7 +200,7 @@ class MoE(nn.Module):
         goes by `routed_by` (..., H), by default x."""
         tokens = x.flatten(0, -2)
         logits, weights, experts = self.router(tokens if routed_by is None else routed_by.flatten(0, -2))
-        mixed = on_all_ranks(self, tokens, self.down), on_all_ranks(self, weights, self.down)
+        rows, weights, experts = (on_all_ranks(self, each, self.down) for each in (tokens, weights, experts))
         if self._expert_mesh is None:
             gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))
             down_bias = on_first_rank(self, self.down_bias)
@@ -201,14 +210,16 @@ class MoE(nn.Module):
                 p if type(p) in PLAIN_OR_NONE else cast(Any, p).to_local() for p in parameters
             )
         biases = gate_up_bias, down_bias
-        out = mix_experts(*mixed, experts, gate_up, down, self.activation, biases, mesh=self._expert_mesh)
+        out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, mesh=self._expert_mesh)
         out = sum_over_ranks(self, out, self.down)
         if self.shared is not None:
             shared = cast(Tensor, self.shared(tokens))
             out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
         out = out.view_as(x)
         out = out if self._expert_mesh is None else out.clone()  # FSDP2 warns of modules that return views
-        return (out, RouterOutput(logits, self.config.router.top_k)) if self.config.aux_loss else out
+        if not self.config.aux_loss:
+            return out
+        return out, RouterOutput(of_all_tokens(self, logits), self.config.router.top_k)
 
 
 def mix_experts(

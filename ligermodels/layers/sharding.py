@@ -1,10 +1,10 @@
 """Models whose parameters are sharded over ranks, by FSDP2 or tensor parallelism.
 
 Under tensor parallelism every parameter is a DTensor, and modules compute with plain tensors: hidden states, the same
-on all ranks, and this rank's part of whatever lies between a projection by columns and one by rows. A class of modules
-that can do so has a `tensor_parallel`, a mapping that says how its parameters, and the linear layers within it, are
-distributed (`TensorSharding`); what else is within it has one of its own. Its forward takes its own parameters by
-`local`.
+on all ranks or a part of the tokens on each (`layers.token_parts`), and this rank's channels of whatever lies between a
+projection by columns and one by rows. A class of modules that can do so has a `tensor_parallel`, a mapping that says
+how its parameters, and the linear layers within it, are distributed (`TensorSharding`); what else is within it has one
+of its own. Its forward takes its own parameters by `local`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import token_parts
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
-TensorSharding = int | Literal["replicated", "columns", "gathered", "rows"]
+TensorSharding = int | Literal["replicated", "columns", "gathered_columns", "columns_to_all", "rows"]
 """A parameter is sharded in this dimension, or replicated. Of a linear layer "columns" shards the output channels and
-"rows" the input channels, whose products are summed over ranks; "replicated" does neither. "gathered" is "columns", and
-all ranks are given all outputs, to use some of them: see `own_part_of_each`."""
+"rows" the input channels, whose products are summed over ranks; "replicated" does neither. "gathered_columns" is
+"columns" for an input that is a result of `used_in_parts`, and "columns_to_all" is "columns" whose outputs all ranks
+are given, to use some of them: see `own_part_of_each`."""
 
 Result = TypeVar("Result")
 
@@ -41,32 +43,52 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
     """What `module` computes with of its own `parameter`: itself, or under tensor parallelism this rank's part.
 
     partial: all of the parameter, gathered if need be, but used for this rank's channels alone, so that the ranks'
-    gradients are to be summed."""
+    gradients are to be summed; so they are of a replicated one that is used for a part of the tokens."""
     if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
-    return _local_tensors().local(parameter, partial=partial)
+    return _local_tensors().local(parameter, partial=partial, partial_if_replicated=token_parts.current() is not None)
 
 
 def on_all_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    """x as an operand of what `local` gives of a sharded `parameter`: its gradient is summed over ranks."""
-    return cast(Tensor, _local_tensors().on_all_ranks(x, parameter)) if is_tensor_parallel(module) else x
+    """x as an operand of what `local` gives of a sharded `parameter`: all tokens. Its gradient is summed over ranks."""
+    if not is_tensor_parallel(module):
+        return x
+    if (parts := token_parts.current()) is not None:
+        return parts.gather(x)
+    return cast(Tensor, _local_tensors().on_all_ranks(x, parameter))
 
 
 def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
-    """x, the same on all ranks, each of which uses it for its part of `module`: its gradient is summed over ranks."""
+    """x of all tokens, which each rank uses for its part of `module`: its gradient is summed over ranks."""
     if not is_tensor_parallel(module):
         return x
+    if (parts := token_parts.current()) is not None:
+        return parts.gather(x)
     return cast(Tensor, _local_tensors().with_partial_gradients(x, module._tensor_mesh))
 
 
 def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    """The sum of x, computed with what `local` gives of a sharded `parameter`, over ranks."""
-    return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter)) if is_tensor_parallel(module) else x
+    """The sum of x, computed with what `local` gives of a sharded `parameter`, over ranks: of this rank's tokens."""
+    if not is_tensor_parallel(module):
+        return x
+    if (parts := token_parts.current()) is not None:
+        return parts.sum(x)
+    return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter))
 
 
-def gather_last(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    """x (..., n) of all ranks, (..., len(parameter)), where `parameter` is sharded in its first dimension."""
-    return cast(Tensor, _local_tensors().gather_last(x, parameter)) if is_tensor_parallel(module) else x
+def of_all_tokens(module: nn.Module, x: Tensor) -> Tensor:
+    """x of all tokens, for what all ranks compute alike."""
+    parts = token_parts.current() if is_tensor_parallel(module) else None
+    return x if parts is None else parts.whole(x)
+
+
+def gather_last(module: nn.Module, x: Tensor, parameter: Tensor, *, partial: bool = False) -> Tensor:
+    """x (..., n) of all ranks, (..., len(parameter)), where `parameter` is sharded in its first dimension.
+
+    partial: each rank uses it in its own way, so that the ranks' gradients are to be summed."""
+    return (
+        cast(Tensor, _local_tensors().gather_last(x, parameter, partial=partial)) if is_tensor_parallel(module) else x
+    )
 
 
 def own_part_of_each(module: nn.Module, x: Tensor, parts: Sequence[int], dim: int = -1) -> Tensor:
@@ -81,7 +103,7 @@ def own_part_of_each(module: nn.Module, x: Tensor, parts: Sequence[int], dim: in
 
 def on_first_rank(module: nn.Module, parameter: Any) -> Any:
     """`local` of a replicated parameter that is added to what is then summed over ranks: zeros on all but the first."""
-    if parameter is None or not is_tensor_parallel(module):
+    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
     return local(module, parameter, partial=True) * float(_local_tensors().is_first_rank(parameter))
 
@@ -114,9 +136,12 @@ def sharded_linear(linear: nn.Module, product: Callable[..., Tensor], x: Tensor)
     if sharding == "rows":
         y = sum_over_ranks(linear, product(x, weight, None), cast(Tensor, linear.weight))
         return y if bias is None else y + bias.to(y.dtype)
-    if sharding == "columns":
-        x = cast(Tensor, _local_tensors().with_gradients_summed(x, linear._tensor_mesh))
-    return product(x, weight, bias)
+    if sharding in ("columns", "columns_to_all"):
+        parts = token_parts.current()
+        summed = _local_tensors().with_gradients_summed
+        x = cast(Tensor, summed(x, linear._tensor_mesh)) if parts is None else parts.gather(x)
+    y = product(x, weight, bias)
+    return gather_last(linear, y, cast(Tensor, linear.weight), partial=True) if sharding == "columns_to_all" else y
 
 
 def split_evenly(field: str, size: int, ranks: int) -> int:

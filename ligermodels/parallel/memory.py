@@ -55,10 +55,10 @@ def step_memory(
     each GPU, with `activation_checkpointing` as the model has it and the parameters that require a gradient.
 
     Forward and backward pass run on tensors without data, and each allocation and release is counted; so any model can
-    be asked about. Degrees are those of a `ParallelPlan`: sequences are divided over `context` ranks; projections over
-    `tensor`, and experts over `expert` of them; parameters, gradients and optimizer states over `shard` times
-    `context`, as by FSDP2 by block, which divides rows: of 128 experts no rank has less than one. Not counted: the CUDA
-    context (about 0.5 GiB), NCCL's buffers, fragmentation.
+    be asked about. Degrees are those of a `ParallelPlan`: sequences are divided over `context` ranks; projections and,
+    between these, tokens over `tensor`, and experts over `expert` of them; parameters, gradients and optimizer states
+    over `shard` times `context`, as by FSDP2 by block, which divides rows: of 128 experts no rank has less than one.
+    Not counted: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation.
 
     expert_load: rows that come to the experts of a rank, relative to an equal part of all: 1 where routers balance
     perfectly; at worst `expert`, where all tokens of all ranks choose experts of this one.

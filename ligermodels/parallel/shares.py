@@ -57,7 +57,7 @@ class Shares:
             check_tensor_parallel(model.config, tensor)
             if any(isinstance(module, LoRALinear) for module in model.modules()):
                 raise ConfigError("tensor: the memory of LoRA beside it is not known here; leave one of them out")
-            dims = tensor_placements(model)
+            dims = tensor_placements(model, tensor)
         self._all = [Share(p, self._shape(p, dims.get(id(p))), id(p) in spread) for p in model.parameters()]
         self._by_id = {id(share.parameter): share for share in self._all}
 

@@ -1,8 +1,9 @@
 """Tensor parallelism: each rank has a part of every projection, of the embedding and of the head, by DTensors.
 
 Attention is split by key/value heads, feed-forward layers and experts by their intermediate channels, embedding and
-head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Norms, routers and hidden states are
-the same on all ranks. So a block sums its output over ranks twice, and the gradient of its input twice.
+head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Norms and routers are the same on all
+ranks, of which each has a part of the tokens between projections (`layers.token_parts`), or, where they are decoded,
+all of them: then a block sums its output over ranks twice.
 
 How a layer is split is said by its config (`LayerConfig.tensor_shard`) and by its module (`tensor_parallel`): nothing
 here knows which layers there are.
@@ -11,11 +12,10 @@ here knows which layers there are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
@@ -23,15 +23,10 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import TensorSharding, is_sharded
+from ligermodels.layers.token_parts import divide_tokens
 from ligermodels.ops import check_float8_sizes
+from ligermodels.parallel import linears
 
-LINEAR: Mapping[str, Mapping[str, TensorSharding]] = {
-    "columns": {"weight": 0, "bias": 0},
-    "gathered": {"weight": 0, "bias": 0},
-    "rows": {"weight": 1, "bias": "replicated"},
-    "replicated": {"weight": "replicated", "bias": "replicated"},
-}
-"""How the parameters of a linear layer are distributed; those of LoRA are replicated."""
 MOST_RANKS = 256  # that are tried for what would work
 
 
@@ -63,7 +58,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         raise InputError("tensor_parallel: the model is sharded already; distribute it first, then put FSDP2 on top")
     ranks = mesh.size()
     check_tensor_parallel(bases[0].config, ranks)
-    distributed = list(_plan(model, "", ranks))
+    distributed = list(modules_with_rules(model, "", ranks))
     parameters: dict[int, nn.Parameter] = {}  # tied ones stay one
     for module, rules, _ in distributed:
         for name, parameter in module.named_parameters(recurse=False):
@@ -73,19 +68,18 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for module, _, kind in distributed:
         if kind is None:
             module._tensor_mesh = mesh  # type: ignore[assignment]
-        elif isinstance(module, Float8Linear):
-            module._tensor_mesh, module._tensor_sharding = mesh, kind  # type: ignore[assignment]
         else:
-            _add_hooks(module, kind, mesh)
+            linears.divide(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
+    divide_tokens(bases[0].decoder, mesh)
 
 
-def tensor_placements(model: nn.Module) -> dict[int, int]:
+def tensor_placements(model: nn.Module, ranks: int) -> dict[int, int]:
     """The dimension in which `tensor_parallel` shards a parameter, by its id, for those that it does not replicate;
     ConfigError as there."""
     return {
         id(parameter): rule
-        for module, rules, _ in _plan(model, "")
+        for module, rules, _ in modules_with_rules(model, "", ranks)
         for name, parameter in module.named_parameters(recurse=False)
         if isinstance(rule := rules[name], int)
     }
@@ -129,7 +123,7 @@ Planned = tuple[nn.Module, Mapping[str, TensorSharding], "str | None"]
 """A module, the rules of its own parameters, and, of a linear layer, its kind."""
 
 
-def _plan(module: nn.Module, name: str, ranks: int) -> Iterator[Planned]:
+def modules_with_rules(module: nn.Module, name: str, ranks: int) -> Iterator[Planned]:
     """All modules that have parameters, in the order of the model; ConfigError, naming it, for one without a rule."""
     rules: Mapping[str, TensorSharding] | None = getattr(type(module), "tensor_parallel", None)
     if rules is None and isinstance(module, nn.ModuleList | nn.Sequential):
@@ -148,13 +142,13 @@ def _plan(module: nn.Module, name: str, ranks: int) -> Iterator[Planned]:
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if (kind := rules.get(key)) is None:
-            yield from _plan(child, path, ranks)
+            yield from modules_with_rules(child, path, ranks)
         elif getattr(child, "float8", None) is not None and type(child) is not Float8Linear:
             raise ConfigError(f"{path} ({type(child).__name__}): has no tensor parallelism in float8; exclude it there")
         elif type(child) in (nn.Linear, LoRALinear, Float8Linear):
             _check_float8(path, child, str(kind), ranks)
             others = {key: "replicated" for key, _ in child.named_parameters()}
-            yield child, {**others, **LINEAR[str(kind)]}, str(kind)  # type: ignore[dict-item]
+            yield child, {**others, **linears.RULES[str(kind)]}, str(kind)  # type: ignore[dict-item]
         else:
             raise ConfigError(
                 f"{path} ({type(child).__name__}): is in the place of a linear layer, which it is not, and has no rule "
@@ -167,9 +161,9 @@ def _check_float8(name: str, linear: nn.Module, kind: str, ranks: int) -> None:
     if not isinstance(linear, Float8Linear):
         return
     rows, columns = linear.out_features, linear.in_features
-    shard = {"columns": (rows // ranks, columns), "rows": (rows, columns // ranks), "replicated": (rows, columns)}
+    shards: Mapping[TensorSharding, tuple[int, int]] = {0: (rows // ranks, columns), 1: (rows, columns // ranks)}
     try:
-        check_float8_sizes(f"{name}, of {ranks} ranks", *shard[kind])
+        check_float8_sizes(f"{name}, of {ranks} ranks", *shards.get(linears.RULES[kind]["weight"], (rows, columns)))
     except InputError as error:
         raise ConfigError(str(error)) from None
 
@@ -177,25 +171,3 @@ def _check_float8(name: str, linear: nn.Module, kind: str, ranks: int) -> None:
 def _distribute(parameter: nn.Parameter, rule: TensorSharding, mesh: DeviceMesh) -> nn.Parameter:
     placement = Shard(rule) if isinstance(rule, int) else Replicate()
     return nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement]), parameter.requires_grad)
-
-
-def _add_hooks(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
-    """A linear layer of DTensors that takes and gives plain tensors."""
-    given = Shard(-1) if kind == "rows" else Replicate()
-
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = args
-        return (DTensor.from_local(x, mesh, [given], run_check=False), *others)
-
-    def leave(_: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
-        if kind == "rows":
-            y = y.redistribute(placements=[Replicate()])
-        if kind == "gathered":
-            y = y.redistribute(placements=[Replicate()])
-            part: Tensor = y.to_local(grad_placements=[Partial()])
-            return part
-        found: Tensor = y.to_local()
-        return found
-
-    linear.register_forward_pre_hook(enter)
-    linear.register_forward_hook(leave)

@@ -18,6 +18,7 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.parallel.shares import Shares
+from ligermodels.parallel.tensor_part import tensor_part
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -64,6 +65,9 @@ def trace(
     Gradients of the model are cleared.
     """
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
+    if shares.tensor > 1:
+        model = tensor_part(model, FirstRank(shares.tensor))
+        shares = Shares(model)
     with _on_first_rank(model, shares, context, load), _Allocations(model) as allocations:
         loss = cast(Tensor, model(ids, labels=ids).loss)
         forward = len(allocations.events)
@@ -120,8 +124,12 @@ class FirstRank:
     def get_local_rank(self) -> int:
         return 0
 
-    def get_group(self) -> None:
-        """None: there is none."""
+    def get_group(self) -> FirstRank:
+        return self
+
+    @property
+    def group_name(self) -> str:
+        return "none"
 
 
 class _Allocations(TorchDispatchMode):

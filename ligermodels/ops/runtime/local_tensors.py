@@ -4,6 +4,7 @@ over its ranks, in either direction. Imported when the first DTensor is seen."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,12 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 
-def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
+def local(parameter: Tensor, *, partial: bool = False, partial_if_replicated: bool = False) -> Tensor:
     """This rank's part of a DTensor. Its gradient is placed as the parameter is.
 
-    partial: all of it instead, and the gradient that each rank computes is its part of a sum."""
+    partial: all of it instead, and the gradient that each rank computes is its part of a sum.
+    partial_if_replicated: the same of a parameter that is replicated."""
     assert isinstance(parameter, DTensor)
-    if not partial:
+    replicated = all(placement.is_replicate() for placement in parameter.placements)
+    if not partial and not (partial_if_replicated and replicated):
         return _to_local(parameter, parameter.placements)
     dims = parameter.device_mesh.ndim
     return _to_local(parameter.redistribute(placements=[Replicate()] * dims), [Partial()] * dims)
@@ -60,6 +63,24 @@ class _SumGradients(torch.autograd.Function):
         return total.wait() if isinstance(total, AsyncCollectiveTensor) else total, None
 
 
+def used_in_parts(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The plain tensor x, the same on all ranks, as a DTensor. The gradient of x is this rank's part of a sum."""
+    return cast(DTensor, _UsedInParts.apply(x, mesh))
+
+
+class _UsedInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        assert isinstance(dy, DTensor)
+        if all(placement.is_partial() for placement in dy.placements):
+            return dy.to_local(), None
+        return dy.full_tensor() * float(is_first_rank(dy)), None
+
+
 def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
     """The sum of the plain tensors x that ranks computed with their parts of the DTensor `parameter`; a plain one."""
     assert isinstance(parameter, DTensor)
@@ -68,16 +89,19 @@ def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
     return whole
 
 
-def gather_last(x: Tensor, parameter: Tensor) -> Tensor:
-    """x (..., n), of this rank's rows of the DTensor `parameter`, of all: (..., len(parameter)), a plain tensor."""
+def gather_last(x: Tensor, parameter: Tensor, *, partial: bool = False) -> Tensor:
+    """x (..., n), of this rank's rows of the DTensor `parameter`, of all: (..., len(parameter)), a plain tensor.
+
+    partial: each rank uses it in its own way, so that the ranks' gradients are to be summed."""
     assert isinstance(parameter, DTensor)
     shape = torch.Size((*x.shape[:-1], parameter.shape[0]))
     placements = [Shard(x.ndim - 1) if isinstance(p, Shard) else Replicate() for p in parameter.placements]
     stride = torch.empty(shape, device="meta").stride()
     mesh = parameter.device_mesh
-    return DTensor.from_local(
-        x.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
-    ).full_tensor()
+    parts = DTensor.from_local(x.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    if not partial:
+        return parts.full_tensor()
+    return _to_local(parts.redistribute(placements=[Replicate()] * mesh.ndim), [Partial()] * mesh.ndim)
 
 
 def with_summed_gradient(parameter: Tensor) -> DTensor:

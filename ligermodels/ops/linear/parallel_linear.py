@@ -1,0 +1,123 @@
+"""Linear layers of which each rank of a group has a part, between which each rank has a part of the rows
+(Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198): exchange and product are one op.
+
+What is kept for the backward pass are this rank's rows, which it gathers again, while it computes the gradient of the
+gathered ones; and where activation checkpointing keeps a result, that is the one after the exchange.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.ops.runtime.collectives import all_gather_rows, start_all_gather, start_reduce_scatter
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
+
+
+def all_gather_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: int, ranks: int, group: str
+) -> Tensor:
+    """gathered x weight^T + bias, of weights that are sharded by output channels.
+
+    x: (n, K), the rows of this rank, any floating dtype; under autocast all are cast to its dtype. weight: (M, K) and
+    bias: (M,), of this rank's channels. rows: how many of the ranks * n gathered ones there are; the last are padding.
+    group: the name of the process group. Returns (rows, M). The gradient of x is summed over ranks.
+    """
+    x, weight, bias = under_autocast(x, weight, bias)
+    y: Tensor = _AllGatherLinear.apply(x, weight, bias, rows, ranks, group)
+    return y
+
+
+def linear_reduce_scatter(x: Tensor, weight: Tensor, *, ranks: int, group: str) -> Tensor:
+    """This rank's rows of the sum over ranks of x weight^T, of weights that are sharded by input channels.
+
+    x: (rows, K), all rows, of this rank's channels. weight: (M, K). Returns (n, M), where ranks * n is the number of
+    rows, rounded up: beyond it rows are zero. Dtypes and group as of `all_gather_linear`.
+    """
+    x, weight = under_autocast(x, weight)
+    y: Tensor = _LinearReduceScatter.apply(x, weight, ranks, group)
+    return y
+
+
+@custom_op()
+def _all_gather_linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, ranks: int, group: str
+) -> Tensor:
+    if is_fake(x):
+        return x.new_empty(rows, weight.shape[0])
+    gathered, wait = start_all_gather(x, ranks, group)
+    wait()
+    return F.linear(gathered[:rows], weight, bias)
+
+
+@custom_op()
+def _all_gather_linear_backward(
+    dy: Tensor, x: Tensor | None, weight: Tensor, n: int, ranks: int, group: str, need_x: bool, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x (n, K), weight and bias; empty if not needed. x is None if no gradient of the weight is."""
+    dx = dy.new_empty(n if need_x else 0, weight.shape[1])
+    dw = empty_gradient(weight, x is not None, dy)
+    db = dy.new_empty(dy.shape[1] if need_bias else 0)
+    if is_fake(dy):
+        return dx, dw, db
+    if x is not None:
+        gathered, gather = start_all_gather(x, ranks, group)
+    if need_x:
+        product = _padded_product(dy, weight, ranks * n)
+    if x is not None:
+        gather()
+    if need_x:
+        scatter = start_reduce_scatter(dx, product, group)
+    if x is not None:
+        torch.mm(dy.t(), gathered[: dy.shape[0]], out=dw)
+    if need_bias:
+        torch.sum(dy, 0, out=db)
+    if need_x:
+        scatter()
+    return dx, dw, db
+
+
+@custom_op()
+def _linear_reduce_scatter_forward(x: Tensor, weight: Tensor, ranks: int, group: str) -> Tensor:
+    found = x.new_empty(-(-x.shape[0] // ranks), weight.shape[0])
+    if not is_fake(x):
+        start_reduce_scatter(found, _padded_product(x, weight.t(), ranks * found.shape[0]), group)()
+    return found
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, rows, ranks, group):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.exchange = x.shape[0], ranks, group
+        return _all_gather_linear_forward(x, weight, bias, rows, ranks, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        need_x, _, need_bias, *_ = ctx.needs_input_grad
+        return _all_gather_linear_backward(dy, *ctx.saved_tensors, *ctx.exchange, need_x, need_bias)
+
+
+class _LinearReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, ranks, group):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.exchange, ctx.rows = (ranks, group), x.shape[0]
+        return _linear_reduce_scatter_forward(x, weight, ranks, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        gathered = all_gather_rows(dy, *ctx.exchange)[: ctx.rows]
+        dx = gathered @ weight if ctx.needs_input_grad[0] else None
+        return dx, None if x is None else gathered.t() @ x
+
+
+def _padded_product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
+    """x (n, K) times weight (K, M), (rows, M); beyond the first n rows zeros."""
+    found = x.new_empty(rows, weight.shape[1])
+    torch.mm(x, weight, out=found[: len(x)])
+    found[len(x) :].zero_()
+    return found
