@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.ops.runtime.tensors import as_dtype
+
 
 class RopeScaling(ABC):
     """How frequencies depart from the plain ones. Subclasses are frozen dataclasses: a RopeConfig is a dict key."""
@@ -285,5 +287,7 @@ class RotaryEmbedding(nn.Module):
         """
         # Under autocast a matmul would round the angles; a product is elementwise and stays fp32.
         angles = positions[..., None].float() * self.config.inv_freq(self.frequencies, positions)
-        factor = self.config.attention_factor
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        cos, sin, factor = angles.cos(), angles.sin(), self.config.attention_factor
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return as_dtype(cos, dtype), as_dtype(sin, dtype)

@@ -103,9 +103,9 @@ def _check(
     B, N, H = sequences.root.numel(), tree.depth.numel(), sequences.hidden.shape[-1]
     reject_dtensors(op, tokens, states, sequences.hidden)
     sizes: dict[str, tuple[int | str, ...]] = {"text": (B, "W"), "hidden": (B, H)}
+    dtypes = {"hidden": sequences.hidden.dtype, "done": torch.bool}
     for name, x in vars(sequences).items():
-        dtype = {"hidden": x.dtype, "done": torch.bool}.get(name, torch.long)
-        check_tensor(op, f"sequences.{name}", x, sizes.get(name, (B,)), device, dtype)
+        check_tensor(op, f"sequences.{name}", x, sizes.get(name, (B,)), device, dtypes.get(name, torch.long))
         if not x.is_contiguous():
             raise InputError(f"{op}: sequences.{name} must be contiguous, it is changed in place: call .contiguous()")
     for name, x in tree._asdict().items():
@@ -162,8 +162,8 @@ def _accept_root(sequences: Sequences, choice: Tensor, hidden: Tensor, eos: Tens
         sequences.done.logical_or_((choice[:, None] == eos).any(dim=-1) & going)
     going = ~sequences.done
     sequences.cache_seqlens.add_(going)
-    sequences.root.copy_(torch.where(going, choice, sequences.root))
-    sequences.hidden.copy_(torch.where(going[:, None], hidden, sequences.hidden))
+    torch.where(going, choice, sequences.root, out=sequences.root)
+    torch.where(going[:, None], hidden, sequences.hidden, out=sequences.hidden)
     return slots
 
 
