@@ -3,7 +3,8 @@
 A model of some 200 M parameters and Medusa heads are trained on Python sources; then decoding with the heads is timed
 beside decoding without them, both in CUDA graphs, at several batch sizes, on held-out prompts. `speed_up` is of the
 wall time of whole calls of `generate`; `same` counts sequences with the tokens of greedy decoding without heads.
-`--json` takes the demo.json of a demo that was run with this commit on this GPU, in place of a new one.
+`--json` takes the demo.json of a demo that was run with this commit, in place of a new one; it names the GPU, the day
+and torch. Of a demo that was cut off, it has what was measured until then.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from benchmarks import measure
 def records_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One for each stage of training, batch size and acceptance of a demo.json."""
     found = []
+    machine = {key: results[key] for key in ("gpu", "torch", "date") if key in results}
     for each in results["decoding"]:
         case = f"stage {each['stage']} {each['acceptance']} batch {each['batch']}"
-        found.append({"case": case, "provider": "ligermodels", "parameters": results["parameters"], **each})
+        found.append({"case": case, "provider": "ligermodels", "parameters": results["parameters"], **each, **machine})
     return found
 
 
@@ -35,17 +37,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="the results of a demo, in place of a new one")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch sees no CUDA GPU, and the records name it")
     if arguments.json is not None:
         results = json.loads(arguments.json.read_text(encoding="utf-8"))
+        if not results.get("decoding"):
+            parser.error(f"--json {arguments.json}: no decoding was measured there")
+    elif not torch.cuda.is_available():
+        parser.error("torch sees no CUDA GPU, and the records name it")
     else:
         from ligermodels.demo.gpu import run_gpu_demo
 
         with tempfile.TemporaryDirectory() as folder:
             results = run_gpu_demo(Path(folder) / "demo")
     common = measure.facts()
-    records = [{**record, **common} for record in records_of(results)]
+    records = [{**common, **record} for record in records_of(results)]
     measure.write(arguments.out, records)
     for record in records:
         print(

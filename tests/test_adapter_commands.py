@@ -332,6 +332,25 @@ def test_export_keeps_or_adds_heads(speaker: Path, adapter: Path, heads: Path, t
     assert "--keep-all" in refused("export", whole, tmp_path / "no", "--keep-all", code=2)
 
 
+def test_export_of_heads_alone_finds_the_model_that_they_name(speaker: Path, heads: Path, tmp_path: Path) -> None:
+    """As `--heads` beside the model gives it, or an error says what to give."""
+    named, lost, whole = (tmp_path / name for name in ("named", "lost", "whole"))
+    for out, base in ((named, str(speaker)), (lost, str(tmp_path / "gone"))):
+        ok("medusa", "export", speaker, heads, out, "--profile", "tgi", "--base-model", base)
+    ok("export", named, whole)
+    ok("export", speaker, tmp_path / "expected", "--heads", heads)
+    found, expected = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "expected"))
+    assert equal(found, expected) and any(name.startswith("medusa_head.") for name in found)
+    ok("medusa", "export", speaker, heads, tmp_path / "vllm", "--profile", "vllm")
+    for folder, why in (
+        (tmp_path / "vllm", "holds heads and no model, and they name no"),
+        (lost, "base model cannot be opened"),
+    ):
+        message = refused("export", folder, tmp_path / "no")
+        assert why in message and f"--heads {folder}" in message
+    assert not (tmp_path / "no").exists()
+
+
 def test_the_tokenizer_and_template_of_an_adapter(speaker: Path, adapter: Path, tmp_path: Path) -> None:
     """They are used, and exported; a tokenizer with more tokens than the model is an error."""
     own = Path(shutil.copytree(adapter, tmp_path / "own"))

@@ -29,7 +29,7 @@ from zoo import GEMMA4  # noqa: E402
 import ligermodels as lm  # noqa: E402
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
-from benchmarks import attention, chunked_log_probs, floor, losses, measure, ops, peers, profile, training  # noqa: E402
+from benchmarks import attention, chunked_log_probs, cpu_decoding, floor, losses, measure, ops, peers, profile, training  # noqa: E402
 from benchmarks import needed_tokens as needed_tokens_benchmark  # noqa: E402
 from benchmarks.case import Case, Passes  # noqa: E402
 from benchmarks.measure import one_after_another, sustained  # noqa: E402
@@ -85,6 +85,21 @@ def test_ops_agree_with_torch(op: str) -> None:
                 wanted |= {"both_row_of_copy_at_size"} if case.bytes and not case.overwritten else set()
             assert wanted <= record.keys()
         json.dumps(records)
+
+
+def test_decoding_on_a_cpu_is_measured_beside_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens are compared: a run of other weights fails."""
+    monkeypatch.setitem(cpu_decoding.NEW_TOKENS, "tiny", 6)
+    monkeypatch.setitem(cpu_decoding.ROUNDS, "tiny", 2)
+    for case in ("tiny greedy batch 4", "tiny sampled batch 1"):
+        ours, theirs = cpu_decoding.run(case)
+        assert ours["ratio"] == pytest.approx(ours["tokens_per_s"] / theirs["tokens_per_s"])
+        assert theirs["provider"] == "transformers" and min(ours["halves"]) > 0
+    theirs, other = cpu_decoding.models("tiny")
+    other.decoder.norm.weight.data.neg_()
+    monkeypatch.setattr(cpu_decoding, "models", lambda size: (theirs, other))
+    with pytest.raises(RuntimeError, match="tokens are not those of transformers"):
+        cpu_decoding.run("tiny greedy batch 1")
 
 
 def test_chunked_log_probs_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_templates import SPECIAL, TEMPLATES, save_template, template_of, tokenizer_of
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ligermodels.data import chat, rendering
 from ligermodels.data.chat import ChatTemplate, encode_chat
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
@@ -339,6 +341,36 @@ def test_a_limit_of_memory_that_cannot_be_raised() -> None:
     program = "from ligermodels.data.chat import ChatTemplate; print(ChatTemplate('a{{ messages }}').render([]))"
     command = ["bash", "-c", 'ulimit -v 900000 && exec "$0" -c "$1"', sys.executable, program]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "a[]\n"
+
+
+def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless one of its renderings goes beyond a limit, which is that of each: then those that are needed, alone."""
+    special = re.compile("<e>")
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}")
+    expected = template.spans(CHAT, special=special)
+    counts: list[int] = []
+    ask = rendering._process.ask
+
+    def counted(request: str, count: int) -> Any:
+        counts.append(count)
+        return ask(request, count)
+
+    monkeypatch.setattr(rendering._process, "ask", counted)
+    assert template.spans(CHAT, special=special) == expected and counts == [9]
+    counts.clear()
+    monkeypatch.setattr(chat, "AT_ONCE", 100)
+    assert template.spans(CHAT, special=special) == expected and set(counts) == {1}
+    monkeypatch.undo()
+
+    monkeypatch.setattr(rendering, "SECONDS", 1)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    slow = "{% if messages|length == 1 %}" + loop + "{% endif %}" + template.source
+    monkeypatch.setattr(rendering._process, "ask", counted)
+    counts.clear()
+    with pytest.raises(CheckpointError, match="takes more than 1 s"):
+        ChatTemplate(slow).spans(CHAT, special=special)
+    assert counts[:3] == [1, 9, 1]  # to compile it; all; the whole chat alone
+    assert template.spans(CHAT, special=special) == expected
 
 
 @pytest.mark.parametrize("system", ["raises", "dropped", "taken", "added"])

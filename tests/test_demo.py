@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ligermodels as lm
+from benchmarks import demo, report
 from ligermodels.demo import (
     END,
     DemoSettings,
@@ -96,42 +97,72 @@ def test_demo_does_the_whole_job_and_repeats_itself(tmp_path: Path, capfd: pytes
     assert len(again["checks"]) == 13 and again["joint"] == results["joint"]
 
 
-def test_the_demo_on_a_gpu_measures_decoding(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """At a size for a CPU; what it measures there is no speed that anyone wants."""
-    settings = GpuDemoSettings(
-        device="cpu",
-        corpus_bytes=400_000,
-        validation_fraction=0.3,
-        vocab_size=400,
-        hidden_size=64,
-        num_layers=1,
-        head_dim=16,
-        seq_len=64,
-        batch_size=2,
-        steps=8,
-        num_heads=2,
-        head_steps=4,
-        joint_steps=2,
-        prompts=6,
-        prompt_tokens=9,
-        new_tokens=12,
-        batch_sizes=(1, 2),
-        tree_sizes=(2, 5),
-    )
-    results = run_gpu_demo(tmp_path / "out", settings)
-    assert json.loads((tmp_path / "out" / "demo.json").read_text())["decoding"] == results["decoding"]
+TINY_GPU = GpuDemoSettings(
+    dtype="float32",
+    device="cpu",
+    corpus_bytes=400_000,
+    validation_fraction=0.3,
+    vocab_size=400,
+    hidden_size=64,
+    num_layers=1,
+    head_dim=16,
+    seq_len=64,
+    batch_size=2,
+    steps=8,
+    num_heads=2,
+    head_steps=4,
+    joint_steps=2,
+    prompts=6,
+    prompt_tokens=9,
+    new_tokens=12,
+    batch_sizes=(1, 2),
+    tree_sizes=(2, 5),
+)
+
+
+def test_the_demo_on_a_gpu_measures_decoding(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a size for a CPU; what it measures there is no speed that anyone wants. Its results become records, a picture
+    and a page."""
+    results = run_gpu_demo(tmp_path / "out", TINY_GPU)
+    path = tmp_path / "out" / "demo.json"
+    written = json.loads(path.read_text())
+    assert written["decoding"] == results["decoding"] and written["finished"] is True
+    printed = [line for line in capfd.readouterr().err.splitlines() if line.lstrip().startswith("{")]
+    assert [json.loads(line) for line in printed] == results["decoding"]
+    monkeypatch.setenv("COMMIT", "abcdef1")
+    monkeypatch.setattr("sys.argv", ["demo", "--json", str(path), "--out", str(tmp_path / "results/demo-tiny.jsonl")])
+    demo.main()
+    pages = report.write(tmp_path / "results", "tiny", tmp_path / "docs")
+    assert (tmp_path / "docs" / "demo.png") in pages
+    assert "| stage 2 greedy batch 1 | ligermodels |" in (tmp_path / "docs" / "benchmark-tables.md").read_text()
     cases = [(each["stage"], each["batch"], each["acceptance"]) for each in results["decoding"]]
     assert cases == [(stage, batch, kind) for stage in (1, 2) for batch in (1, 2) for kind in ("greedy", "typical")]
     for each in results["decoding"]:
         assert each["speed_up"] == pytest.approx(each["plain_seconds"] / each["seconds"])
         assert 1 <= each["tokens_per_step"] <= 3 and each["tree"] in (2, 5)
-    assert "stage 2, batch 2, typical" in capfd.readouterr().out
     model = lm.from_pretrained(tmp_path / "out" / "model")
     assert lm.MedusaModel.from_pretrained(model, tmp_path / "out" / "medusa").num_heads == 2
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="no CUDA GPU"):
             run_gpu_demo(tmp_path / "none")
         assert not (tmp_path / "none").exists()
+
+
+def test_a_demo_on_a_gpu_that_is_cut_off_leaves_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ligermodels.demo.gpu.learn_jointly", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        run_gpu_demo(tmp_path, TINY_GPU)
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert found["finished"] is False and found["seconds"].keys() == {"tokenizer", "training", "heads"}
+    assert [(each["stage"], each["batch"]) for each in found["decoding"]] == [(1, 1), (1, 1), (1, 2), (1, 2)]
+    assert all(record["gpu"] == "CPU" and record["speed_up"] > 0 for record in demo.records_of(found))
 
 
 def test_baselines_by_hand() -> None:

@@ -1,6 +1,5 @@
 """Llama: frequencies, modules, both rope schemas, packing, loss options, compilation; see test_families.py too."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -172,7 +171,7 @@ def test_attention_backend_is_chosen_by_what_it_can_do() -> None:
 
     request = AttentionRequest("cpu", torch.float32, 64, 8, 8, 0.125, None, None, False, False)
     assert choose(request).name == "sdpa"
-    capped = dataclasses.replace(request, softcap=30.0)
+    capped = request._replace(softcap=30.0)
     assert choose(capped).name == "reference"
     with pytest.raises(lm.errors.BackendError, match="softcap"):
         choose(capped, "sdpa")

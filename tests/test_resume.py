@@ -378,6 +378,12 @@ def test_resuming_does_no_harm_to_what_is_no_run(base: Path, data: Path, tmp_pat
         found = resume(folder, "--resume")
         assert found.exit_code == 1 and "holds no checkpoint to resume from, but something else" in found.stderr
         assert content(folder) == before
+    import yaml
+
+    settings = yaml.safe_load((finished / "recipe.yaml").read_text())
+    (finished / "recipe.yaml").write_text(yaml.safe_dump({**settings, "checkpoint_every": None}))
+    found = resume(finished, "--resume", "--steps", "99")
+    assert found.exit_code == 1 and "checkpoint_every: null" in found.stderr and "as the model" in found.stderr
     assert resume(out, "--resume").exit_code == 0
     assert resume(finished, "--resume", "--overwrite").exit_code == 0 and equal_heads(out, finished)
 

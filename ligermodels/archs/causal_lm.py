@@ -207,7 +207,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
                 raise InputError("return_entropy: goes with return_log_probs")
         shape = check_inputs(self, input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
         unpad = None
-        if isinstance(token_indices, Tensor | Sequence) and state is None:
+        if state is None and isinstance(token_indices, Tensor | Sequence):
             check_token_indices(token_indices, shape[0] * shape[1])
         if state is None:
             others = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}

@@ -160,9 +160,12 @@ def export(
 ) -> None:
     """Write a checkpoint in another dtype or with other shards, with an adapter merged into its weights.
 
-    The tokenizer is copied; any Hugging Face loader opens the result. `medusa export` writes heads alone.
+    PATH may be heads that name their base model: they are written into its checkpoint. The tokenizer is copied; any
+    Hugging Face loader opens the result. `medusa export` writes heads alone.
     """
     options.require_free(out, overwrite)
+    if heads is None and (base := models.base_of_heads(path)) is not None:
+        path, heads = base, path
     source = models.find(path, adapter)
     if heads is not None:
         options.require_heads(heads)

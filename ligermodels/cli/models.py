@@ -117,6 +117,32 @@ def base_named(adapter: Path) -> tuple[str, str | None]:
     return base, revision if isinstance(revision, str) else None
 
 
+def base_of_heads(path: str) -> str | None:
+    """The base model that the heads in `path` name, None where `path` holds something other than heads alone.
+
+    Raises InputError for heads that name none, and CheckpointError or HubError where it cannot be opened."""
+    from ligermodels.convert import hub
+    from ligermodels.convert.config_json import read_json
+
+    folder = locate(path, weights=False)
+    if is_adapter(folder) or not holds_only_heads(folder):
+        return None
+    config = folder / "config.json"
+    base = read_json(config).get("base_model_name_or_path") if config.is_file() else None
+    if not isinstance(base, str) or not base:
+        raise InputError(
+            f"{path}: holds heads and no model, and they name no base model (base_model_name_or_path in config.json, "
+            f"which not every format has); give that as PATH, and --heads {path}"
+        )
+    try:
+        hub.resolve(base, weights=False)
+    except (CheckpointError, HubError) as error:
+        raise type(error)(
+            f"{path}: heads whose base model cannot be opened: {error}; give that as PATH, and --heads {path}"
+        ) from error
+    return base
+
+
 def locate(path: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint or an adapter; one on the hub is fetched first, a checkpoint with `weights` or
     without. Raises CheckpointError and HubError as `hub.resolve`."""

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
@@ -24,6 +24,9 @@ Message: TypeAlias = Mapping[str, Any]
 
 PROBE = "\ufdd2"
 """A marker in rendered text, as START and END are: a noncharacter."""
+
+AT_ONCE = 1 << 22
+"""Characters of versions of a chat that are rendered together."""
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens in templates."""
@@ -115,12 +118,25 @@ class ChatTemplate:
             return False
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        known = self._known(messages, add_generation_prompt, variables)
+        return rendering.render(self.name, self.source, self.now, known)
+
+    def _render_all(
+        self, chats: Sequence[tuple[Sequence[Message], bool]], variables: Mapping[str, Any]
+    ) -> list[tuple[str, str]]:
+        """`rendering.render_all` of messages with a generation prompt or without."""
+        known = [self._known(messages, prompt, variables) for messages, prompt in chats]
+        return rendering.render_all(self.name, self.source, self.now, known)
+
+    def _known(
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """All variables of the template."""
         known = {"tools": None, "documents": None, **self.tokens, **variables}
         # As in transformers: OpenAI's API and columns of tables have null where a key is missing, and templates do not
         # expect it (they write "None").
         turns = [{key: value for key, value in each.items() if value is not None} for each in messages]
-        known |= {"messages": turns, "add_generation_prompt": add_generation_prompt}
-        return rendering.render(self.name, self.source, self.now, known)
+        return known | {"messages": turns, "add_generation_prompt": add_generation_prompt}
 
     def spans(
         self, messages: Sequence[Message], *, special: re.Pattern[str], **variables: Any
@@ -134,41 +150,77 @@ class ChatTemplate:
 
         Raises InputError when the template refuses the chat or omits its tool calls, or when a turn cannot be located.
         """
-        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (START, END, PROBE)):
+        written = json.dumps(messages, ensure_ascii=False, default=str)
+        if any(mark in written for mark in (START, END, PROBE)):
             raise InputError("the chat holds U+FDD0, U+FDD1 or U+FDD2, which are noncharacters; remove them")
         messages = self._fitting(messages)
-        marked = self._render(messages, False, variables)
-        turns = _Turns(self, marked, messages, special, variables)
+        turns = _Turns(self, messages, special, variables)
+        assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        turns.render_ahead([] if self._marks_turns else assistant, len(written))
+        marked = turns.text
         turns.check_calls()
         if self._marks_turns:
             return _without_marks(marked)
-        return marked, [turns.span(i) for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        return marked, [turns.span(i) for i in assistant]
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """Locates the assistant's turns in `text`, the rendering of `messages` by `template`."""
+    """Locates the assistant's turns in `text`, the rendering of `messages` by `template`, by other versions of them."""
 
     template: ChatTemplate
-    text: str
     messages: Sequence[Message]
     special: re.Pattern[str]
     variables: Mapping[str, Any]
+    answers: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    """Of versions that have been rendered: see `rendering.render_all`."""
+
+    def render_ahead(self, assistant: Sequence[int], size: int) -> None:
+        """Render all at once what is needed to locate these turns, of messages of about `size` characters; unless it is
+        much, which memory is not to hold."""
+        needed = [("whole", 0)]
+        needed += [("without calls", i) for i, message in enumerate(self.messages) if message.get("tool_calls")]
+        needed += [(version, i) for i in assistant for version in ("last", "prompt", "earlier", "probed")]
+        if len(needed) * size <= AT_ONCE:
+            found = self.template._render_all([self._version(*each) for each in needed], self.variables)
+            self.answers.update(zip(needed, found, strict=False))  # none where one has ended the process
+
+    def _version(self, version: str, i: int) -> tuple[Sequence[Message], bool]:
+        """Messages, and whether a generation prompt follows: the "whole" chat; messages "earlier" than message i, or
+        with the "prompt" after them, or a "last" one of the assistant; those "so far", message i included; or all, with
+        PROBE as the content of message i ("probed"), or it "without calls"."""
+        if version == "whole":
+            return self.messages, False
+        earlier, message, later = self.messages[:i], self.messages[i], self.messages[i + 1 :]
+        match version:
+            case "earlier" | "prompt":
+                return earlier, version == "prompt"
+            case "last":
+                return [*earlier, {"role": "assistant", "content": PROBE}], False
+            case "probed":
+                return [*earlier, {**message, "content": PROBE}, *later], False
+            case "so far":
+                return [*earlier, message], False
+        without = {key: value for key, value in message.items() if key != "tool_calls"}
+        return [*earlier, without, *later], False
+
+    @cached_property
+    def text(self) -> str:
+        """Of all messages. Raises InputError when the template refuses them."""
+        return self._text("whole", 0)
 
     def check_calls(self) -> None:
         """Raises InputError if the template omits tool calls: the model would be trained on an empty turn."""
         for i, message in enumerate(self.messages):
-            if message.get("tool_calls"):
-                without = {key: value for key, value in message.items() if key != "tool_calls"}
-                if self._try([*self.messages[:i], without, *self.messages[i + 1 :]]) == self.text:
-                    raise InputError(f"{self.template.name}: does not write the tool calls in message {i}")
+            if message.get("tool_calls") and self._try("without calls", i) == self.text:
+                raise InputError(f"{self.template.name}: does not write the tool calls in message {i}")
 
     def span(self, i: int) -> tuple[int, int]:
-        earlier, text = self.messages[:i], self.text
+        text = self.text
         # The turn as the last one shows what the template writes before and after the content.
-        head, probed, tail = (self._try([*earlier, {"role": "assistant", "content": PROBE}]) or "").partition(PROBE)
-        prompt = self._try(earlier, prompt=True)
-        has_prompt = prompt is not None and prompt != self._try(earlier)
+        head, probed, tail = (self._try("last", i) or "").partition(PROBE)
+        prompt = self._try("prompt", i)
+        has_prompt = prompt is not None and prompt != self._try("earlier", i)
         start = len(prompt) if prompt is not None and text.startswith(prompt) else None
         content = self._content(i)
         if content is not None:
@@ -189,7 +241,7 @@ class _Turns:
 
     def _end_of_more(self, i: int, start: int, tail: str) -> int | None:
         """The end, after `start`, of message i, which is followed by `tail` if it is the last one; None if unknown."""
-        so_far = self._try(self.messages[: i + 1])
+        so_far = self._try("so far", i)
         if so_far is not None and self.text.startswith(so_far):
             tokens = list(self.special.finditer(so_far, start))
             if tokens and not so_far[tokens[-1].end() :].strip():
@@ -201,7 +253,7 @@ class _Turns:
 
     def _content(self, i: int) -> tuple[int, int] | None:
         """The span of the content of message i: what changes when the content is replaced."""
-        probed = self._try([*self.messages[:i], {**self.messages[i], "content": PROBE}, *self.messages[i + 1 :]])
+        probed = self._try("probed", i)
         before, found, after = (probed or "").partition(PROBE)
         if not found or PROBE in after or len(before) + len(after) > len(self.text):
             return None
@@ -218,10 +270,16 @@ class _Turns:
         mark = tail.rstrip()  # an end marker that is not a special token
         return content_end + len(mark) if self.text.startswith(mark, content_end) else content_end
 
-    def _try(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
-        """The text of some messages, or None if the template refuses them."""
+    def _text(self, version: str, i: int) -> str:
+        """The text of a version of the messages. Raises InputError when the template refuses it."""
+        if (answer := self.answers.get((version, i))) is not None:
+            return rendering.text_of(self.template.name, answer)
+        return self.template._render(*self._version(version, i), self.variables)
+
+    def _try(self, version: str, i: int) -> str | None:
+        """The text of a version of the messages, or None if the template refuses it."""
         try:
-            return self.template._render(messages, prompt, self.variables)
+            return self._text(version, i)
         except InputError:
             return None
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache, partial
@@ -50,11 +50,33 @@ def render(name: str, source: str, now: datetime, variables: Mapping[str, Any] |
         CheckpointError: it is no jinja2 template, or needs more than SECONDS or BYTES.
         InputError: it refuses the variables, or JSON cannot hold them.
     """
+    (answer,) = render_all(name, source, now, [variables])
+    return text_of(name, answer)
+
+
+def render_all(
+    name: str, source: str, now: datetime, variables: Sequence[Mapping[str, Any] | None]
+) -> list[tuple[str, str]]:
+    """What `text_of` takes, for each of several `variables`; arguments are as of `render`.
+
+    They take one exchange with the process. The limits are those of each rendering; where one of several ends the
+    process the result is empty, and each can still be rendered alone.
+
+    Raises InputError where JSON cannot hold the variables.
+    """
     try:
         request = json.dumps([SECONDS, source, now.isoformat(), variables], default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{name}: messages and variables must be what JSON can hold: {error}") from None
-    kind, text = _process.ask(request)
+    found, limit = _process.ask(request, len(variables))
+    if limit is None:
+        return found
+    return [("template", limit)] if len(variables) == 1 else []
+
+
+def text_of(name: str, answer: tuple[str, str]) -> str:
+    """The text of what `render_all` gives. Raises as `render`."""
+    kind, text = answer
     if kind == "text":
         return text
     raise (InputError if kind == "chat" else CheckpointError)(f"{name}: {text}")
@@ -73,26 +95,26 @@ class _Process:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
-    def ask(self, request: str) -> tuple[str, str]:
-        """What `_answer` gives, or ("template", the limit that ended the process)."""
+    def ask(self, request: str, count: int) -> tuple[list[tuple[str, str]], str | None]:
+        """What `_answer` gives, for each of the `count` variables in the request, and None; or, where the process has
+        ended, the limit that ended it."""
         with self._lock:
             process = self._running = self._running or self._start()
             stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
             try:
                 stdin.write(f"{request}\n".encode())
                 stdin.flush()
-                line = stdout.readline()
+                lines = [line for _ in range(count) if (line := stdout.readline()).endswith(b"\n")]
             except BrokenPipeError:
-                line = b""
+                lines = []
             except BaseException:  # Ctrl-C: its answer would be taken for that of the next request
                 self._stop()
                 raise
-            if line.endswith(b"\n"):
-                kind, text = json.loads(line)
-                return kind, text
+            if len(lines) == count:
+                return [(kind, text) for kind, text in map(json.loads, lines)], None
             code = self._stop()
         slow = code == -signal.SIGALRM
-        return "template", f"takes more than {SECONDS} s" if slow else f"ended the process that renders it ({code})"
+        return [], f"takes more than {SECONDS} s" if slow else f"ended the process that renders it ({code})"
 
     def _start(self) -> subprocess.Popen[bytes]:
         program = "import sys; sys.path[:] = sys.argv[1:]; from ligermodels.data.rendering import serve; serve()"
@@ -144,19 +166,24 @@ class _GenerationTag(Extension):
 
 
 def serve() -> None:
-    """Answer requests, a line each, until standard input ends."""
+    """Answer requests, a line for each of a request's variables, until standard input ends."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v` may have set one, which cannot be raised
     limit = BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    too_large = "template", f"takes more than {BYTES >> 20} MiB of memory"
     for line in sys.stdin.buffer:
         try:
-            seconds, *request = json.loads(line)
+            seconds, source, now, variables = json.loads(line)
+        except MemoryError:  # Together with others, only what is small is asked for: this is one alone.
+            seconds, source, now, variables = 0, None, "", [None]
+        for each in variables:
             signal.setitimer(signal.ITIMER_REAL, seconds)  # Its signal ends the process, whatever that is at.
-            answer = json.dumps(_answer(*request))
-        except MemoryError:
-            answer = json.dumps(("template", f"takes more than {BYTES >> 20} MiB of memory"))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(f"{answer}\n".encode())
+            try:
+                answer = json.dumps(too_large if source is None else _answer(source, now, each))
+            except MemoryError:
+                answer = json.dumps(too_large)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.stdout.buffer.write(f"{answer}\n".encode())
         sys.stdout.buffer.flush()
 
 

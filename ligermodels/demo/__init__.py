@@ -2,7 +2,8 @@
 
 from ligermodels.demo.corpus import END, python_sources, train_tokenizer
 from ligermodels.demo.gpu import GpuDemoSettings, run_gpu_demo
-from ligermodels.demo.job import DemoSettings, follower_baseline, frequency_baseline, llama_config, run_demo
+from ligermodels.demo.job import DemoSettings, follower_baseline, frequency_baseline, run_demo
+from ligermodels.demo.steps import llama_config
 
 __all__ = [
     "END",

@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import ligermodels as lm
 from ligermodels.console import say, show_table
-from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents, TokenDocuments
-from ligermodels.data.packing import PackedBatches
 from ligermodels.demo.corpus import END, installed_sources, train_tokenizer
-from ligermodels.demo.job import equally_spaced, learn
 from ligermodels.demo.report import claim, sample, show_sample, stage, write_results
+from ligermodels.demo.steps import TrainingSettings, equally_spaced, learn, learn_jointly, llama_config
 from ligermodels.errors import InputError
-from ligermodels.speculative.benchmark import evaluate_continuations
+from ligermodels.speculative.benchmark import GREEDY, evaluate_continuations
 from ligermodels.speculative.evaluation import evaluate, evaluate_heads
-from ligermodels.speculative.joint import JointMedusa
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.tree import Tree, grow
-from ligermodels.training.medusa import WEIGHT_ARGUMENT
 
-STAGES = 5
+STAGES = 6
 FOR_TOKENIZER = 10_000_000
 """Bytes of text that the tokenizer is trained on."""
 NO_END = {"eos_token_id": None, "pad_token_id": 0}
 """Every row of a batch is decoded to the same length."""
+TO_CHOOSE = 8
+"""Prompts, or one batch, that are decoded to choose a tree."""
 
 
-@dataclass(frozen=True)
-class GpuDemoSettings:
-    """Sizes of the demo on a GPU. The defaults are for one of 40 GB or more, and take about five minutes on an H200."""
+@dataclass(frozen=True, kw_only=True)
+class GpuDemoSettings(TrainingSettings):
+    """Sizes of the demo on a GPU of 40 GB or more. The defaults are to take about five minutes on an H200: 272 M
+    parameters, of which steps over 32768 tokens take 1.6 to 2.5 GFLOP a token."""
 
     device: str = "cuda"
-    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     corpus_bytes: int = 60_000_000
     validation_fraction: float = 0.02
     vocab_size: int = 8192
@@ -52,19 +51,15 @@ class GpuDemoSettings:
     head_dim: int = 128
     seq_len: int = 1024
     batch_size: int = 32
-    steps: int = 900
+    steps: int = 500
     learning_rate: float = 1e-3
-    num_heads: int = 4
-    head_steps: int = 400
+    head_steps: int = 200
     head_learning_rate: float = 1e-3
-    joint_steps: int = 200
+    joint_steps: int = 100
     joint_learning_rate: float = 1e-4
-    """Of the model; that of the heads is four times as high."""
-    joint_heads_loss_weight: float = 0.2
-    prompts: int = 64
-    """Half of them to fit trees and to choose one for each batch size, half to measure."""
+    prompts: int = 32
     prompt_tokens: int = 128
-    new_tokens: int = 256
+    new_tokens: int = 512
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     tree_sizes: tuple[int, ...] = (8, 16, 32, 63)
     """Candidates of a tree."""
@@ -86,6 +81,9 @@ def run_gpu_demo(
             the model and heads of stage 2, and demo.json. An earlier demo's is replaced.
         settings: sizes, and the seed of everything random.
 
+    demo.json is written after each part, and after each measurement, which is also printed, a line of JSON: a run that
+    is cut off leaves what it has found. It has "finished": false until the end.
+
     Returns the results, as in demo.json. Raises CheckpointError when `output` holds something else, and InputError when
     there is no such device.
     """
@@ -94,15 +92,21 @@ def run_gpu_demo(
         raise InputError(f"device {s.device!r}: torch sees no CUDA GPU; the demo of size cpu needs none")
     claim(folder)
     torch.manual_seed(s.seed)
-    results = _main_job(folder, s)
+    results: dict[str, Any] = {}
+    for part in _main_job(folder, s):
+        results |= part
+        write_results(folder, {**results, "finished": False})
+    results["finished"] = True
     write_results(folder, results)
     _show(results)
     return results
 
 
-def _main_job(folder: Path, s: GpuDemoSettings) -> dict[str, Any]:
+def _main_job(folder: Path, s: GpuDemoSettings) -> Iterator[dict[str, Any]]:
+    """The results, part by part."""
     seconds: dict[str, float] = {}
     checkpoint = folder / "model"
+    yield {"settings": asdict(s), "seconds": seconds, **_machine(s)}
 
     with stage("tokenizer", "a tokenizer, and the Python sources on this machine as tokens", seconds, STAGES):
         corpus = Corpus(installed_sources(s.corpus_bytes))
@@ -119,60 +123,56 @@ def _main_job(folder: Path, s: GpuDemoSettings) -> dict[str, Any]:
         )
         counts = [sum(map(len, each.documents)) for each in (training, validation)]
         say(f"  {counts[0]:,} tokens; held out: {counts[1]:,}")
+        prompts = equally_spaced(validation.documents, s.prompts, s.prompt_tokens)
 
-    def batches(seed: int) -> Iterable[Batch]:
-        return PackedBatches(training, seq_len=s.seq_len, batch_size=s.batch_size, seed=seed)
-
-    def held_out() -> Iterable[Batch]:
-        return PackedBatches(validation, seq_len=s.seq_len, batch_size=s.batch_size, epochs=1)
-
-    with stage("training", "a Llama, trained from scratch in bfloat16", seconds, STAGES) as update:
-        (checkpoint / "config.json").write_text(json.dumps(_config(s, end)))
-        model = lm.from_config(checkpoint, dtype=torch.bfloat16, device=s.device)
+    with stage("training", f"a Llama, trained from scratch in {s.dtype}", seconds, STAGES) as update:
+        (checkpoint / "config.json").write_text(json.dumps(llama_config(s, end)))
+        model = lm.from_config(checkpoint, dtype=getattr(torch, s.dtype), device=s.device)
         rates = [(model.parameters(), s.learning_rate)]
-        learn(model, rates, batches(s.seed), s.steps, update, weight_decay=0.1, rounding="stochastic")
-        loss = evaluate(model, held_out())
+        learn(model, rates, s.batches(training, 0), s.steps, update, weight_decay=0.1)
+        loss = evaluate(model, s.validation_batches(validation))
         model.save_pretrained(checkpoint, overwrite=True)
         size = sum(parameter.numel() for parameter in model.parameters())
         say(f"  {size / 1e6:.0f} M parameters; loss {loss:.3f} on held-out text, perplexity {exp(loss):.1f}")
+    yield {"parameters": size, "tokens": counts[0], "loss": {"model": loss}}
 
     with stage("heads", "Medusa heads on the frozen model (stage 1)", seconds, STAGES) as update:
         medusa = MedusaModel.from_base(model, num_heads=s.num_heads)
         rates = [(medusa.head_parameters(), s.head_learning_rate)]
-        learn(medusa, rates, batches(s.seed + 1), s.head_steps, update, rounding="stochastic")
+        learn(medusa, rates, s.batches(training, 1), s.head_steps, update)
         medusa.export(folder / "medusa", profile="vllm", overwrite=True)
+        accuracy = {"stage 1": evaluate_heads(medusa, s.validation_batches(validation)).accuracy(1).tolist()}
+        text = sample(medusa, lm.Tokenizer.from_pretrained(checkpoint), prompts[-1])
+    yield {"accuracy": accuracy, "sample": text}
+
+    measured: list[dict[str, Any]] = []
+    with stage("decoding", "decoding with the heads of stage 1 and without", seconds, STAGES):
+        for found in _measured(medusa, prompts, s):
+            measured.append(_said({"stage": 1, **found}))
+            yield {"decoding": measured}
 
     with stage("joint", "the model and the heads together (stage 2)", seconds, STAGES) as update:
-        joint = copy.deepcopy(medusa)
-        rates = [(joint.base.parameters(), s.joint_learning_rate), (joint.head_parameters(), 4 * s.joint_learning_rate)]
-        options: dict[str, Any] = {"loss_options": lambda step: {WEIGHT_ARGUMENT: s.joint_heads_loss_weight}}
-        whole = JointMedusa(joint, model)
-        learn(whole, rates, batches(s.seed + 2), s.joint_steps, update, rounding="stochastic", **options)
+        joint = learn_jointly(medusa, training, s, update)
         joint.export(folder / "joint", profile="full-hf", overwrite=True)
+        accuracy["stage 2"] = evaluate_heads(joint, s.validation_batches(validation)).accuracy(1).tolist()
+    yield {"loss": {"model": loss, "stage 2": evaluate(joint.base, s.validation_batches(validation))}}
 
-    with stage("decoding", "decoding with the heads and without", seconds, STAGES):
-        prompts = equally_spaced(validation.documents, s.prompts, s.prompt_tokens)
-        measured = [
-            {"stage": number, **found}
-            for number, heads in ((1, medusa), (2, joint))
-            for found in _measured(heads, prompts, s)
-        ]
-    text = sample(medusa, lm.Tokenizer.from_pretrained(checkpoint), prompts[-1])
-    accuracy = {name: evaluate_heads(each, held_out()).accuracy(1).tolist() for name, each in _named(medusa, joint)}
-    return {
-        "settings": asdict(s),
-        "seconds": seconds,
-        "parameters": size,
-        "tokens": counts[0],
-        "loss": {"model": loss, "stage 2": evaluate(joint.base, held_out())},
-        "accuracy": accuracy,
-        "decoding": measured,
-        "sample": text,
-    }
+    with stage("decoding, stage 2", "decoding with the heads of stage 2 and without", seconds, STAGES):
+        for found in _measured(joint, prompts, s):
+            measured.append(_said({"stage": 2, **found}))
+            yield {"decoding": measured}
 
 
-def _named(medusa: MedusaModel, joint: MedusaModel) -> list[tuple[str, MedusaModel]]:
-    return [("stage 1", medusa), ("stage 2", joint)]
+def _machine(s: GpuDemoSettings) -> dict[str, str]:
+    """Where and when."""
+    gpu = torch.cuda.get_device_name(s.device) if s.device.startswith("cuda") else "CPU"
+    return {"gpu": gpu, "torch": torch.__version__, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+
+
+def _said(record: dict[str, Any]) -> dict[str, Any]:
+    """The record, printed as a line of JSON."""
+    say(f"  {json.dumps(record)}")
+    return record
 
 
 def _first_bytes(texts: Iterable[str], limit: int) -> Iterable[str]:
@@ -184,38 +184,39 @@ def _first_bytes(texts: Iterable[str], limit: int) -> Iterable[str]:
         yield text
 
 
-def _measured(model: MedusaModel, prompts: Sequence[Sequence[int]], s: GpuDemoSettings) -> list[dict[str, Any]]:
+def _measured(model: MedusaModel, prompts: Sequence[Sequence[int]], s: GpuDemoSettings) -> Iterator[dict[str, Any]]:
     """For each batch size, greedy and typical: the tree that is fastest on one half of the prompts, on the other."""
     fit, held_out = prompts[::2], prompts[1::2]
     hits = evaluate_continuations(model, fit, max_new_tokens=s.new_tokens).scores.hits
     trees = {size: grow(hits, size) for size in s.tree_sizes}
-    found = []
     for batch in s.batch_sizes:
         plain, sequences = _plain(model, held_out, batch, s)
+        few = fit[: max(batch, TO_CHOOSE)]
         for kind, options in (("greedy", {}), ("typical", {"temperature": s.temperature})):
-            best = min(trees, key=lambda size: _speculative(model, fit, batch, trees[size], s, options)["seconds"])
+            seconds = {
+                size: _speculative(model, few, batch, tree, s, options)["seconds"] for size, tree in trees.items()
+            }
+            best = min(seconds, key=seconds.__getitem__)
             record = _speculative(model, held_out, batch, trees[best], s, options)
             same = sum(torch.equal(a, b) for a, b in zip(sequences, record.pop("sequences"), strict=True))
-            found.append(
-                {
-                    "batch": batch,
-                    "acceptance": kind,
-                    "tree": best,
-                    "plain_seconds": plain,
-                    **record,
-                    "speed_up": plain / record["seconds"],
-                    "prompts": len(sequences),
-                    "same": same,
-                }
-            )
-    return found
+            yield {
+                "batch": batch,
+                "acceptance": kind,
+                "tree": best,
+                "plain_seconds": plain,
+                **record,
+                "speed_up": plain / record["seconds"],
+                "prompts": len(sequences),
+                "new_tokens": s.new_tokens,
+                "same": same,
+            }
 
 
 def _plain(
     model: MedusaModel, prompts: Sequence[Sequence[int]], batch: int, s: GpuDemoSettings
 ) -> tuple[float, list[torch.Tensor]]:
     """Seconds of greedy decoding without heads, after a warm-up, and the sequences."""
-    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, **NO_END}
+    options: dict[str, Any] = {**GREEDY, **NO_END}
     model.base.generate(prompts[:batch], 4, **options)
     start, sequences = _now(s), list[torch.Tensor]()
     for first in range(0, len(prompts), batch):
@@ -240,7 +241,8 @@ def _speculative(
         sequences += out.sequences.cpu()
         steps, tokens = steps + out.steps, tokens + out.new_tokens
     seconds = _now(s) - start
-    return {"seconds": seconds, "tokens_per_step": (tokens - len(prompts)) / steps, "sequences": sequences}
+    per_step = (tokens - len(prompts)) / steps
+    return {"seconds": seconds, "steps": steps, "tokens_per_step": per_step, "sequences": sequences}
 
 
 def _now(s: GpuDemoSettings) -> float:
@@ -248,29 +250,6 @@ def _now(s: GpuDemoSettings) -> float:
     if s.device.startswith("cuda"):
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _config(s: GpuDemoSettings, end: int | None) -> dict[str, Any]:
-    """A Hugging Face config of a Llama with two query heads to a key/value head, and tied embeddings."""
-    heads = s.hidden_size // s.head_dim
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": s.vocab_size,
-        "hidden_size": s.hidden_size,
-        "intermediate_size": 8 * s.hidden_size // 3,
-        "num_hidden_layers": s.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "head_dim": s.head_dim,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": end,
-        "torch_dtype": "bfloat16",
-    }
 
 
 def _show(results: Mapping[str, Any]) -> None:

@@ -5,43 +5,37 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import exp
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import ligermodels as lm
-from ligermodels.console import ProgressUpdate, say
-from ligermodels.data.batches import Batch
+from ligermodels.console import say
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents, TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.demo.chats import ASKED, descriptions, fine_tune, right_answers, write_chats
 from ligermodels.demo.corpus import END, python_sources, train_tokenizer
 from ligermodels.demo.report import claim, sample, show, stage, write_results
+from ligermodels.demo.steps import TrainingSettings, equally_spaced, learn, learn_jointly, llama_config
 from ligermodels.errors import LigerModelsError
 from ligermodels.speculative.benchmark import fit_tree
 from ligermodels.speculative.evaluation import HeadScores, evaluate, evaluate_heads, evaluate_kl
-from ligermodels.speculative.joint import JointMedusa
-from ligermodels.training import StepMetrics, train, warmup_cosine
-from ligermodels.training.loop import Trainable
-from ligermodels.training.medusa import WEIGHT_ARGUMENT
-from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
 TOP_K = (1, 5)
 
 
-@dataclass(frozen=True)
-class DemoSettings:
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings(TrainingSettings):
     """Sizes of the demo. The defaults take about four minutes."""
 
-    seed: int = 0
     corpus_bytes: int = 8_000_000
     validation_fraction: float = 0.06
     validation_tokens: int = 2048
@@ -49,21 +43,19 @@ class DemoSettings:
     vocab_size: int = 512
     hidden_size: int = 128
     num_layers: int = 2
+    head_dim: int = 32
+    initializer_range: float = 0.06
     seq_len: int = 256
     batch_size: int = 4
     steps: int = 1600
     learning_rate: float = 4e-3
-    num_heads: int = 4
     head_steps: int = 500
     head_learning_rate: float = 3e-3
     joint_steps: int = 150
     joint_learning_rate: float = 1e-3
-    """Of the model; that of the heads is four times as high."""
-    joint_heads_loss_weight: float = 0.2
-    """Added to KL(initial model || model)."""
     tree_nodes: int = 24
     prompts: int = 384
-    """Half of them to fit the tree, half to benchmark it. Fewer give more than 5 % noise in tokens per step."""
+    """Fewer give more than 5 % noise in tokens per step."""
     prompt_tokens: int = 48
     new_tokens: int = 24
     chat_steps: int = 250
@@ -108,30 +100,6 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
     return results
 
 
-def learn(
-    model: Trainable,
-    rates: Sequence[tuple[Iterable[nn.Parameter], float]],
-    data: Iterable[Batch],
-    steps: int,
-    update: ProgressUpdate,
-    *,
-    warmup_divisor: int = 20,
-    weight_decay: float = 0.0,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
-    **options: Any,
-) -> None:
-    """Train groups of parameters at their learning rates for `steps`, 1 / `warmup_divisor` of them as warm-up."""
-    groups = parameter_groups(rates, weight_decay)
-    optimizer = optimizer_named("adamw", groups, betas=(0.9, 0.95), rounding=rounding)
-    schedule = warmup_cosine(optimizer, steps, warmup_steps=steps // warmup_divisor)
-
-    def report(at: StepMetrics) -> None:
-        update(at.step, at.steps, f"loss {at.loss:.2f}, {at.tokens_per_second:,.0f} tokens/s")
-
-    options |= {"on_step": report, "report_every": max(1, steps // 20)}
-    train(model, data, steps=steps, optimizer=optimizer, schedule=schedule, **options)
-
-
 def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     checkpoint = folder / "model"
@@ -147,16 +115,14 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
         validation = TokenDocuments(ids[: s.validation_tokens] for ids in validation_tokens)
         say(f"  {sum(map(len, tokens)):,} tokens; validation split: {sum(map(len, validation.documents)):,}")
 
-    def batches(seed: int) -> PackedBatches:
-        return PackedBatches(training, seq_len=s.seq_len, batch_size=s.batch_size, seed=seed)
-
     def validation_batches() -> PackedBatches:
-        return PackedBatches(validation, seq_len=s.seq_len, batch_size=s.batch_size, epochs=1)
+        return s.validation_batches(validation)
 
     with stage("training", "a Llama, trained from scratch", seconds) as update:
         (checkpoint / "config.json").write_text(json.dumps(llama_config(s, end)))
         trained = lm.from_config(checkpoint)
-        learn(trained, [(trained.parameters(), s.learning_rate)], batches(s.seed), s.steps, update, weight_decay=0.1)
+        rates = [(trained.parameters(), s.learning_rate)]
+        learn(trained, rates, s.batches(training, 0), s.steps, update, weight_decay=0.1)
 
     with stage("checkpoint", "a Hugging Face checkpoint, written and loaded", seconds):
         trained.save_pretrained(checkpoint, overwrite=True)
@@ -166,22 +132,18 @@ def _main_job(folder: Path, s: DemoSettings) -> dict[str, Any]:
 
     with stage("heads", "Medusa heads, trained on the frozen model", seconds) as update:
         medusa = lm.MedusaModel.from_base(model, num_heads=s.num_heads)
-        learn(medusa, [(medusa.head_parameters(), s.head_learning_rate)], batches(s.seed + 1), s.head_steps, update)
+        rates = [(medusa.head_parameters(), s.head_learning_rate)]
+        learn(medusa, rates, s.batches(training, 1), s.head_steps, update)
         scores = evaluate_heads(medusa, validation_batches())
 
     with stage("longer", "as many further steps of stage 1 as stage 2 takes, for comparison", seconds) as update:
         longer = copy.deepcopy(medusa)
         rates = [(longer.head_parameters(), s.head_learning_rate)]
-        learn(longer, rates, batches(s.seed + 2), s.joint_steps, update, warmup_divisor=10)
+        learn(longer, rates, s.batches(training, 2), s.joint_steps, update, warmup_divisor=10)
         longer_scores = evaluate_heads(longer, validation_batches())
 
     with stage("joint", "stage 2: the model and the heads, trained together", seconds) as update:
-        joint = copy.deepcopy(medusa)
-        rates = [(joint.base.parameters(), s.joint_learning_rate), (joint.head_parameters(), 4 * s.joint_learning_rate)]
-        options: dict[str, Any] = {"loss_options": lambda step: {WEIGHT_ARGUMENT: s.joint_heads_loss_weight}}
-        learn(
-            JointMedusa(joint, model), rates, batches(s.seed + 2), s.joint_steps, update, warmup_divisor=10, **options
-        )
+        joint = learn_jointly(medusa, training, s, update)
         joint_scores = evaluate_heads(joint, validation_batches())
         kl = evaluate_kl(joint.base, model, validation_batches())
 
@@ -269,35 +231,6 @@ def _checks(s: DemoSettings, results: dict[str, Any], is_same_checkpoint: bool) 
             joint["top-1"][0] > max(results["longer"]["top-1"][0], accuracy[0])
         ),
         "stage 2 costs the model no more than 1 % of its perplexity": joint["perplexity_change"] <= 0.01,
-    }
-
-
-def equally_spaced(documents: list[list[int]], count: int, length: int) -> list[list[int]]:
-    """`count` pieces of the documents, of `length` tokens each."""
-    starts = [(text, at) for text in documents for at in range(len(text) - length)]
-    apart = max(1, len(starts) // count)
-    return [text[at : at + length] for text, at in starts[::apart][:count]]
-
-
-def llama_config(s: DemoSettings, end: int | None) -> dict[str, Any]:
-    """A Hugging Face config of a small Llama: two query heads to a key/value head, tied embeddings."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": s.vocab_size,
-        "hidden_size": s.hidden_size,
-        "intermediate_size": 8 * s.hidden_size // 3,
-        "num_hidden_layers": s.num_layers,
-        "num_attention_heads": s.hidden_size // 32,
-        "num_key_value_heads": s.hidden_size // 64,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "initializer_range": 0.06,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": end,
-        "torch_dtype": "float32",
     }
 
 

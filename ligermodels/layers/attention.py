@@ -21,6 +21,7 @@ from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
 from ligermodels.layers.sharding import TensorSharding, local, split_evenly
+from ligermodels.ops.runtime.tensors import as_dtype
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,8 @@ class Attention(nn.Module):
             q, k, v = self.split(qkv, tables, state, context.cache_seqlens)
             q = config.scale_queries(q, context)
             mask = None if context.tree is None else context.tree.mask
-            out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **options).to(x.dtype)
+            out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **options)
+            out = as_dtype(out, x.dtype)
         else:
             q, k, v = self.split(qkv, tables)
             q = config.scale_queries(q, context)

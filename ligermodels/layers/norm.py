@@ -18,6 +18,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers.float8 import writes_float8
 from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops import Float8Recipe
+from ligermodels.ops.runtime.tensors import as_dtype
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class AddRMSNorm(RMSNorm):
     ) -> tuple[Tensor, Tensor]:
         """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
         config = self.config
-        branch = branch if branch is None else branch.to(x.dtype)
+        branch = branch if branch is None else as_dtype(branch, x.dtype)
         weight = local(self, self.weight)
         options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
         if float8 is not None:

@@ -14,6 +14,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
+from ligermodels.ops.runtime.tensors import as_dtype
 
 Tables = tuple[Tensor | None, Tensor | None]
 
@@ -109,7 +110,7 @@ class SplitQKV(nn.Module):
             norms, options = (), {}
         if cache is None or cache_seqlens is None:
             return ops.rope_qkv(qkv, *tables, *shape, *norms, **options)
-        qkv = qkv.to(cache.keys.dtype)
+        qkv = as_dtype(qkv, cache.keys.dtype)
         q = ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens, *norms, **options)
         return q, cache.keys, cache.values
 

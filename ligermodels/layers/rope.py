@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.ops.runtime.tensors import as_dtype
+
 
 class RopeScaling(ABC):
     """How frequencies depart from the plain ones. Subclasses are frozen dataclasses: a RopeConfig is a dict key."""
@@ -288,4 +290,4 @@ class RotaryEmbedding(nn.Module):
         cos, sin, factor = angles.cos(), angles.sin(), self.config.attention_factor
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
-        return cos.to(dtype), sin.to(dtype)
+        return as_dtype(cos, dtype), as_dtype(sin, dtype)

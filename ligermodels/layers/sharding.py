@@ -126,7 +126,7 @@ def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters:
 
 def is_tensor_parallel(module: nn.Module) -> bool:
     """Whether `parallel.tensor_parallel` has distributed the parameters of this module."""
-    return getattr(module, "_tensor_mesh", None) is not None
+    return vars(module).get("_tensor_mesh") is not None
 
 
 def sharded_linear(linear: nn.Module, product: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -164,8 +164,8 @@ def reshard(module: ModuleLike) -> None:
     It keeps those of the root until then, and meanwhile `module.parameters()` are the gathered ones.
     """
     for each in module.modules():
-        if callable(shard := getattr(each, "reshard", None)):
-            shard()
+        if callable(shard := getattr(type(each), "reshard", None)):  # FSDP2 gives its modules a class of their own
+            shard(each)
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
 def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """`choose`, of logits (B, V) -> long (B,); under tensor parallelism the choice of the first rank, for all: each
     draws random numbers of its own."""
-    found = (getattr(module, "_tensor_mesh", None) for module in model.modules())
+    found = (vars(module).get("_tensor_mesh") for module in model.modules())
     if (mesh := next((each for each in found if each is not None), None)) is None:
         return choose
     group = mesh.get_group()
@@ -218,7 +218,7 @@ def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Ca
 
 def require_same_on_ranks(model: ModuleLike, name: str, value: int, advice: str) -> None:
     """Of a sharded model, InputError on all ranks unless all have the same `value`: they would wait for one another."""
-    if is_sharded(model) and dist.is_initialized():
+    if dist.is_initialized() and is_sharded(model):
         most = torch.tensor([value, -value], device=next(model.parameters()).device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         high, low = most[0].item(), -most[1].item()
@@ -237,4 +237,4 @@ def end_of_decoding(model: ModuleLike) -> Callable[[Tensor], Tensor]:
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return flag.bool()
 
-    return all_ranks if is_sharded(model) and dist.is_initialized() else Tensor.all
+    return all_ranks if dist.is_initialized() and is_sharded(model) else Tensor.all

@@ -65,10 +65,24 @@ def require_resumable(folder: Path) -> None:
     names_of_files = {name for name in names if not (name.startswith(".") and name.endswith((".partial", ".lock")))}
     interrupted = CONTENT in names and names_of_files <= {RECIPE, CONTENT, METRICS, CHECKPOINTS, TENSORBOARD}
     if not interrupted and not names <= {_partial(CONTENT), LOCK}:
+        if {CONTENT, RECIPE} <= names and _keeps_no_checkpoint(folder / RECIPE):
+            raise CheckpointError(
+                f"{folder}: a finished run, whose recipe has checkpoint_every: null, so that there is no checkpoint to "
+                "resume from or to extend. To train its result further give that as the model, and another folder; for "
+                "a run that can be extended set checkpoint_every"
+            )
         raise CheckpointError(
             f"{folder}: holds no checkpoint to resume from, but something else; if that is a finished run there is "
             "nothing left to do, otherwise give another folder, or --overwrite to start over"
         )
+
+
+def _keeps_no_checkpoint(recipe: Path) -> bool:
+    try:
+        found = yaml.safe_load(recipe.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return False
+    return isinstance(found, dict) and "checkpoint_every" in found and found["checkpoint_every"] is None
 
 
 def prepare(folder: Path, recipe: TrainingRecipe, content: Content, *, start_over: bool) -> None:

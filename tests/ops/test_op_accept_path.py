@@ -191,8 +191,8 @@ def test_schema_and_fake(kernels_device: torch.device) -> None:
         ({"accept_mask": torch.ones(2, 4).bool(), "scores": torch.ones(2, 4).double()}, "scores must be torch.float32"),
         ({"accept_mask": torch.ones(2, 4).bool()}, "accept_mask and scores must be given together"),
         ({"tree": ("retrieve_indices", torch.zeros(3, 4, dtype=torch.long))}, "tree.retrieve_indices must be"),
-        ({"sequences": ("done", torch.zeros(2))}, "sequences.done must be torch.bool"),
-        ({"sequences": ("text", torch.zeros(30, 2, dtype=torch.long).t())}, "sequences.text must be contiguous"),
+        ({"sequences": ("done", torch.zeros(2))}, "Sequences: done must be torch.bool"),
+        ({"sequences": ("text", torch.zeros(30, 2, dtype=torch.long).t())}, "Sequences: text must be contiguous"),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
@@ -201,9 +201,9 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     call: dict[str, Any] = dict(zip(("tokens", "positions", "choices", "states"), given, strict=True))
     call |= {"sequences": rows, "tree": paths_of(tree, torch.device("cpu"))}
     call |= {"eos": torch.zeros(0, dtype=torch.long), "max_new_tokens": 9} | change
-    if "sequences" in change:
-        call["sequences"] = replace(rows, **dict([change["sequences"]]))
     if "tree" in change:
         call["tree"] = paths_of(tree, torch.device("cpu"))._replace(**dict([change["tree"]]))
     with pytest.raises(InputError, match=message):
+        if "sequences" in change:
+            call["sequences"] = replace(rows, **dict([change["sequences"]]))
         ops.accept_path(**call)

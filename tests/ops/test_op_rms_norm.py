@@ -142,6 +142,14 @@ def test_large(shape: tuple[int, int]) -> None:
     check(lambda x, r, w: rms_norm(x, w, EPS, residual=r), lambda x, r, w: plain()(x, w) + r, [x, x.flip(0), weight])
 
 
+def test_a_float32_reference_has_the_bits_of_the_formula() -> None:
+    """It is one op of torch."""
+    x, w = torch.randn(7, 129), torch.randn(129)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    assert torch.equal(rms_norm_reference(x, w, EPS), y * w)
+    assert torch.equal(rms_norm_reference(x, w, EPS, offset=0.5, casting_mode="gemma"), y * (w + 0.5))
+
+
 def test_reference_gradients() -> None:
     x, r, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 7), (3, 7), (7,)))
     assert torch.autograd.gradcheck(

@@ -6,9 +6,10 @@ import importlib.util
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,7 @@ from ligermodels.ops.attention.flash_attention_4 import flash_attention_4, flash
 from ligermodels.ops.runtime.tensors import check_tensor
 
 
-@dataclass(frozen=True)
-class AttentionRequest:
+class AttentionRequest(NamedTuple):
     """The properties of a call by which a backend is chosen; none is read from device memory. `value_dim` is None
     where values have as many channels as keys."""
 
@@ -213,7 +213,7 @@ def _sdpa(
             first = max(start, hidden)  # of the queries
             if first < end:
                 window = request.window if request.window is not None and request.window < end - start else None
-                part = replace(request, query_length=end - first, key_length=end - start, window=window, packed=False)
+                part = request._replace(query_length=end - first, key_length=end - start, window=window, packed=False)
                 queries = q[:, first - hidden : end - hidden]
                 alone.append(_sdpa(queries, k[:, start:end], v[:, start:end], part, None, None, sinks))
         return torch.cat(alone, dim=1)

@@ -31,6 +31,8 @@ class Sequences:
     root: long (B,), the last new token. It is accepted, but not in the cache yet.
     hidden: (B, H), the hidden state from which the root was chosen.
     done, steps: bool and long (B,), whether the sequence has ended, and the number of steps it took.
+
+    Raises InputError unless they are of these shapes and dtypes, contiguous, and on one device: once, not at each step.
     """
 
     text: Tensor
@@ -41,6 +43,15 @@ class Sequences:
     hidden: Tensor
     done: Tensor
     steps: Tensor
+
+    def __post_init__(self) -> None:
+        B, device = self.root.numel(), self.root.device
+        shapes: dict[str, tuple[int | str, ...]] = {"text": (B, "W"), "hidden": (B, "H")}
+        dtypes = {"hidden": self.hidden.dtype, "done": torch.bool}
+        for name, x in vars(self).items():
+            check_tensor("Sequences", name, x, shapes.get(name, (B,)), device, dtypes.get(name, torch.long))
+            if not x.is_contiguous():
+                raise InputError(f"Sequences: {name} must be contiguous, it is changed in place: call .contiguous()")
 
 
 class Paths(NamedTuple):
@@ -76,7 +87,7 @@ def accept_path(
     along the path, then by the lowest index. A sequence ends with the first EOS token that it gains, or with its
     max_new_tokens-th token. Sequences that are done do not change, except for text past their end.
 
-    sequences: changed in place, all but `start`; its tensors are contiguous.
+    sequences: changed in place, all but `start`.
     tokens, positions, choices: long (B, N), each node's token, its position, and the model's choice after it.
     states: (B, N, H), the hidden states from which these were chosen.
     eos: long (E,).
@@ -102,12 +113,6 @@ def _check(
     op, device = "accept_path", sequences.root.device
     B, N, H = sequences.root.numel(), tree.depth.numel(), sequences.hidden.shape[-1]
     reject_dtensors(op, tokens, states, sequences.hidden)
-    sizes: dict[str, tuple[int | str, ...]] = {"text": (B, "W"), "hidden": (B, H)}
-    for name, x in vars(sequences).items():
-        dtype = {"hidden": x.dtype, "done": torch.bool}.get(name, torch.long)
-        check_tensor(op, f"sequences.{name}", x, sizes.get(name, (B,)), device, dtype)
-        if not x.is_contiguous():
-            raise InputError(f"{op}: sequences.{name} must be contiguous, it is changed in place: call .contiguous()")
     for name, x in tree._asdict().items():
         check_tensor(op, f"tree.{name}", x, (N, "P") if name == "retrieve_indices" else (N,), device, torch.long)
     for name, x in (("tokens", tokens), ("positions", positions), ("choices", choices)):
@@ -162,8 +167,8 @@ def _accept_root(sequences: Sequences, choice: Tensor, hidden: Tensor, eos: Tens
         sequences.done.logical_or_((choice[:, None] == eos).any(dim=-1) & going)
     going = ~sequences.done
     sequences.cache_seqlens.add_(going)
-    sequences.root.copy_(torch.where(going, choice, sequences.root))
-    sequences.hidden.copy_(torch.where(going[:, None], hidden, sequences.hidden))
+    torch.where(going, choice, sequences.root, out=sequences.root)
+    torch.where(going[:, None], hidden, sequences.hidden, out=sequences.hidden)
     return slots
 
 

@@ -21,7 +21,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
-from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, rows_and_stride
+from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradient, rows_and_stride
 
 MAX_TILES = 4  # tiles of a row that a program takes
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -109,8 +109,9 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
 
 def glu_reference(gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tensor:
     if up is None:
-        gate, up = gate.unflatten(-1, (gate.shape[-1] // 2, 2)).unbind(-1)
-    gate, up, dtype = *(each.to(torch.promote_types(gate.dtype, torch.float32)) for each in (gate, up)), gate.dtype
+        gate, up = gate[..., ::2], gate[..., 1::2]
+    given, dtype = gate.dtype, torch.promote_types(gate.dtype, torch.float32)
+    gate, up = as_dtype(gate, dtype), as_dtype(up, dtype)
     if options.limit is not None:
         gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
     g = _times(gate, options.gate_multiplier)
@@ -119,7 +120,7 @@ def glu_reference(gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
     else:
         y = functional.gelu(g, approximate="tanh" if options.activation == "gelu_tanh" else "none")
     up = up + options.up_offset if options.up_offset else up
-    return _times(y * up, options.down_multiplier).to(dtype)
+    return as_dtype(_times(y * up, options.down_multiplier), given)
 
 
 def _times(x: Tensor, multiplier: float) -> Tensor:

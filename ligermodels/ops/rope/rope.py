@@ -11,7 +11,7 @@ from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_n
 from ligermodels.ops.rope.rope_kernels import PROGRAMS, heads_of, launch, packed_heads
 from ligermodels.ops.runtime.dispatch import num_sms, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
-from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, empty_like
+from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradient, empty_like
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`rope_qkv_reference`, of any strides."""
     heads = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim))
-    turned, v = heads.split([group_size + 1, 1], dim=-2)
+    turned, v = heads[..., :-1, :], heads[..., -1, :]
     if q_norm is not None or k_norm is not None:
         norm = {"eps": 1e-6} | norm
         q, k = turned.split([group_size, 1], dim=-2)
@@ -94,18 +94,18 @@ def split_heads(
         k = k if k_norm is None else rms_norm_reference(k, k_norm, **norm)
         turned = torch.cat([q, k], dim=-2)
     if cos is not None and sin is not None:
-        turned = _rotate_reference(turned.flatten(2, 3), cos, sin).view_as(turned)
-    q, k = turned.split([group_size, 1], dim=-2)
-    return q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
+        turned = _rotate_reference(turned, cos, sin)
+    return turned[..., :-1, :].flatten(2, 3), turned[..., -1, :], v
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.detach().to(dtype).unsqueeze(2), sin.detach().to(dtype).unsqueeze(2)
-    x1, x2, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    x1, x2 = x1.to(dtype), x2.to(dtype)
-    return torch.cat([(x1 * cos - x2 * sin).to(x.dtype), (x2 * cos + x1 * sin).to(x.dtype), rest], dim=-1)
+    """x (B, T, ..., D), its first 2 * cos.shape[-1] channels rotated."""
+    half, dtype = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    of_heads = (*cos.shape[:2], *[1] * (x.dim() - 3), half)
+    cos, sin = as_dtype(cos.detach(), dtype).view(of_heads), as_dtype(sin.detach(), dtype).view(of_heads)
+    x1, x2 = as_dtype(x[..., :half], dtype), as_dtype(x[..., half : 2 * half], dtype)
+    turned = as_dtype(torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1), x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat([turned, x[..., 2 * half :]], dim=-1)
 
 
 def check_packed(

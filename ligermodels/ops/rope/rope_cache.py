@@ -74,17 +74,27 @@ def rope_qkv_cached_reference(
     q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
     q = q.contiguous()
     if qkv.device.type == "cpu":  # where slots can be read at no cost, and indexing costs most
-        for row, first in enumerate(slots.tolist()):
-            start, end = max(first, 0), min(first + qkv.shape[1], k_cache.shape[1])
-            if start < end:
-                k_cache[row, start:end] = k[row, start - first : end - first]
-                v_cache[row, start:end] = v[row, start - first : end - first]
+        firsts = slots.tolist()
+        if len(set(firsts)) == 1:
+            _write(k_cache, k, firsts[0])
+            _write(v_cache, v, firsts[0])
+            return q
+        for row, first in enumerate(firsts):
+            _write(k_cache[row : row + 1], k[row : row + 1], first)
+            _write(v_cache[row : row + 1], v[row : row + 1], first)
         return q
     slot = slots[:, None].long() + torch.arange(qkv.shape[1], device=qkv.device)
     batch, token = ((slot >= 0) & (slot < k_cache.shape[1])).nonzero(as_tuple=True)
     k_cache[batch, slot[batch, token]] = k[batch, token]
     v_cache[batch, slot[batch, token]] = v[batch, token]
     return q
+
+
+def _write(cache: Tensor, new: Tensor, first: int) -> None:
+    """Tokens (B, T, heads, D) into the slots of the cache (B, S, heads, D) from `first` on, as far as it has them."""
+    start, end = max(first, 0), min(first + new.shape[1], cache.shape[1])
+    if start < end:
+        cache[:, start:end] = new if end - start == new.shape[1] else new[:, start - first : end - first]
 
 
 @kernel
@@ -131,12 +141,13 @@ def _rope_cached(
     q_norm: Tensor | None, k_norm: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int, eps: float,
     offset: float, cast_before: bool, kernels: bool,
 ) -> Tensor:  # fmt: skip
-    q, shape = qkv.new_empty(*qkv.shape[:2], num_kv_heads * group_size, head_dim), (num_kv_heads, group_size, head_dim)
-    if is_fake(q):
-        return q
-    if not kernels:
+    shape = num_kv_heads, group_size, head_dim
+    if not kernels and not is_fake(qkv):
         norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": "llama" if cast_before else "gemma"}
         return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
+    q = qkv.new_empty(*qkv.shape[:2], num_kv_heads * group_size, head_dim)
+    if is_fake(q):
+        return q
     B, T, _ = qkv.shape
     qkv = qkv if qkv.stride(2) == 1 else qkv.contiguous()
     block_group, block = power_of_2_above(group_size), power_of_2_above((head_dim + 1) // 2)

@@ -36,13 +36,14 @@ def use_kernels(*tensors: Tensor | None) -> bool:
 
     Raises BackendError if `set_backend("triton")` holds but the kernels cannot serve them.
     """
-    on_cuda = True
+    on_cuda, on_meta = True, False
     for t in tensors:  # a plain loop: every op begins with this
         if t is not None:
             if t.dtype == torch.float64:
                 return False
-            on_cuda = on_cuda and t.is_cuda
-    if not on_cuda and any(t is not None and t.is_meta for t in tensors):
+            if not t.is_cuda:
+                on_cuda, on_meta = False, on_meta or t.is_meta
+    if on_meta:
         return True  # nothing runs
     if _backend == "reference":
         return False

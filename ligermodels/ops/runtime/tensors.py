@@ -14,16 +14,28 @@ def check_tensor(
 ) -> None:
     """Raises InputError, naming op and tensor, unless x has this shape, in which a letter is any size, is on this
     device, and is of one of these dtypes (without any: floating)."""
-    fits = x.shape == shape or (
-        x.dim() == len(shape)
-        and all(isinstance(wanted, str) or size == wanted for size, wanted in zip(x.shape, shape, strict=True))
-    )
+    fits = x.shape == shape or _has_shape(x.shape, shape)
     if not fits or x.device != device or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
         wanted_dtype = " or ".join(map(str, dtypes)) or "floating"
         raise InputError(
             f"{op}: {name} must be {wanted_dtype} of shape ({', '.join(map(str, shape))}) on {device}; "
             f"got {x.dtype} {tuple(x.shape)} on {x.device}"
         )
+
+
+def _has_shape(sizes: torch.Size, shape: tuple[int | str, ...]) -> bool:
+    if len(sizes) != len(shape):
+        return False
+    # A plain loop: a decoding step checks dozens of tensors.
+    for size, wanted in zip(sizes, shape, strict=True):  # noqa: SIM110
+        if size != wanted and not isinstance(wanted, str):
+            return False
+    return True
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), which takes the host as long as an addition even where there is nothing to cast."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def under_autocast(*operands: Tensor | None) -> list[Any]:
