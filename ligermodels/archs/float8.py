@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.exclusion import Exclusion
 from ligermodels.archs.lora import check_untouched
-from ligermodels.errors import BackendError, InputError, short
+from ligermodels.errors import BackendError, InputError
 from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.ops import Float8Recipe, check_float8_sizes, float8_unsupported
 
@@ -47,7 +48,7 @@ def float8(
     Raises:
         InputError: an argument out of range, a pattern that matches nothing, or nothing left; a mixer or a feed-forward
             layer that has linear layers, and no rule for float8; sizes that are no multiples of 16; a model that is
-            sharded, or in float8 already; hooks on a linear layer, which its successor would lack.
+            sharded, quantised, or in float8 already; hooks on a linear layer, which its successor would lack.
         BackendError: the model is on a GPU without float8.
     """
     recipe = _checked(model, recipe)
@@ -55,19 +56,7 @@ def float8(
     for name, value in (("exclude_first", exclude_first), ("exclude_last", exclude_last)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= len(blocks):
             raise InputError(f"{name}: must be a number of blocks, 0 to {len(blocks)}, got {value!r}")
-    if isinstance(exclude, str):
-        raise InputError(f"exclude: must be a sequence of patterns, got {exclude!r}; give [{exclude!r}]")
-    if not isinstance(exclude, Sequence) or not all(isinstance(each, str) for each in exclude):
-        raise InputError(f"exclude: must be a sequence of patterns, got {short(exclude)}")
-    used: set[str] = set()
-
-    def excluded(block: str, name: str) -> bool:
-        whole = name.split(".")
-        names = [".".join(whole[:count]) for count in range(1, len(whole) + 1)]
-        hits = {p for p in exclude for each in names if fnmatchcase(each, p) or fnmatchcase(f"{block}.{each}", p)}
-        used.update(hits)
-        return bool(hits)
-
+    excluded = Exclusion(exclude)
     chosen = []
     for i, block in enumerate(blocks):
         found, prefix = list(slots(block)), f"decoder.blocks.{i}"
@@ -81,8 +70,7 @@ def float8(
                 )
         if exclude_first <= i < len(blocks) - exclude_last:
             chosen += [(f"{prefix}.{slot.name}", slot) for slot in kept]
-    if unmatched := [pattern for pattern in exclude if pattern not in used]:
-        raise InputError(f"exclude: {unmatched[0]!r} matches no layer in the blocks")
+    excluded.check_used()
     if not chosen:
         raise InputError("exclude: leaves no linear layer to compute in float8")
     for name, slot in chosen:
@@ -109,6 +97,7 @@ def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
         raise InputError("float8: the model is sharded already; call float8 first, then shard")
     if any(isinstance(m, Float8Linear) or getattr(m, "float8", None) is not None for m in model.decoder.modules()):
         raise InputError("float8: the model is in float8 already")
+    check_unquantized(model, "float8", "float8 training needs the weights as they were")
     if (reason := float8_unsupported(model.device)) is not None:
         raise BackendError(f"float8: {reason}")
     return recipe or Float8Recipe()
