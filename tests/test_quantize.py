@@ -74,11 +74,12 @@ def test_decoding(name: str, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads(kind: Any) -> None:
-    """Trees of Medusa heads give the tokens of plain decoding; and heads are trained on the frozen, quantised base."""
+    """Trees of Medusa and MTP heads give the tokens of plain decoding; and heads are trained on the frozen, quantised base."""
     model = build(kind=kind)
     medusa = lm.MedusaModel.from_base(model, 3)
     prompts: Any = {"input_ids": [[5, 9, 11], [77, 3]], "max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(medusa.generate(**prompts), model.generate(**prompts))
+    for heads in (medusa, lm.MTPModel.from_base(model)):
+        assert torch.equal(heads.generate(**prompts), model.generate(**prompts))
     medusa.train()
     medusa(tokens(), labels=tokens()).loss.backward()
     assert {n for n, p in medusa.named_parameters() if p.grad is not None} == {
