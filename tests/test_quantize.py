@@ -74,7 +74,7 @@ def test_decoding(name: str, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads(kind: Any) -> None:
-    """Trees of Medusa and MTP heads give the tokens of plain decoding; and heads are trained on the frozen, quantised base."""
+    """Trees of Medusa and MTP heads give the tokens of plain decoding; heads are trained on the frozen base."""
     model = build(kind=kind)
     medusa = lm.MedusaModel.from_base(model, 3)
     prompts: Any = {"input_ids": [[5, 9, 11], [77, 3]], "max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0}
@@ -145,7 +145,7 @@ def test_loading(name: str, stored: torch.dtype, kind: Any, tmp_path: Path, monk
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert tensor.dtype == found[key].dtype, key
-        assert torch.equal(*(t.view(torch.uint8) if t.element_size() == 1 else t for t in (tensor, found[key]))), key
+        assert torch.equal(*(t.view(torch.uint8) if t.ndim > 1 else t for t in (tensor, found[key]))), key
     layers = quantised(model).values()
     assert most == max(2 * each.in_features * each.out_features for each in layers) and alive == 0
     total = {total for _, total in steps}
@@ -185,6 +185,8 @@ def test_casts_moves_and_copies_keep_the_weights(kind: Any) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float32):
         model.to(dtype)
         check(model)
+        with pytest.raises(InputError, match="x must be floating, of shape .* 64"):
+            model.decoder.blocks[0].mixer.o(torch.ones(3, 65, dtype=dtype))
         assert model(tokens()).logits.dtype == dtype == model.decoder.blocks[0].mixer.qkv.bias.dtype
     check(copy.deepcopy(model).half().to("cpu", torch.bfloat16))
     empty = build("qwen2, with biases", kind, device="meta").to_empty(device="cpu")

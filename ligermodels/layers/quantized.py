@@ -93,7 +93,9 @@ class QuantizedLinear(nn.Module):
         return super()._apply(moved, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out), in the dtype of x."""
+        """x (..., in) -> (..., out), in the dtype of x. InputError for another shape."""
+        if x.ndim == 0 or x.shape[-1] != self.in_features:  # several sizes have the same number of groups
+            raise InputError(f"x must be floating, of shape (..., {self.in_features}); got {tuple(x.shape)}")
         return ops.quantized_linear(x, self.codes, self.scales, self.bias)
 
 

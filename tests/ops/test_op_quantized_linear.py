@@ -18,10 +18,10 @@ SIZES = [(3, 128), (17, 256), (5, 1), (8, 127), (33, 130), (2, 515)]
 
 def codes_of(codes: Tensor, in_features: int) -> Tensor:
     """The integers of int4, from the layout as it is documented, one after another."""
-    found = torch.zeros(codes.shape[0], codes.shape[1] // 64 * 128, dtype=torch.long)
+    found = torch.zeros(codes.shape[0], codes.shape[1] * 8, dtype=torch.long)
     for i in range(found.shape[1]):
-        byte = codes[:, i // 128 * 64 + i % 64].long()
-        found[:, i] = (byte % 16 if i % 128 < 64 else byte // 16) - 8
+        word = codes[:, i // 128 * 16 + i % 16].long() % 2**32
+        found[:, i] = word // 16 ** (i % 128 // 16) % 16 - 8
     assert not found[:, in_features:].any()
     return found[:, :in_features]
 
@@ -47,7 +47,7 @@ def test_int4(size: tuple[int, int], dtype: torch.dtype, pieces: int | None, mon
     weight = awkward(size, dtype)
     codes, scales = quantize_weight(weight, "int4")
     groups = -(-size[1] // 128)
-    assert (codes.shape, codes.dtype) == ((size[0], 64 * groups), torch.uint8)
+    assert (codes.shape, codes.dtype) == ((size[0], 16 * groups), torch.int32)
     assert (scales.shape, scales.dtype) == ((size[0], groups), torch.bfloat16)
     step = scales.double().repeat_interleave(128, dim=1)[:, : size[1]]
     exact = codes_of(codes, size[1]) * step
@@ -183,7 +183,7 @@ def test_errors() -> None:
     where = Where(torch.device("cpu"), torch.float32)
     given = {kind: operands(where, kind, (6, 200), (3,), bias=True) for kind in KINDS}
     for change, message in (
-        ({"x": torch.ones(3, 201)}, "quantized_linear: codes must be"),
+        ({"x": torch.ones(3, 300)}, "quantized_linear: codes must be"),
         ({"x": torch.ones(3, 200).long()}, "x must be floating"),
         ({"x": torch.tensor(1.0)}, "x must be floating"),
         ({"bias": torch.ones(5)}, "bias must be"),

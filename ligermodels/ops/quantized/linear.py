@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.quantized.weights import GROUP, dequantize_weight, num_groups
+from ligermodels.ops.quantized.weights import GROUP, WORDS, dequantize_weight, num_groups
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
@@ -23,7 +23,7 @@ def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
     """x W^T + bias.
 
     x: (..., K), any floating dtype; under autocast it is cast to its dtype. codes, scales: a weight (N, K) as
-    `quantize_weight` gives it. bias: (N,), cast to x's dtype.
+    `quantize_weight` gives it; of int4 they tell K to a multiple of 128 alone. bias: (N,), cast to x's dtype.
     Returns (..., N) of x's dtype. x and bias have gradients; codes and scales are constants.
     Raises InputError if shapes, dtypes or devices do not fit, and for DTensors.
     """
@@ -37,7 +37,7 @@ def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
         check_tensor(name, "scales", scales, (codes.shape[0],), x.device, torch.float32)
     else:
         groups = num_groups(features)
-        check_tensor(name, "codes", codes, ("N", groups * GROUP // 2), x.device, torch.uint8)
+        check_tensor(name, "codes", codes, ("N", groups * WORDS), x.device, torch.int32)
         check_tensor(name, "scales", scales, (codes.shape[0], groups), x.device, torch.bfloat16)
     if bias is not None:
         check_tensor(name, "bias", bias, (codes.shape[0],), x.device)
@@ -69,12 +69,12 @@ def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_fea
     dx = dy.new_empty(dy.shape[0], in_features)
     if is_fake(dy):
         return dx
-    packed = codes.dtype == torch.uint8
+    packed = codes.dtype == torch.int32
     for columns in _pieces(in_features, codes.shape[0], GROUP):
         stored, kept = columns, scales
         if packed:
-            stored = slice(columns.start // 2, -(-columns.stop // GROUP) * GROUP // 2)
-            kept = scales[:, columns.start // GROUP : -(-columns.stop // GROUP)]
+            first, last = columns.start // GROUP, num_groups(columns.stop)
+            stored, kept = slice(first * WORDS, last * WORDS), scales[:, first:last]
         weight = dequantize_weight(codes[:, stored], kept, columns.stop - columns.start, dy.dtype)
         dx[:, columns] = dy @ weight
     return dx
