@@ -185,7 +185,7 @@ def test_casts_moves_and_copies_keep_the_weights(kind: Any) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float32):
         model.to(dtype)
         check(model)
-        with pytest.raises(InputError, match="x must be floating, of shape .* 64"):
+        with pytest.raises(InputError, match=r"x must be floating, of shape .* 64"):
             model.decoder.blocks[0].mixer.o(torch.ones(3, 65, dtype=dtype))
         assert model(tokens()).logits.dtype == dtype == model.decoder.blocks[0].mixer.qkv.bias.dtype
     check(copy.deepcopy(model).half().to("cpu", torch.bfloat16))
