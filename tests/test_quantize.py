@@ -19,6 +19,7 @@ from ligermodels.archs import quantized_loading
 from ligermodels.cli import app
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.integrations import wrap
 from ligermodels.layers.quantized import QuantizedLinear
 
 KINDS = ("float8", "int4")
@@ -106,8 +107,9 @@ def test_gradients_of_inputs(name: str, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "stored"), [*((name, torch.bfloat16) for name in MODELS), ("llama", torch.float32)], ids=str
+)
 def test_loading(name: str, stored: torch.dtype, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of quantising the loaded model; layer by layer; and what is not quantised is in its own dtype."""
     config, exclude = MODELS[name]
@@ -226,6 +228,16 @@ def test_what_a_quantised_model_refuses(kind: Any, tmp_path: Path) -> None:
     assert torch.equal(lm.from_pretrained(tmp_path / "out")(tokens()).logits, model(tokens()).logits)
     with pytest.raises(InputError, match="dequantize: the model has no quantised weights"):
         lm.dequantize(model)
+
+
+def test_models_of_transformers() -> None:
+    """Neither can a quantised model compute in one, nor a model that does be quantised."""
+    with pytest.raises(InputError, match="quantised weights, of which no checkpoint is written"):
+        wrap(build(kind="int4"))
+    wrapped = build()
+    wrap(wrapped)
+    with pytest.raises(InputError, match="computes by the modules of a transformers model"):
+        lm.quantize(wrapped, "int4")
 
 
 def test_exclusion_and_what_is_not_quantised() -> None:
