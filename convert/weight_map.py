@@ -61,11 +61,14 @@ class WeightMap:
     def stored_dtypes(
         self, headers: Mapping[str, Spec], state: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, torch.dtype]:
-        """For `dtypes`: how a checkpoint stores the tensors that a model of `dtype` keeps in another float dtype."""
+        """For `dtypes`: how a checkpoint stores those tensors of `state` that a model of `dtype` keeps in another float
+        dtype."""
         return {
             mapping.target: headers[self._stored(mapping.views[0].source, headers)].dtype
             for mapping in self.mappings
-            if state[mapping.target].is_floating_point() and state[mapping.target].dtype != dtype
+            if (tensor := state.get(mapping.target)) is not None
+            and tensor.is_floating_point()
+            and tensor.dtype != dtype
         }
 
     def sources(self) -> set[str]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ligermodels.archs.float8 import float8
     from ligermodels.archs.lora import add_lora, merge_lora
     from ligermodels.archs.output import CausalLMOutput
+    from ligermodels.archs.quantize import dequantize, quantize
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.integrations.in_place import nativize, restore
     from ligermodels.ops.float8.linear import Float8Recipe
@@ -35,6 +36,7 @@ __getattr__, __dir__ = lazy_names(
         "archs.float8": ("float8",),
         "archs.lora": ("add_lora", "merge_lora"),
         "archs.output": ("CausalLMOutput",),
+        "archs.quantize": ("dequantize", "quantize"),
         "data.tokenizer": ("Tokenizer",),
         "integrations.in_place": ("nativize", "restore"),
         "ops.float8.linear": ("Float8Recipe",),
@@ -62,6 +64,7 @@ __all__ = [
     "ParallelPlan",
     "Tokenizer",
     "add_lora",
+    "dequantize",
     "errors",
     "float8",
     "from_config",
@@ -71,6 +74,7 @@ __all__ = [
     "merge_lora",
     "nativize",
     "parallelize",
+    "quantize",
     "restore",
     "save_adapter",
 ]

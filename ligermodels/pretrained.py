@@ -17,8 +17,9 @@ from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.extra_heads import without_heads
-from ligermodels.archs.lora import without_lora
 from ligermodels.archs.multimodal import tied_as_stored
+from ligermodels.archs.quantize import quantize as quantize_weights
+from ligermodels.archs.quantized_loading import load_weights
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import as_config, dtype_of, read_json
@@ -43,7 +44,9 @@ from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, CheckpointError, ConfigError, short
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for
+from ligermodels.ops import Quantized
 from ligermodels.ops.attention.attention import backends
+from ligermodels.ops.quantized.weights import check_format
 from ligermodels.parallel.plan import ParallelPlan
 
 Progress = Callable[[int, int], None]
@@ -73,6 +76,7 @@ def from_pretrained(
     progress: Progress | None = None,
     plan: ParallelPlan | None = None,
     prepare: Callable[[CausalLM], object] | None = None,
+    quantize: Quantized | None = None,
 ) -> CausalLM:
     """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
 
@@ -97,13 +101,19 @@ def from_pretrained(
         plan: spread the model over the ranks, see `parallelize`: each reads and holds its own part alone, on its GPU or
             else the CPU. All ranks call this.
         prepare: called with the model while it is on the meta device, before it is spread: `add_lora`, say.
+        quantize: "float8" or "int4": round the weights of the blocks' linear layers as they are read, as
+            `lm.quantize(model, quantize)` does it to the model in `dtype`. Memory holds the quantised model and about a
+            gigabyte more. With other options of it: `prepare=lambda model: lm.quantize(model, "int4", exclude=...)`.
 
     Raises:
         HubError: the repository cannot be found or reached.
         ConfigError: config.json has a missing, bad or unsupported field (named).
         CheckpointError: files or tensors are missing, damaged or do not fit (all of them named).
         InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
+            Also as `lm.quantize`, and where a `plan` is given with it.
     """
+    if quantize is not None:
+        check_format("quantize", quantize)
     place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
@@ -129,10 +139,12 @@ def from_pretrained(
         weight_map.plan(checkpoint.headers, persistent_tensors(model))
         if prepare is not None:
             prepare(model)
+        if quantize is not None:
+            quantize_weights(model, quantize)
         _allocate(model, kind, place, plan, mapped=mapped and place.type == "cpu")
         initialize_buffers(model, config.initializer_range)
         if place.type != "meta":
-            weight_map.load(checkpoint, without_lora(model), progress=progress, mapped=mapped)
+            load_weights(model, weight_map, checkpoint, kind, progress, mapped=mapped)
         _keep_dtypes(model, weight_map, checkpoint.headers, kind)
     return model.eval()
 

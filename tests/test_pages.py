@@ -32,6 +32,7 @@ PAGES = {
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
+    "docs/quantized-decoding.md": set[str](),
     "docs/mtp.md": {"with-head", "head", "own.jsonl", "mtp-head", "with-mtp"},
     "docs/objectives.md": set[str](),
 }

@@ -24,7 +24,7 @@ from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.context_parallel import shard_of
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
 from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options, named_results
-from ligermodels.layers.lora import check_merged
+from ligermodels.layers.lora import check_exportable
 from ligermodels.layers.packing import Unpadding, document_bounds
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import count_targets
@@ -322,8 +322,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
 
     def checked_export_spec(self) -> ExportSpec:
         """The `export_spec`; ConfigError when the checkpoint that it writes would be of another model than this, and
-        InputError when the model has LoRA."""
-        check_merged(self)
+        InputError when the model has LoRA or quantised weights."""
+        check_exportable(self)
         spec = self.require_export_spec()
         composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
         difference = first_difference(self.config, composed, "config")

@@ -13,7 +13,7 @@ from ligermodels.archs.state_dict import export_state_dict, layout_in_memory, lo
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.lora import check_merged
+from ligermodels.layers.lora import check_exportable
 from ligermodels.layers.sharding import reshard
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class ExportMixin(nn.Module):
         and the first one writes.
 
         Raises:
-            InputError: the model has LoRA, which `save_adapter` writes and `merge_lora` merges.
+            InputError: the model has LoRA, which `save_adapter` writes and `merge_lora` merges; or quantised weights,
+                see `dequantize`.
             ConfigError: the model was composed by hand and has no `export_spec`; or its config is no longer what its
                 config.json composes to: the field is named.
             CheckpointError: the folder is in use, or the disk is full; nothing is left half-written. Or the checkpoint
@@ -100,9 +101,9 @@ class ExportMixin(nn.Module):
         """The weights under the names, and in the shapes, of a loaded transformers model (5 or later), detached.
 
         Those that are stored alike share their memory with the model's, the others are copies. InputError of a model
-        with LoRA: see `merge_lora`.
+        with LoRA: see `merge_lora`; or with quantised weights: see `dequantize`.
         """
-        check_merged(self)
+        check_exportable(self)
         return export_state_dict(self, layout_in_memory(self.require_export_spec(), self.config))
 
     def load_hf_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -111,5 +112,5 @@ class ExportMixin(nn.Module):
         They are cast to the model's dtype. Raises CheckpointError that lists every missing, unexpected or misshapen
         tensor; then nothing has changed.
         """
-        check_merged(self)
+        check_exportable(self)
         load_state_dict(self, state_dict)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.exclusion import Exclusion
 from ligermodels.archs.lora import check_untouched
-from ligermodels.errors import BackendError, Float8Warning, InputError, short
+from ligermodels.errors import BackendError, Float8Warning, InputError
 from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.ops import Float8Recipe, check_float8_sizes, float8_unsupported
 
@@ -53,8 +54,8 @@ def float8(
 
     Raises:
         InputError: an argument out of range, a pattern that matches nothing, or nothing left; sizes that are no
-            multiples of 16; a model that is sharded; a layer that is in float8 already, or of a kind that cannot be;
-            hooks on a linear layer, which its successor would lack.
+            multiples of 16; a model that is sharded or quantised; a layer that is in float8 already, or of a kind that
+            cannot be; hooks on a linear layer, which its successor would lack.
         BackendError: the model is on a GPU without float8.
     """
     recipe = _checked(model, recipe)
@@ -62,19 +63,7 @@ def float8(
     for name, value in (("exclude_first", exclude_first), ("exclude_last", exclude_last)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= len(blocks):
             raise InputError(f"{name}: must be a number of blocks, 0 to {len(blocks)}, got {value!r}")
-    if isinstance(exclude, str):
-        raise InputError(f"exclude: must be a sequence of patterns, got {exclude!r}; give [{exclude!r}]")
-    if not isinstance(exclude, Sequence) or not all(isinstance(each, str) for each in exclude):
-        raise InputError(f"exclude: must be a sequence of patterns, got {short(exclude)}")
-    used: set[str] = set()
-
-    def excluded(prefix: str, name: str) -> bool:
-        whole = name.split(".")
-        names = [".".join(whole[:count]) for count in range(1, len(whole) + 1)]
-        hits = {p for p in exclude for each in names if fnmatchcase(each, p) or fnmatchcase(f"{prefix}.{each}", p)}
-        used.update(hits)
-        return bool(hits)
-
+    excluded = Exclusion(exclude)
     chosen: dict[str, nn.Module] = {}
     without_rule: list[tuple[nn.Module, str]] = []
     for i, block in enumerate(blocks):
@@ -84,8 +73,7 @@ def float8(
         if exclude_first <= i < len(blocks) - exclude_last:
             chosen |= kept
             without_rule += [(block, name) for name in others]
-    if unmatched := [pattern for pattern in exclude if pattern not in used]:
-        raise InputError(f"exclude: {unmatched[0]!r} matches no layer in the blocks")
+    excluded.check_used()
     if not chosen:
         raise InputError("float8: there is no linear layer that could compute in float8, and is not excluded")
     for name, linear in chosen.items():
@@ -138,6 +126,7 @@ def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
         raise InputError(f"recipe: must be a Float8Recipe, got {recipe!r}")
     if is_sharded(model):
         raise InputError("float8: the model is sharded already; call float8 first, then shard")
+    check_unquantized(model, "float8", "float8 training needs the weights as they were")
     if (reason := float8_unsupported(model.device)) is not None:
         raise BackendError(f"float8: {reason}")
     return recipe or Float8Recipe()

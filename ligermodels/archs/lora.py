@@ -23,6 +23,7 @@ from ligermodels.layers import MoE
 from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.lora import LoRALinear, LoRAPart
+from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
 
 Model = TypeVar("Model", bound=CausalLM)
@@ -70,7 +71,7 @@ def add_lora(
 
     Raises:
         InputError: an argument out of range; a name in `target_modules` that no such layer has (known ones are listed);
-            a model that has LoRA already, or is sharded; hooks on a layer that LoRA takes the place of.
+            a model that has LoRA already, is sharded, or quantised; hooks on a layer that LoRA takes the place of.
         ConfigError: the model was composed by hand and has no `export_spec`, which has the names.
     """
     check_adaptable(model, "add_lora")
@@ -210,6 +211,7 @@ def check_adaptable(model: Any, what: str) -> None:
         raise InputError(f"{what}: the model has LoRA already; merge_lora it, or start from a model without")
     if is_sharded(model):
         raise InputError(f"{what}: the model is sharded already; add LoRA first, then shard")
+    check_unquantized(model, what, "add LoRA to the model as it is stored, and quantise it after merge_lora")
 
 
 def leaf(path: str) -> str:

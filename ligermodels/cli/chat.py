@@ -44,6 +44,8 @@ def chat(
     dtype: options.DtypeOption = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
+    quantize: options.Quantize = None,
+    quantize_exclude: options.QuantizeExclude = None,
 ) -> None:
     """Chat with a model: a turn a line, from the terminal or from standard input.
 
@@ -51,6 +53,7 @@ def chat(
     standard output, all else to standard error.
     """
     given = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=heads is not None)
+    rounding = options.quantizing(quantize, quantize_exclude)
 
     from ligermodels.data.chat import ChatTemplate, end_of_turn
     from ligermodels.data.tokenizer import TextStream, Tokenizer
@@ -62,7 +65,7 @@ def chat(
         options.require_heads(heads)
     tokenizer = Tokenizer(source.tokenizer)
     template = ChatTemplate.from_folder(source.tokenizer, chat_template or source.chat_template)
-    model = source.load(dtype, place, attention)
+    model = source.load(dtype, place, attention, rounding)
     medusa = options.load_heads(model, heads) if heads else None
     arguments = given.arguments(model, place)
     # Some checkpoints name only the end of a text as their EOS, not that of a turn.

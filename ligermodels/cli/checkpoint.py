@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ligermodels.cli import models, options
-from ligermodels.console import print_json, progress, say, show_table
+from ligermodels.console import print_json, progress, readable_bytes, say, show_table
 from ligermodels.convert.input_files import read_text
 from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ligermodels.archs.causal_lm import CausalLM
     from ligermodels.convert.export_spec import Keep
 
 
@@ -37,6 +42,8 @@ def verify(
     float8_exclude: Annotated[
         list[str] | None, typer.Option(help="Patterns of layers that stay as they are, as of `train`.")
     ] = None,
+    quantize: options.Quantize = None,
+    quantize_exclude: options.QuantizeExclude = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare a checkpoint with transformers, module by module.
@@ -44,10 +51,19 @@ def verify(
     Exit code 1 on a mismatch; the first one is printed. The error of a module is max |ours - theirs| / max |theirs|.
     With --float8 the gradient of each parameter in float8 is compared with that in --dtype: the cosine between them,
     and the ratio of their norms; exit code 1 where 1 - cosine or |ratio - 1| is above --tolerance, if that is given.
+    With --quantize predictions with rounded weights are compared with those without: the KL divergence, and both
+    perplexities; exit code 1 where the KL is above --tolerance, if that is given. Give a --text: of random tokens
+    perplexities say nothing.
     """
+    rounding = options.quantizing(quantize, quantize_exclude)
+    other = "--float8" if float8 else "--quantize"
+    if (float8 or rounding) and reference is not None:
+        raise typer.BadParameter(f"has no meaning with {other}", param_hint="--reference")
+    if float8 and rounding is not None:
+        raise typer.BadParameter("give one of the two", param_hint="--float8 or --quantize")
+    if rounding is not None:
+        return _verify_quantized(path, tokens, text, tolerance, dtype, device, attention, rounding, as_json)
     if float8:
-        if reference is not None:
-            raise typer.BadParameter("has no meaning with --float8", param_hint="--reference")
         return _verify_float8(path, tokens, text, tolerance, dtype, device, attention, float8_exclude or [], as_json)
     if float8_exclude:
         raise typer.BadParameter("is for --float8", param_hint="--float8-exclude")
@@ -111,21 +127,12 @@ def _verify_float8(
     exclude: list[str],
     as_json: bool,
 ) -> None:
-    import torch
-
     from ligermodels.archs.float8_agreement import float8_agreement
-    from ligermodels.data.tokenizer import Tokenizer
 
     folder = options.folder_of(path)
     model = options.load(folder, dtype, options.device_named(device), attention)
-    if text is None:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(model.config.vocab_size, (tokens,), generator=generator)
-    else:
-        ids = torch.tensor(Tokenizer(folder).encode(read_text(text, InputError))[:tokens])
-    if len(ids) < 2:
-        raise InputError("tokens: a loss needs two or more; give more by --tokens, or a longer text")
-    report = float8_agreement(model, ids[None].to(model.device), exclude=exclude)
+    ids = _ids(model, folder, text, tokens)
+    report = float8_agreement(model, ids[None], exclude=exclude)
     if as_json:
         print_json(
             {
@@ -141,6 +148,68 @@ def _verify_float8(
         typer.echo(f"Loss {report.loss:.5f}, in float8 {report.float8_loss:.5f}; the farthest: {report.worst.name}.")
     if tolerance is not None and not report.worst.error <= tolerance:
         raise typer.Exit(1)
+
+
+SEQ_LEN = 2048
+"""Tokens of a sequence whose predictions are compared, at most."""
+
+
+def _verify_quantized(
+    path: str,
+    tokens: int,
+    text: Path | None,
+    tolerance: float | None,
+    dtype: options.Dtype,
+    device: str | None,
+    attention: str,
+    rounding: Callable[[CausalLM], object],
+    as_json: bool,
+) -> None:
+    from ligermodels.data.batches import Batch
+    from ligermodels.layers.initialization import persistent_tensors
+    from ligermodels.speculative.evaluation import evaluate_kl
+
+    folder, place = options.folder_of(path), options.device_named(device)
+    quantized = options.load(folder, dtype, place, attention, rounding)
+    ids = _ids(quantized, folder, text, tokens)
+    model = options.load(folder, dtype, place, attention)
+    rows = ids.split(min(SEQ_LEN, model.config.max_position_embeddings or SEQ_LEN))
+    report = evaluate_kl(
+        quantized, model, (Batch({"input_ids": row[None], "labels": row[None]}) for row in rows if len(row) > 1)
+    )
+    found = {
+        "kl": report.kl,
+        "perplexity": math.exp(report.reference_loss),
+        "quantized_perplexity": math.exp(report.loss),
+        "tokens": len(ids),
+        "weights_bytes": sum(each.nbytes for each in persistent_tensors(model).values()),
+        "quantized_weights_bytes": sum(each.nbytes for each in persistent_tensors(quantized).values()),
+    }
+    if as_json:
+        print_json(found)
+    else:
+        sizes = [readable_bytes(found[name]) for name in ("weights_bytes", "quantized_weights_bytes")]
+        perplexities = [f"{found[name]:.3f}" for name in ("perplexity", "quantized_perplexity")]
+        show_table(["", "as stored", "quantised"], [("perplexity", *perplexities), ("weights", *sizes)], numbers=[1, 2])
+        typer.echo(f"KL divergence {report.kl:.5f} nats per token, over {len(ids):,} tokens.")
+    if tolerance is not None and not report.kl <= tolerance:
+        raise typer.Exit(1)
+
+
+def _ids(model: CausalLM, folder: Path, text: Path | None, tokens: int) -> Tensor:
+    """The first `tokens` tokens of a text, or random ones, always the same: long (tokens,), on the model's device."""
+    import torch
+
+    from ligermodels.data.tokenizer import Tokenizer
+
+    if text is None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (tokens,), generator=generator)
+    else:
+        ids = torch.tensor(Tokenizer(folder).encode(read_text(text, InputError))[:tokens])
+    if len(ids) < 2:
+        raise InputError("tokens: a loss needs two or more; give more by --tokens, or a longer text")
+    return ids.to(model.device)
 
 
 def export(

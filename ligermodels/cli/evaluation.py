@@ -47,6 +47,8 @@ def evaluate(
     dtype: options.DtypeOption = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
+    quantize: options.Quantize = None,
+    quantize_exclude: options.QuantizeExclude = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Score heads, and benchmark decoding with them.
@@ -63,6 +65,7 @@ def evaluate(
         raise typer.BadParameter("give 2 or more, or 0 only to score", param_hint="--prompts")
     if plot is not None:
         require_plotting(plot)
+    rounding = options.quantizing(quantize, quantize_exclude)
     place = options.device_named(device)
 
     from ligermodels.data.packing import PackedBatches
@@ -78,7 +81,7 @@ def evaluate(
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
     if prompts and len(token_prompts) < 2:
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
-    medusa = options.load_heads(options.load(folder, dtype, place, attention), heads)
+    medusa = options.load_heads(options.load(folder, dtype, place, attention, rounding), heads)
     with progress("scoring") as update:
         batches = PackedBatches(documents, indices, seq_len=seq_len or default_len, batch_size=batch_size, epochs=1)
         scores = own = evaluate_heads(medusa, _counted(batches, update))

@@ -34,6 +34,8 @@ def generate(
     dtype: options.DtypeOption = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
+    quantize: options.Quantize = None,
+    quantize_exclude: options.QuantizeExclude = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Continue prompts.
@@ -41,6 +43,7 @@ def generate(
     The text goes to standard output, the speed to standard error.
     """
     given = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=medusa is not None)
+    rounding = options.quantizing(quantize, quantize_exclude)
     prompts = prompt or [_standard_input()]
     for number, text in enumerate(prompts, start=1):
         if not text:
@@ -55,7 +58,7 @@ def generate(
         options.require_heads(medusa)
     tokenizer = Tokenizer(source.tokenizer)
     ids = [tokenizer.encode(text) for text in prompts]
-    model = source.load(dtype, place, attention)
+    model = source.load(dtype, place, attention, rounding)
     heads = options.load_heads(model, medusa) if medusa else None
 
     arguments = given.arguments(model, place)

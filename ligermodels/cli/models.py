@@ -43,15 +43,19 @@ class Source:
         path = None if self.adapter is None else self.adapter / "chat_template.jinja"
         return path if path is not None and path.is_file() else None
 
-    def load(self, dtype: options.Dtype | None, device: str, attention: str = "auto") -> CausalLM:
+    def load(
+        self, dtype: options.Dtype | None, device: str, attention: str = "auto", quantize: options.Prepare = None
+    ) -> CausalLM:
         """The model, with the adapter as LoRA layers; it is exported with the adapter's tokenizer and chat template.
+
+        With `quantize`, of `options.quantizing`, an adapter is merged first, and the sum rounded.
 
         Raises as `from_pretrained` and `load_adapter`, and ConfigError for a tokenizer beside the adapter that has more
         tokens than the model.
         """
-        model = options.load(self.folder, dtype, device, attention)
         if self.adapter is None:
-            return model
+            return options.load(self.folder, dtype, device, attention, quantize)
+        model = options.load(self.folder, dtype, device, attention)
         from ligermodels.archs.adapter import load_adapter
         from ligermodels.data.tokenizer import Tokenizer
 
@@ -63,6 +67,10 @@ class Source:
                     f"{self.adapter / 'tokenizer.json'}: has ids up to {last:,}, and the model's vocab_size is "
                     f"{model.config.vocab_size:,}; adapters that add tokens are not implemented"
                 )
+        if quantize is not None:
+            from ligermodels.archs.lora import merge_lora
+
+            quantize(merge_lora(model))
         return export_with_tokenizer(model, self.adapter)
 
 

@@ -30,6 +30,14 @@ DtypeOption = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="Where to run.  [default: cuda if there is one, else cpu]")]
 Attention = Annotated[str, typer.Option(help="Attention backend.")]
+Quantize = Annotated[
+    Literal["float8", "int4"] | None,
+    typer.Option("--quantize", help="Round the weights of the blocks' linear layers as they are loaded."),
+]
+QuantizeExclude = Annotated[
+    list[str] | None,
+    typer.Option(help="Patterns of layers that are not rounded, such as mlp.experts. May be repeated."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")]
 
@@ -56,7 +64,28 @@ def folder_of(path: str) -> Path:
     return hub.resolve(path)
 
 
-def load(path: str | Path, dtype: Dtype | None, device: str, attention: str = "auto") -> CausalLM:
+Prepare = Callable[["CausalLM"], object] | None
+"""What is done with a model before its weights are read: see `from_pretrained`."""
+
+
+def quantizing(kind: Literal["float8", "int4"] | None, exclude: Sequence[str] | None) -> Prepare:
+    """`lm.quantize` with these options; None without a kind."""
+    if kind is None:
+        if exclude:
+            raise typer.BadParameter("is for --quantize", param_hint="--quantize-exclude")
+        return None
+
+    def quantized(model: CausalLM) -> object:
+        from ligermodels.archs.quantize import quantize
+
+        return quantize(model, kind, exclude=exclude or ())
+
+    return quantized
+
+
+def load(
+    path: str | Path, dtype: Dtype | None, device: str, attention: str = "auto", prepare: Prepare = None
+) -> CausalLM:
     """`from_pretrained`, with a progress bar."""
     import torch
 
@@ -64,7 +93,7 @@ def load(path: str | Path, dtype: Dtype | None, device: str, attention: str = "a
 
     kind = None if dtype is None else getattr(torch, dtype)
     with progress(f"loading {path}", in_bytes=True) as update:
-        return from_pretrained(path, dtype=kind, device=device, attention=attention, progress=update)
+        return from_pretrained(path, dtype=kind, device=device, attention=attention, progress=update, prepare=prepare)
 
 
 def require_heads(heads: str) -> None:

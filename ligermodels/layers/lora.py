@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,10 @@ class LoRALinear(nn.Linear):
     are float8.
     """
 
+    unexportable: ClassVar[str] = (
+        "the model has LoRA, which is no part of a checkpoint: save it by lm.save_adapter(model, folder), or add "
+        "it to the weights by lm.merge_lora(model) first"
+    )
     float8: Float8Recipe | None
 
     def __init__(
@@ -177,10 +181,9 @@ def _short(names: Sequence[str]) -> list[str]:
     return [name.replace(".", "_") for name in names] if twice else last
 
 
-def check_merged(model: nn.Module) -> None:
-    """InputError when a model has LoRA layers, whose weights are under other names than a checkpoint's."""
-    if any(isinstance(module, LoRALinear) for module in model.modules()):
-        raise InputError(
-            "the model has LoRA, which is no part of a checkpoint: save it by lm.save_adapter(model, folder), or add "
-            "it to the weights by lm.merge_lora(model) first"
-        )
+def check_exportable(model: nn.Module) -> None:
+    """InputError when a checkpoint has no place for the weights of one of the modules: its class says why, and what to
+    do, by `unexportable`."""
+    for module in model.modules():
+        if (reason := getattr(module, "unexportable", None)) is not None:
+            raise InputError(reason)

@@ -41,6 +41,14 @@ from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_r
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.optimizer.adamw import adamw_step
+from ligermodels.ops.quantized.linear import quantized_linear, quantized_linear_reference
+from ligermodels.ops.quantized.weights import (
+    Quantized,
+    QuantizedWeight,
+    dequantize_weight,
+    empty_quantized,
+    quantize_weight,
+)
 from ligermodels.ops.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
 from ligermodels.ops.rope.rope_cache import rope_qkv_cached, rope_qkv_cached_reference
 from ligermodels.ops.runtime.dispatch import set_backend, use_kernels
@@ -50,6 +58,8 @@ __all__ = [
     "Float8Recipe",
     "Float8Tensor",
     "Paths",
+    "Quantized",
+    "QuantizedWeight",
     "Routes",
     "Sequences",
     "TokenLogProbs",
@@ -77,6 +87,8 @@ __all__ = [
     "decode_attention_reference",
     "delta_gates",
     "delta_gates_reference",
+    "dequantize_weight",
+    "empty_quantized",
     "float8_add_rms_norm",
     "float8_cast",
     "float8_geglu",
@@ -109,6 +121,9 @@ __all__ = [
     "linear_log_probs_reference",
     "lora_linear",
     "lora_linear_reference",
+    "quantize_weight",
+    "quantized_linear",
+    "quantized_linear_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

@@ -15,6 +15,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import FullPrecision
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
+from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.parallel.expert import check_expert_parallel, expert_parallel
 from ligermodels.parallel.fsdp import fsdp
@@ -44,8 +45,10 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
 
     Raises, before the model is changed:
         ConfigError: the degrees do not make up the number of ranks, or do not divide the model.
-        InputError: there is no process group; or another plan than the one by which a part has been spread.
+        InputError: there is no process group; the model has quantised weights; or another plan than the one by which a
+            part has been spread.
     """
+    check_unquantized(model, "parallelize", "quantised weights cannot be sharded; each rank may load a whole model")
     before = parallelism_of(model)
     plan = plan or (before.plan if before else ParallelPlan())
     if before is not None and before.plan != plan:

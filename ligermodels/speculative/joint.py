@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers import Targets
+from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.speculative.distillation import divergence
 from ligermodels.speculative.medusa import MedusaModel
@@ -80,6 +81,7 @@ class JointMedusa(nn.Module):
         super().__init__()
         self.medusa = medusa
         self._reference = (reference,)  # in a tuple: not registered as a submodule
+        check_unquantized(medusa.base, "JointMedusa", "stage 2 trains the base model; load it without `quantize`")
         medusa.base.requires_grad_()
 
     def forward(

@@ -32,6 +32,12 @@ def target(x: torch.Tensor) -> torch.Tensor:
     return torch.tensor(TARGET, device=x.device)[: x.shape[0]]
 
 
+def int4(x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a weight (features, up to 128)."""
+    codes = torch.full((features, 16), 0x1234567, dtype=torch.int32, device=x.device)
+    return codes, torch.ones(features, 1, dtype=torch.bfloat16, device=x.device)
+
+
 CASES = {
     "rms_norm": Case(
         lambda x, w: ops.rms_norm(x, w, 1e-6), ((5, 70), (70,)), ("rms_norm_forward", "rms_norm_backward")
@@ -88,6 +94,11 @@ CASES = {
         lambda x, w, a, b: ops.lora_linear(x, w, a, b, dropped=x * 0.5),
         ((5, 12), (20, 12), (3, 12), (20, 3)),
         ("lora_linear_forward", "lora_linear_backward"),
+    ),
+    "quantized_linear": Case(
+        lambda x, bias: ops.quantized_linear(x, *int4(x, 20), bias),
+        ((2, 5, 70), (20,)),
+        ("quantized_linear_forward", "quantized_linear_backward"),
     ),
     "swiglu with multipliers": Case(
         lambda x: ops.swiglu(x, gate_multiplier=0.7, down_multiplier=2.0, limit=1.0, up_offset=1.0),

@@ -1,0 +1,101 @@
+"""A linear layer whose frozen weight is quantised: y = x W^T + b and dx = dy W, with W as `dequantize_weight` has it.
+
+On every device W is dequantised in pieces, each of which is multiplied and let go: memory holds the codes and one
+piece.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.quantized.weights import GROUP, WORDS, dequantize_weight, num_groups
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
+
+PIECE = 2**24
+"""Elements of W that are dequantised at a time."""
+
+
+def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias.
+
+    x: (..., K), any floating dtype; under autocast it is cast to its dtype. codes, scales: a weight (N, K) as
+    `quantize_weight` gives it; of int4 they tell K to a multiple of 128 alone. bias: (N,), cast to x's dtype.
+    Returns (..., N) of x's dtype. x and bias have gradients; codes and scales are constants.
+    Raises InputError if shapes, dtypes or devices do not fit, and for DTensors.
+    """
+    (x,) = under_autocast(x)
+    if x.dim() == 0 or not x.is_floating_point():
+        raise InputError(f"quantized_linear: x must be floating, of shape (..., K); got {x.dtype} {tuple(x.shape)}")
+    reject_dtensors("quantized_linear", x, codes, scales, bias)
+    name, features = "quantized_linear", x.shape[-1]
+    if codes.dtype == torch.float8_e4m3fn:
+        check_tensor(name, "codes", codes, ("N", features), x.device, torch.float8_e4m3fn)
+        check_tensor(name, "scales", scales, (codes.shape[0],), x.device, torch.float32)
+    else:
+        groups = num_groups(features)
+        check_tensor(name, "codes", codes, ("N", groups * WORDS), x.device, torch.int32)
+        check_tensor(name, "scales", scales, (codes.shape[0], groups), x.device, torch.bfloat16)
+    if bias is not None:
+        check_tensor(name, "bias", bias, (codes.shape[0],), x.device)
+        bias = bias.to(x.dtype)
+    y: Tensor = _QuantizedLinear.apply(x.reshape(x.shape[:-1].numel(), features), codes, scales, bias)
+    return y.view(*x.shape[:-1], codes.shape[0])
+
+
+def quantized_linear_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The specification of `quantized_linear`, in plain torch."""
+    return F.linear(x, dequantize_weight(codes, scales, x.shape[-1], x.dtype), bias)
+
+
+@custom_op()
+def _quantized_linear_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x (M, K) -> y (M, N)."""
+    y = x.new_empty(x.shape[0], codes.shape[0])
+    if is_fake(x):
+        return y
+    for rows in _pieces(codes.shape[0], x.shape[1], 1):
+        weight = dequantize_weight(codes[rows], scales[rows], x.shape[1], x.dtype)
+        y[:, rows] = F.linear(x, weight, None if bias is None else bias[rows])
+    return y
+
+
+@custom_op()
+def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
+    """dy (M, N) -> dx (M, K), a few columns of W at a time: each element is one sum."""
+    dx = dy.new_empty(dy.shape[0], in_features)
+    if is_fake(dy):
+        return dx
+    packed = codes.dtype == torch.int32
+    for columns in _pieces(in_features, codes.shape[0], GROUP):
+        stored, kept = columns, scales
+        if packed:
+            first, last = columns.start // GROUP, num_groups(columns.stop)
+            stored, kept = slice(first * WORDS, last * WORDS), scales[:, first:last]
+        weight = dequantize_weight(codes[:, stored], kept, columns.stop - columns.start, dy.dtype)
+        dx[:, columns] = dy @ weight
+    return dx
+
+
+def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:
+    """0 to `size` in slices that begin at multiples, of at most PIECE elements of a matrix (size, other)."""
+    count = max(1, PIECE // (max(1, other) * multiple)) * multiple
+    return (slice(first, min(size, first + count)) for first in range(0, size, count))
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, codes, scales, bias):
+        ctx.save_for_backward(codes, scales)
+        ctx.in_features = x.shape[1]
+        return _quantized_linear_forward(x, codes, scales, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        need_x, _, _, need_bias = ctx.needs_input_grad
+        dx = _quantized_linear_backward(dy, *ctx.saved_tensors, ctx.in_features) if need_x else None
+        return dx, None, None, dy.sum(0) if need_bias else None

@@ -1,0 +1,124 @@
+"""Weights of linear layers in 8 or 4 bits: formats, rounding, and back.
+
+"float8": E4M3 with one float32 scale for each output channel, its largest magnitude / 448. `codes` are float8 (N, K),
+`scales` (N,).
+
+"int4": integers q from -8 to 7 with one bfloat16 scale for each 128 inputs of an output channel, their largest
+magnitude / 7.5, rounded up. Where K is no multiple of 128 the last group is short, and `codes` have zeros for what it
+lacks. With G = ceil(K / 128) groups, `scales` are (N, G) and `codes` int32 (N, 16 G): of word j of a group bits 4 i to
+4 i + 3 are q + 8 of its input 16 i + j. So the words of a group, shifted alike, are 16 inputs in a row: one step of a
+tensor core, and what a kernel multiplies without exchanging elements between threads.
+
+Rounding is to nearest, so that no element is off by more than half the distance between its neighbours.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError, short
+
+Quantized = Literal["float8", "int4"]
+"""Formats of quantised weights."""
+
+GROUP = 128
+"""Inputs that share a scale in int4."""
+WORDS = 16
+"""Words of a group."""
+_AT_A_TIME = 2**22
+"""Elements that are float32 at a time."""
+_TINY = torch.finfo(torch.float32).tiny
+_E4M3 = torch.float8_e4m3fn
+
+
+class QuantizedWeight(NamedTuple):
+    """See the module's docstring."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def check_format(name: str, kind: object) -> None:
+    """InputError naming the argument unless `kind` is one of `Quantized`."""
+    if kind not in get_args(Quantized):
+        raise InputError(f"{name}: must be one of {', '.join(get_args(Quantized))}, got {short(kind)}")
+
+
+def empty_quantized(kind: Quantized, out_features: int, in_features: int, device: torch.device) -> QuantizedWeight:
+    """Codes and scales of a weight (out_features, in_features), not filled."""
+    check_format("kind", kind)
+    if kind == "float8":
+        codes, scales = torch.empty(out_features, in_features, dtype=_E4M3, device=device), (out_features,)
+        return QuantizedWeight(codes, torch.empty(scales, dtype=torch.float32, device=device))
+    groups = num_groups(in_features)
+    codes = torch.empty(out_features, groups * WORDS, dtype=torch.int32, device=device)
+    return QuantizedWeight(codes, torch.empty(out_features, groups, dtype=torch.bfloat16, device=device))
+
+
+def num_groups(in_features: int) -> int:
+    """Groups of an output channel in int4."""
+    return -(-in_features // GROUP)
+
+
+@torch.no_grad()
+def quantize_weight(weight: Tensor, kind: Quantized) -> QuantizedWeight:
+    """weight (N, K), any floating dtype, rounded to `kind`, on its device; a few rows at a time are float32.
+
+    Raises InputError for an unknown format, another shape or dtype, or values that are not finite in float32. On the
+    meta device nothing is computed.
+    """
+    check_format("kind", kind)
+    if weight.ndim != 2 or not weight.is_floating_point() or 0 in weight.shape:
+        raise InputError(
+            f"quantize_weight: weight must be floating, of shape (N, K); got {weight.dtype} {tuple(weight.shape)}"
+        )
+    found = empty_quantized(kind, weight.shape[0], weight.shape[1], weight.device)
+    if weight.is_meta:
+        return found
+    finite = torch.ones((), dtype=torch.bool, device=weight.device)
+    for rows in _rows(weight):
+        values = weight[rows].float()
+        codes, scales = _to_float8(values) if kind == "float8" else _to_int4(values)
+        finite &= scales.isfinite().all()
+        found.codes[rows], found.scales[rows] = codes, scales
+    if not finite:
+        raise InputError("quantize_weight: weight has values that are not finite in float32")
+    return found
+
+
+def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
+    """The weight (N, in_features) that `quantize_weight` has rounded: code * scale in float32, rounded to `dtype`.
+
+    Codes and scales may be those of some of the rows, or of some of the groups in a row (`in_features` being theirs).
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    if codes.dtype == _E4M3:
+        return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
+    words, shifts = codes.unflatten(1, (-1, 1, WORDS)), torch.arange(0, 32, 4, device=codes.device)
+    q = (words >> shifts[:, None].to(torch.int32) & 15).flatten(2)
+    return ((q.to(wide) - 8) * scales[..., None].to(wide)).flatten(1)[:, :in_features].to(dtype)
+
+
+def _to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
+    scales = (values.abs().amax(1) / torch.finfo(_E4M3).max).clamp(min=_TINY)
+    return (values / scales[:, None]).to(_E4M3), scales
+
+
+def _to_int4(values: Tensor) -> tuple[Tensor, Tensor]:
+    short_of = -values.shape[1] % GROUP
+    groups = torch.nn.functional.pad(values, (0, short_of)).unflatten(1, (-1, GROUP))
+    wanted = (groups.abs().amax(2) / 7.5).clamp(min=_TINY)
+    scales = wanted.to(torch.bfloat16)
+    # The bits of positive floats count up: one more is the next one above.
+    scales = torch.where(scales.float() < wanted, (scales.view(torch.int16) + 1).view(torch.bfloat16), scales)
+    q = (groups / scales.float()[..., None]).round().clamp(-8, 7).to(torch.int8) + 8
+    # Of word j, byte b holds inputs 16 (2 b) + j and 16 (2 b + 1) + j.
+    low, high = q.to(torch.uint8).unflatten(2, (4, 2, WORDS)).unbind(3)
+    return (low | high << 4).transpose(2, 3).contiguous().view(torch.int32).flatten(1), scales
+
+
+def _rows(weight: Tensor) -> Iterator[slice]:
+    count = max(1, _AT_A_TIME // weight.shape[1])
+    return (slice(first, first + count) for first in range(0, weight.shape[0], count))

@@ -1,0 +1,196 @@
+"""Quantised weights: rounding, element by element, in float64; and the linear layer of them, against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Where
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops import dequantize_weight, quantize_weight, quantized_linear, quantized_linear_reference
+from ligermodels.ops.quantized import linear, weights
+
+KINDS = ("float8", "int4")
+SIZES = [(3, 128), (17, 256), (5, 1), (8, 127), (33, 130), (2, 515)]
+"""(N, K): whole groups, less than one, and a short last one."""
+
+
+def codes_of(codes: Tensor, in_features: int) -> Tensor:
+    """The integers of int4, from the layout as it is documented, one after another."""
+    found = torch.zeros(codes.shape[0], codes.shape[1] * 8, dtype=torch.long)
+    for i in range(found.shape[1]):
+        word = codes[:, i // 128 * 16 + i % 16].long() % 2**32
+        found[:, i] = word // 16 ** (i % 128 // 16) % 16 - 8
+    assert not found[:, in_features:].any()
+    return found[:, :in_features]
+
+
+def awkward(size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Rows of very different magnitudes; one of zeros, one of both signs alike, one with a large value."""
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    weight = weight * torch.logspace(-30, 30, size[0])[:, None] if dtype != torch.float16 else weight
+    weight[0] = 0
+    if size[0] > 1:
+        weight[1] = torch.tensor([1.0, -1.0]).repeat(size[1])[: size[1]] * 3
+    if size[0] > 2:
+        weight[2, size[1] // 2] *= 1000
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("pieces", [None, 1], ids=["whole", "row by row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_int4(size: tuple[int, int], dtype: torch.dtype, pieces: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pieces:
+        monkeypatch.setattr(weights, "_AT_A_TIME", pieces)
+    weight = awkward(size, dtype)
+    codes, scales = quantize_weight(weight, "int4")
+    groups = -(-size[1] // 128)
+    assert (codes.shape, codes.dtype) == ((size[0], 16 * groups), torch.int32)
+    assert (scales.shape, scales.dtype) == ((size[0], groups), torch.bfloat16)
+    step = scales.double().repeat_interleave(128, dim=1)[:, : size[1]]
+    exact = codes_of(codes, size[1]) * step
+    error = (exact - weight.double()).abs()
+    assert (error <= 0.5 * step * (1 + 2**-20)).all()  # no more than half a step; the division is float32's
+    # A step is as small as bfloat16 has it: its next smaller one would not reach the largest magnitude.
+    largest = torch.nn.functional.pad(weight.double(), (0, -size[1] % 128)).unflatten(1, (-1, 128)).abs().amax(2)
+    smaller = torch.nextafter(scales, torch.zeros_like(scales)).double()
+    assert (scales.double() * 7.5 >= largest * (1 - 2**-20)).all()
+    assert ((smaller * 7.5 < largest * (1 + 2**-20)) | (largest < 1e-30)).all()
+    assert torch.equal(dequantize_weight(codes, scales, size[1], torch.float64), exact)
+    assert torch.equal(dequantize_weight(codes, scales, size[1], torch.bfloat16), exact.float().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_float8(size: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = awkward(size, dtype)
+    codes, scales = quantize_weight(weight, "float8")
+    assert (codes.shape, codes.dtype) == (weight.shape, torch.float8_e4m3fn)
+    assert (scales.shape, scales.dtype) == (size[:1], torch.float32)
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    grid = values[values.isfinite()].unique() * scales.double()[:, None]
+    nearest = (grid[:, None, :] - weight.double()[..., None]).abs().amin(-1)
+    found = dequantize_weight(codes, scales, size[1], torch.float64)
+    error = (found - weight.double()).abs()
+    # The nearest of all values, but for ties that float32's division makes or breaks.
+    assert (error <= nearest + weight.double().abs() * 2**-20).all()
+    largest = found.abs().amax(1), weight.double().abs().amax(1)
+    assert torch.allclose(*largest, rtol=1e-6, atol=1e-37)  # which the greatest of them meets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_quantised(kind: Any) -> None:
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        weight = torch.ones(3, 200)
+        weight[1, 150] = bad
+        with pytest.raises(InputError, match="not finite"):
+            quantize_weight(weight, kind)
+    for weight in (torch.ones(3), torch.ones(2, 3, 4), torch.ones(2, 3).long(), torch.ones(0, 3)):
+        with pytest.raises(InputError, match="quantize_weight: weight must be floating"):
+            quantize_weight(weight, kind)
+    with pytest.raises(InputError, match=r"kind: must be one of float8, int4, got 'int5'"):
+        quantize_weight(torch.ones(2, 3), "int5")  # type: ignore[arg-type]
+
+
+def operands(where: Where, kind: Any, size: tuple[int, int], rows: tuple[int, ...], bias: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*rows, size[1], generator=generator).to(where.device, where.dtype)
+    weight = torch.randn(size, generator=generator).to(where.device) * 0.1
+    codes, scales = quantize_weight(weight, kind)
+    own = torch.randn(size[0], generator=generator).to(where.device, where.dtype) if bias else None
+    return {"x": x, "codes": codes, "scales": scales, "bias": own}
+
+
+@pytest.mark.parametrize("pieces", [None, 300], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("rows", [(1,), (), (2, 5), (0,), (64,), (70,)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_float64(
+    where: Where, kind: str, rows: tuple[int, ...], pieces: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both passes, within 1.5 times the error of the same computation in the dtype of x."""
+    if pieces:
+        monkeypatch.setattr(linear, "PIECE", pieces)
+    for size in SIZES:
+        given = operands(where, kind, size, rows, bias=size[0] % 2 == 1)
+        x, bias = given["x"].requires_grad_(), given["bias"]
+        if bias is not None:
+            bias.requires_grad_()
+        inputs = [each for each in (x, bias) if each is not None]
+        y = quantized_linear(**given)
+        assert y.dtype == x.dtype and y.shape == (*rows, size[0])
+        dy = torch.randn(y.shape, device=y.device).to(y.dtype)
+        found = [y, *torch.autograd.grad(y, inputs, dy)]
+
+        def results(dtype: torch.dtype, given: dict[str, Any] = given, dy: Tensor = dy) -> list[Tensor]:
+            x, bias = (
+                None if t is None else t.detach().to(dtype).requires_grad_() for t in (given["x"], given["bias"])
+            )
+            y = quantized_linear_reference(x, given["codes"], given["scales"], bias)  # type: ignore[arg-type]
+            return [y, *torch.autograd.grad(y, [t for t in (x, bias) if t is not None], dy.to(dtype))]
+
+        for ours, eager, exact in zip(found, results(where.dtype), results(torch.float64), strict=True):
+            scale = exact.abs().max() if exact.numel() else 0.0
+            allowed = 1.5 * (eager.double() - exact).norm() + 4 * torch.finfo(torch.float32).eps * scale
+            if where.dtype != torch.float32:
+                allowed += 0.125 * torch.finfo(where.dtype).eps * scale
+            assert (ours.double() - exact).norm() <= allowed * max(1, exact.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_habits(where: Where, kind: str) -> None:
+    """Frozen operands cost nothing; strides and autocast are as torch has them; repeated calls give the same bits."""
+    given = operands(where, kind, (40, 200), (6,), bias=True)
+    assert not quantized_linear(**given).requires_grad
+    y = quantized_linear(**{**given, "bias": given["bias"].clone().requires_grad_()})
+    assert y.requires_grad and torch.equal(y.detach(), quantized_linear(**given))
+    strided = torch.empty(200, 6, device=where.device, dtype=where.dtype).copy_(given["x"].t()).t()
+    torch.testing.assert_close(quantized_linear(**{**given, "x": strided}), y.detach())
+    with torch.autocast(where.device.type, torch.bfloat16):
+        cast = quantized_linear(**given)
+    assert cast.dtype == torch.bfloat16
+    meta = {name: t.to("meta") for name, t in given.items()}
+    assert quantized_linear(**meta).shape == (6, 40)
+
+
+def test_gradcheck() -> None:
+    for kind in KINDS:
+        given = operands(Where(torch.device("cpu"), torch.float64), kind, (7, 130), (3,), bias=True)
+        inputs = [given[name].requires_grad_() for name in ("x", "bias")]
+        run = lambda x, bias, g=given: quantized_linear(x, g["codes"], g["scales"], bias)  # noqa: E731
+        assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_that_of_a_piece(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of the weight than PIECE elements is dequantised at a time, in either pass."""
+    sizes: list[int] = []
+    original = linear.dequantize_weight
+
+    def watched(*arguments: Any) -> Tensor:
+        sizes.append((found := original(*arguments)).numel())
+        return found
+
+    monkeypatch.setattr(linear, "dequantize_weight", watched)
+    monkeypatch.setattr(linear, "PIECE", 128 * 50)
+    given = operands(Where(torch.device("cpu"), torch.float32), kind, (40, 700), (3,), bias=False)
+    quantized_linear(**{**given, "x": given["x"].requires_grad_()}).sum().backward()
+    assert max(sizes) <= 128 * 50 and sum(sizes) == 2 * 40 * 700
+
+
+def test_errors() -> None:
+    where = Where(torch.device("cpu"), torch.float32)
+    given = {kind: operands(where, kind, (6, 200), (3,), bias=True) for kind in KINDS}
+    for change, message in (
+        ({"x": torch.ones(3, 300)}, "quantized_linear: codes must be"),
+        ({"x": torch.ones(3, 200).long()}, "x must be floating"),
+        ({"x": torch.tensor(1.0)}, "x must be floating"),
+        ({"bias": torch.ones(5)}, "bias must be"),
+        ({"scales": torch.ones(6, 3)}, "scales must be"),
+    ):
+        for kind in KINDS:
+            with pytest.raises(InputError, match=message):
+                quantized_linear(**{**given[kind], **change})
+    with pytest.raises(InputError, match="codes must be"):
+        quantized_linear(**{**given["int4"], "codes": torch.ones(6, 200)})
