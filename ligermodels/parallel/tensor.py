@@ -1,8 +1,9 @@
 """Tensor parallelism: each rank has a part of every projection, of the embedding and of the head, by DTensors.
 
-Attention is split by key/value heads, feed-forward layers and experts by their intermediate channels, embedding and
-head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Norms, routers and hidden states are
-the same on all ranks. So a block sums its output over ranks twice, and the gradient of its input twice.
+Attention is split by key/value heads, Gated DeltaNet by key heads, feed-forward layers and experts by their
+intermediate channels, embedding and head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053).
+Norms, routers and hidden states are the same on all ranks. So a block sums its output over ranks twice, and the gradient
+of its input twice.
 
 How a layer is split is said by its config (`LayerConfig.tensor_shard`) and by its module (`tensor_parallel`): nothing
 here knows which layers there are.
