@@ -1,9 +1,9 @@
 """Tensor parallelism: each rank has a part of every projection, of the embedding and of the head, by DTensors.
 
-Attention is split by key/value heads, feed-forward layers and experts by their intermediate channels, embedding and
-head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Norms and routers are the same on all
-ranks, of which each has a part of the tokens between projections (`layers.token_parts`), or, where they are decoded,
-all of them: then a block sums its output over ranks twice.
+Attention is split by key/value heads, Gated DeltaNet by key heads, feed-forward layers and experts by their
+intermediate channels, embedding and head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053).
+Norms and routers are the same on all ranks, of which each has a part of the tokens between projections
+(`layers.token_parts`), or, where they are decoded, all of them: then a block sums its output over ranks twice.
 
 How a layer is split is said by its config (`LayerConfig.tensor_shard`) and by its module (`tensor_parallel`): nothing
 here knows which layers there are.
