@@ -358,7 +358,7 @@ def test_families_without_a_rule() -> None:
     for name, config in zoo.CONFIGS.items():
         model = lm.from_config(config, device="meta")
         try:
-            tensor_placements(model)
+            tensor_placements(model, 2)
             for block in model.config.blocks:
                 for layer in (block.mixer, block.mlp, block.after):
                     if layer is not None:

@@ -150,6 +150,7 @@ class GatedDeltaNet(nn.Module):
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"in_proj": "columns_to_all", "out": "rows"}
+    sequence_parallel: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: GatedDeltaNetConfig) -> None:
         super().__init__()
@@ -165,14 +166,14 @@ class GatedDeltaNet(nn.Module):
         """x (B, T, H) -> (B, T, H). With a `state`, which is zero before a prefill, the tokens of x are added to it."""
         config = self.config
         parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
-        projected = own_part_of_each(self, self.in_proj(x), parts)
+        projected = own_part_of_each(self, self.in_proj(x), self.in_proj.weight, parts)
         ranks = sum(parts) // projected.shape[-1]  # that heads are divided over
         heads, keys = config.num_value_heads // ranks, config.key_size // ranks
         sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
         inputs, z, b, a = projected.split(sizes, dim=-1)
         g, beta = self.decay(a, b)
         if context.seq_lens is not None:  # padding leaves the state as it is
-            real = (torch.arange(x.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
+            real = (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
             g, beta = g * real, beta * real
         one = state is not None and context.tree is None and context.seq_lens is None and x.shape[1] == 1
         earlier = None
@@ -222,7 +223,7 @@ class CausalConv(nn.Module):
     ) -> Tensor:
         """x (B, T, channels) -> (B, T, channels). In a decoding `step` of one token, `earlier` is changed in place to
         the inputs before the next one."""
-        weight = own_part_of_each(self, local(self, self.weight, partial=True), self.parts, dim=0)
+        weight = own_part_of_each(self, local(self, self.weight, partial=True), self.weight, self.parts, dim=0)
         if step and earlier is not None:
             return ops.causal_conv_step(x, weight, earlier)
         return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)

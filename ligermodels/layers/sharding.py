@@ -86,15 +86,15 @@ def gather_last(module: nn.Module, x: Tensor, parameter: Tensor, *, partial: boo
     """x (..., n) of all ranks, (..., len(parameter)), where `parameter` is sharded in its first dimension.
 
     partial: each rank uses it in its own way, so that the ranks' gradients are to be summed."""
-    return (
-        cast(Tensor, _local_tensors().gather_last(x, parameter, partial=partial)) if is_tensor_parallel(module) else x
-    )
+    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+        return x
+    return cast(Tensor, _local_tensors().gather_last(x, parameter, partial=partial))
 
 
-def own_part_of_each(module: nn.Module, x: Tensor, parts: Sequence[int], dim: int = -1) -> Tensor:
-    """This rank's share of each of the `parts` that follow one another in a dimension of x, which all ranks have; x
-    itself where the module is not tensor-parallel. Gradients of the others' are zero."""
-    if not is_tensor_parallel(module):
+def own_part_of_each(module: nn.Module, x: Tensor, parameter: Tensor, parts: Sequence[int], dim: int = -1) -> Tensor:
+    """This rank's share of each of the `parts` that follow one another in a dimension of x, which was gathered of what
+    ranks have by their parts of `parameter`; x itself where this is not sharded. Gradients of the others' are zero."""
+    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return x
     mesh = cast(Any, module._tensor_mesh)
     ranks, rank = mesh.size(), mesh.get_local_rank()

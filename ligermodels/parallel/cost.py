@@ -106,7 +106,7 @@ def _gathered(model: nn.Module) -> Iterator[Any]:
     """Linear layers whose outputs tensor parallelism gathers."""
     for module in model.modules():
         for name, rule in getattr(type(module), "tensor_parallel", {}).items():
-            if rule == "gathered":
+            if rule == "columns_to_all":
                 yield getattr(module, name)
 
 
