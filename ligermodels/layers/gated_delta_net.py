@@ -166,7 +166,7 @@ class GatedDeltaNet(nn.Module):
         """x (B, T, H) -> (B, T, H). With a `state`, which is zero before a prefill, the tokens of x are added to it."""
         config = self.config
         parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
-        projected = own_part_of_each(self, self.in_proj(x), self.in_proj.weight, parts)
+        projected = own_part_of_each(self, self.in_proj(x), self.conv.weight, parts)
         ranks = sum(parts) // projected.shape[-1]  # that heads are divided over
         heads, keys = config.num_value_heads // ranks, config.key_size // ranks
         sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
