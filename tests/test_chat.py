@@ -358,6 +358,9 @@ def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: py
     monkeypatch.setattr(rendering._process, "ask", counted)
     assert template.spans(CHAT, special=special) == expected and counts == [9]
     counts.clear()
+    large = [{"text": "x" * chat.AT_ONCE}]  # variables weigh too
+    assert template.spans(CHAT, special=special, documents=large) == expected and set(counts) == {1}
+    counts.clear()
     monkeypatch.setattr(chat, "AT_ONCE", 100)
     assert template.spans(CHAT, special=special) == expected and set(counts) == {1}
     monkeypatch.undo()

@@ -98,6 +98,10 @@ def test_a_head_of_two_layers(base: Path, data: Path, tmp_path: Path) -> None:
     assert not any(torch.equal(parameter, before[name]) for name, parameter in model.head.named_parameters())
     with pytest.raises(ConfigError, match=r"num_layers: is 3, but the head to start from.* has 2"):
         train_mtp(recipe.changed({"num_layers": 3}), tmp_path / "bad")
+    with pytest.raises(ConfigError, match=r"num_steps: 2 steps do not reach all of 3 layers"):
+        recipe_for(base, data, num_layers=3, num_steps=2)
+    with pytest.raises(ConfigError, match=r"num_steps: 1 steps do not reach all of the head's 2 layers"):
+        train_mtp(recipe.changed({"num_steps": 1, "num_layers": None}), tmp_path / "bad")
 
 
 def test_bad_recipes_are_named(base: Path, data: Path) -> None:

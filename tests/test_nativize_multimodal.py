@@ -122,6 +122,22 @@ def test_a_native_multimodal_model_gives_the_numbers_of_transformers(
     assert torch.equal(hf(**pixels, labels=inputs["labels"]).logits, logits)
 
 
+def test_an_image_whose_tokens_are_padding_leaves_its_features_to_no_other() -> None:
+    hf, one = make("qwen3_vl").eval(), image("qwen3_vl")
+    ids, kinds = one["input_ids"].clone(), one["mm_token_type_ids"].clone()
+    at = kinds[1].nonzero().squeeze(1)
+    ids[0, at], kinds[0, at] = ids[1, at], 1
+    mask = torch.ones_like(ids)
+    mask[0, : at[-1] + 1] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": kinds}
+    for name in ("pixel_values", "image_grid_thw"):
+        inputs[name] = torch.cat([one[name], one[name].flip(0) if name == "pixel_values" else one[name]])
+    wanted = hf(**inputs).logits
+    found = lm.nativize(hf)(**inputs).logits
+    real = mask.bool()
+    assert zoo.relative_error(found[real], wanted[real]) < 1e-5
+
+
 def test_the_signature_stays_that_of_the_class() -> None:
     """By it the Trainer keeps columns of pixels, and `generate` checks its arguments."""
     hf = make("qwen3_vl")

@@ -125,7 +125,7 @@ def test_experts_and_projections_are_divided() -> None:
     one, two, four = (step_memory(dense, 1, 512, tensor=n) for n in (1, 2, 4))
     replicated = sum(p.nbytes for p in dense.parameters() if p.ndim == 1)
     assert two.weights == (one.weights + replicated) / 2
-    # Hidden states stay whole, and the rest is halved again.
+    # Hidden states are divided too.
     assert one.activations - two.activations == pytest.approx(2 * (two.activations - four.activations), rel=1e-2)
     assert four.total < two.total < one.total
     with pytest.raises(ConfigError, match="num_kv_heads"):

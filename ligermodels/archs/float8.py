@@ -35,10 +35,10 @@ def float8(
     """Let the linear layers of the blocks compute in float8, forward and backward, in place.
 
     Weights stay what they are, in the model, its checkpoints and the optimizer: each forward pass casts them, but those
-    that need no gradient once, and again when they are changed (but for changes in place through `.data`, which PyTorch
-    does not count). Embeddings, head, norms, routers, routed experts, attention and the residual stay in the
-    model's dtype. It holds in training mode, and wherever gradients are recorded; in eval mode under `torch.no_grad`,
-    as in generation, layers compute in their own dtype.
+    that need no gradient once (in a process by itself), and again when they are changed (but for changes in place
+    through `.data`, which PyTorch does not count). Embeddings, head, norms, routers, routed experts, attention and the
+    residual stay in the model's dtype. It holds in training mode, and wherever gradients are recorded; in eval mode
+    under `torch.no_grad`, as in generation, layers compute in their own dtype.
 
     Called before or after `add_lora`, and before the model is sharded. A second call is for other layers.
 

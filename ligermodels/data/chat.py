@@ -156,7 +156,8 @@ class ChatTemplate:
         messages = self._fitting(messages)
         turns = _Turns(self, messages, special, variables)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        turns.render_ahead([] if self._marks_turns else assistant, len(written))
+        size = len(written) + len(json.dumps(variables, ensure_ascii=False, default=str))
+        turns.render_ahead([] if self._marks_turns else assistant, size)
         marked = turns.text
         turns.check_calls()
         if self._marks_turns:
@@ -176,8 +177,8 @@ class _Turns:
     """Of versions that have been rendered: see `rendering.render_all`."""
 
     def render_ahead(self, assistant: Sequence[int], size: int) -> None:
-        """Render all at once what is needed to locate these turns, of messages of about `size` characters; unless it is
-        much, which memory is not to hold."""
+        """Render all at once what is needed to locate these turns, of about `size` characters each; unless it is much,
+        which memory is not to hold."""
         needed = [("whole", 0)]
         needed += [("without calls", i) for i, message in enumerate(self.messages) if message.get("tool_calls")]
         needed += [(version, i) for i in assistant for version in ("last", "prompt", "earlier", "probed")]

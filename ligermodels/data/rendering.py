@@ -59,16 +59,16 @@ def render_all(
 ) -> list[tuple[str, str]]:
     """What `text_of` takes, for each of several `variables`; arguments are as of `render`.
 
-    They take one exchange with the process. The limits are those of each rendering; where one of several ends the
-    process the result is empty, and each can still be rendered alone.
+    They take one exchange with the process. The limit of time is that of each rendering, and that of memory of all of
+    them; where one of several ends the process the result is empty, and each can still be rendered alone.
 
     Raises InputError where JSON cannot hold the variables.
     """
     try:
-        request = json.dumps([SECONDS, source, now.isoformat(), variables], default=_plain)
+        known = json.dumps([SECONDS, source, now.isoformat(), variables], default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{name}: messages and variables must be what JSON can hold: {error}") from None
-    found, limit = _process.ask(request, len(variables))
+    found, limit = _process.ask(f"{len(variables)} {known}", len(variables))
     if limit is None:
         return found
     return [("template", limit)] if len(variables) == 1 else []
@@ -172,9 +172,12 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     too_large = "template", f"takes more than {BYTES >> 20} MiB of memory"
     for line in sys.stdin.buffer:
+        count, _, known = line.partition(b" ")
         try:
-            seconds, source, now, variables = json.loads(line)
-        except MemoryError:  # Together with others, only what is small is asked for: this is one alone.
+            seconds, source, now, variables = json.loads(known)
+        except MemoryError:
+            if int(count) > 1:
+                return  # Each may have enough alone.
             seconds, source, now, variables = 0, None, "", [None]
         for each in variables:
             signal.setitimer(signal.ITIMER_REAL, seconds)  # Its signal ends the process, whatever that is at.

@@ -107,6 +107,9 @@ def backbone_forward(
     check_checkpointing(backbone)
     unpad, grid = padding.unpadding(), None
     if visual_pos_masks is not None and unpad is not None:
+        if added:  # an image's tokens may be padding
+            real = cast(Tensor, padding.mask).bool()[visual_pos_masks]
+            added = [each[real.to(each.device)] for each in added]
         visual_pos_masks = unpad.take(visual_pos_masks)
     view = DecoderView(backbone, added=[AddedFeatures(cast(Tensor, visual_pos_masks), each) for each in added])
     if position_ids is not None and in_grid:

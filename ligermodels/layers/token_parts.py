@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.ops.linear.parallel_linear import all_gather_linear, linear_reduce_scatter
 from ligermodels.ops.runtime.collectives import all_gather_rows, reduce_scatter_rows
@@ -51,7 +51,7 @@ def divide_tokens(decoder: Any, mesh: Any) -> None:
     decoder._token_mesh = mesh if able else None
 
 
-def parts_of(decoder: nn.Module, batch: int, length: int) -> TokenParts | None:
+def parts_of(decoder: Any, batch: int, length: int) -> TokenParts | None:
     """How a `Decoder` divides the tokens (B, T) of a pass; None where each rank has all, as it has of fewer tokens than
     ranks."""
     mesh: Any = getattr(decoder, "_token_mesh", None)
@@ -65,7 +65,7 @@ class TokenParts:
     """How the `batch` * `length` tokens of a pass are divided over the `ranks` of a group, of which this is `rank`.
 
     All tokens are (B, T, ...), or in two dimensions (B * T, ...); this rank's part is (1, n, ...), or (n, ...). Where
-    the ranks do not divide them, the last parts end in zeros, which no projection is given.
+    the ranks do not divide them, the last parts end in zeros, which no projection that gathers its input is given.
     """
 
     ranks: int

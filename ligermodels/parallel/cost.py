@@ -97,12 +97,12 @@ class ModelSize:
             keys_values=sum(2 * each.get("kv_heads", 0) * each.get("head_dim", 0) for each in found),
             experts=sum(p.nbytes for p in experts),
             expert_gradients=sum(p.nbytes for p in experts if p.requires_grad),
-            gathered=sum(linear.out_features for linear in _gathered(model)),
+            gathered=sum(linear.out_features for linear in gathered_linears(model)),
             routed=sum(block.mlp.info().get("experts_per_token", 0) for block in model.config.blocks),
         )
 
 
-def _gathered(model: nn.Module) -> Iterator[Any]:
+def gathered_linears(model: nn.Module) -> Iterator[Any]:
     """Linear layers whose outputs tensor parallelism gathers."""
     for module in model.modules():
         for name, rule in getattr(type(module), "tensor_parallel", {}).items():

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers.context_parallel import check_context_parallel
+from ligermodels.parallel.cost import gathered_linears
 from ligermodels.parallel.shares import Shares
 from ligermodels.parallel.tensor_part import tensor_part
 
@@ -30,7 +31,7 @@ class Trace:
     changes: bytes allocated (or, below 0, released) at each event. places: of storages that become gradients the place
     of their parameter in the model, else -1. complete: for each trained parameter's place, the event at which its
     gradient has been accumulated. forward: events of the forward pass. workspace: bytes that the head's loss takes at
-    its end.
+    its end. exchanged: bytes that tensor-parallel ranks gather, and are to sum, at once.
     """
 
     changes: Numbers
@@ -38,6 +39,7 @@ class Trace:
     complete: dict[int, int]
     forward: int
     workspace: int
+    exchanged: int
 
     def replay(self, whole: Numbers, kept: Numbers) -> tuple[int, int]:
         """Bytes at the end of the forward pass, and at the peak, where the gradients of all parameters have the bytes
@@ -48,7 +50,7 @@ class Trace:
         np.add.at(changes, list(self.complete.values()), (kept - whole)[places])
         held = changes.cumsum()
         end = int(held[self.forward - 1])
-        return end, max(int(held.max()), end + self.workspace)
+        return end, max(int(held.max()) + self.exchanged, end + self.workspace)
 
 
 def trace(
@@ -65,7 +67,10 @@ def trace(
     Gradients of the model are cleared.
     """
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
+    exchanged = 0
     if shares.tensor > 1:
+        widest = max(model.config.hidden_size, *(linear.out_features for linear in gathered_linears(model)), 0)
+        exchanged = 2 * ids.numel() // context * widest * model.dtype.itemsize
         model = tensor_part(model, FirstRank(shares.tensor))
         shares = Shares(model)
     with _on_first_rank(model, shares, context, load), _Allocations(model) as allocations:
@@ -79,7 +84,7 @@ def trace(
     place_of[list(allocations.gradients)] = [place for place, _ in allocations.gradients.values()]
     logits = ids.numel() // context * -(-model.config.vocab_size // shares.tensor) * model.head.weight.itemsize
     complete = dict(allocations.gradients.values())
-    return Trace(changes, place_of[storages], complete, forward, min(workspace, logits))
+    return Trace(changes, place_of[storages], complete, forward, min(workspace, logits), exchanged)
 
 
 @contextmanager

@@ -52,10 +52,9 @@ class MTPModel(MultiHeadModel):
         """A head of random weights. See `from_base` and `from_pretrained`."""
         super().__init__()
         check_base(base)
-        for name, value, what in (("num_layers", num_layers, "layers"), ("num_steps", num_steps, "tokens")):
-            if isinstance(value, bool) or not isinstance(value, int | None) or (value is not None and value < 1):
-                raise InputError(f"{name} must be a number of {what}, at least 1, got {value!r}")
+        _check_count("num_layers", num_layers, "layers")
         num_steps = max(STEPS, num_layers) if num_steps is None else num_steps
+        _check_count("num_steps", num_steps, "tokens")
         self.base, self.num_heads, self.decay = base, num_steps, check_decay(decay)
         self.layout = Layout.of(base, num_layers)
         with torch.device("meta"), skip_init():
@@ -230,3 +229,8 @@ class MTPModel(MultiHeadModel):
         """Write the head alone, under the names that it has in a checkpoint, for `from_pretrained`: config.json and
         model.safetensors. Errors are those of `CausalLM.save_pretrained`."""
         save_head(self.base, self.head, self.layout, Path(folder), overwrite=overwrite)
+
+
+def _check_count(name: str, value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be a number of {what}, at least 1, got {value!r}")

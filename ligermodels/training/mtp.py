@@ -59,6 +59,11 @@ class MTPJob:
                 self.model = MTPModel.from_base(model, **options)
         else:
             self.model = MTPModel.from_pretrained(model, start, **options)
+        layers, steps = 1 + len(self.model.head.later), self.model.num_heads
+        if steps < layers:
+            raise ConfigError(f"num_steps: {steps} steps do not reach all of the head's {layers} layers; give {layers}")
+        if recipe.seq_len < steps + 2:
+            raise ConfigError(f"seq_len: must be at least {steps + 2} for {steps} steps, got {recipe.seq_len}")
         self.trainable: Trainable = self.model
         self.learning_rates = [(self.model.head_parameters(), recipe.learning_rate)]
 

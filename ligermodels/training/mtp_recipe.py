@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from ligermodels.errors import ConfigError
+from ligermodels.speculative.mtp import STEPS
 from ligermodels.training.recipe import TrainingRecipe
 
 NEW = "new"
@@ -22,7 +23,12 @@ class MTPRecipe(TrainingRecipe):
     may_change: ClassVar[frozenset[str]] = TrainingRecipe.may_change | {"write"}
     kept: ClassVar[frozenset[str]] = frozenset({"start_from"})
 
-    num_steps: int = Field(3, ge=1, description="Times that the head is applied: tokens predicted beyond the next one.")
+    num_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Times that the head is applied: tokens predicted beyond the next one.  [default: 3, or the number "
+        "of its layers if that is more]",
+    )
     num_layers: int | None = Field(
         None, ge=1, description="Layers of the head.  [default: those of the one to start from, one of a new head]"
     )
@@ -47,9 +53,12 @@ class MTPRecipe(TrainingRecipe):
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     def check(self) -> None:
-        if self.seq_len < self.num_steps + 2:
+        steps = self.num_steps or max(STEPS, self.num_layers or 1)
+        if self.seq_len < steps + 2:
             raise ConfigError(
-                f"seq_len: sequences of {self.seq_len} tokens have no target for the last of {self.num_steps} steps; "
-                f"it must be at least {self.num_steps + 2}"
+                f"seq_len: sequences of {self.seq_len} tokens have no target for the last of {steps} steps; it must be "
+                f"at least {steps + 2}"
             )
+        if steps < (self.num_layers or 1):
+            raise ConfigError(f"num_steps: {steps} steps do not reach all of {self.num_layers} layers (num_layers)")
         super().check()

@@ -168,7 +168,7 @@ def _accept_root(sequences: Sequences, choice: Tensor, hidden: Tensor, eos: Tens
     going = ~sequences.done
     sequences.cache_seqlens.add_(going)
     torch.where(going, choice, sequences.root, out=sequences.root)
-    torch.where(going[:, None], hidden, sequences.hidden, out=sequences.hidden)
+    sequences.hidden.copy_(torch.where(going[:, None], hidden, sequences.hidden))
     return slots
 
 

@@ -72,7 +72,7 @@ def rope_qkv_cached_reference(
 ) -> Tensor:  # fmt: skip
     """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
     q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
-    q = q.contiguous()
+    q = q.clone(memory_format=torch.contiguous_format) if q.data_ptr() == qkv.data_ptr() else q.contiguous()
     if qkv.device.type == "cpu":  # where slots can be read at no cost, and indexing costs most
         firsts = slots.tolist()
         if len(set(firsts)) == 1:
