@@ -1,14 +1,17 @@
-"""Checks of numbers that a caller gives: whole ones within bounds, finite ones within fp32."""
+"""Checks of what a caller gives: whole numbers within bounds, finite ones within fp32, names of formats."""
 
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ligermodels.errors import InputError, short
 
 LARGEST = 1e38
 """Bound of numbers that fp32 is to hold."""
+
+Quantized = Literal["float8", "int4"]
+"""Formats of quantised weights: see `ops.quantize_weight`."""
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1) -> int:
@@ -35,3 +38,9 @@ def check_token_id(name: str, value: Any) -> int:
     if not is_whole or not -(2**63) <= value < 2**63:
         raise InputError(f"{name} must be a token's id or a list of them, got {short(value)}")
     return int(value)
+
+
+def check_format(name: str, kind: object) -> None:
+    """InputError naming the argument unless `kind` is one of `Quantized`."""
+    if kind not in get_args(Quantized):
+        raise InputError(f"{name}: must be one of {', '.join(get_args(Quantized))}, got {short(kind)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.quantize import quantize as quantize_weights
 from ligermodels.archs.quantized_loading import load_weights
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
+from ligermodels.arguments import Quantized, check_format
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import as_config, dtype_of, read_json
 from ligermodels.convert.dequantize import dequantized
@@ -41,12 +42,10 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import BackendError, CheckpointError, ConfigError, short
+from ligermodels.errors import BackendError, CheckpointError, ConfigError, InputError, short
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for
-from ligermodels.ops import Quantized
 from ligermodels.ops.attention.attention import backends
-from ligermodels.ops.quantized.weights import check_format
 from ligermodels.parallel.plan import ParallelPlan
 
 Progress = Callable[[int, int], None]
@@ -77,6 +76,7 @@ def from_pretrained(
     plan: ParallelPlan | None = None,
     prepare: Callable[[CausalLM], object] | None = None,
     quantize: Quantized | None = None,
+    quantize_exclude: Sequence[str] = (),
 ) -> CausalLM:
     """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
 
@@ -103,17 +103,20 @@ def from_pretrained(
         prepare: called with the model while it is on the meta device, before it is spread: `add_lora`, say.
         quantize: "float8" or "int4": round the weights of the blocks' linear layers as they are read, as
             `lm.quantize(model, quantize)` does it to the model in `dtype`. Memory holds the quantised model and about a
-            gigabyte more. With other options of it: `prepare=lambda model: lm.quantize(model, "int4", exclude=...)`.
+            gigabyte more.
+        quantize_exclude: with `quantize`, patterns of layers that are not rounded: `exclude` of `lm.quantize`.
 
     Raises:
         HubError: the repository cannot be found or reached.
         ConfigError: config.json has a missing, bad or unsupported field (named).
         CheckpointError: files or tensors are missing, damaged or do not fit (all of them named).
         InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
-            Also as `lm.quantize`, and where a `plan` is given with it.
+            Also as `lm.quantize`; where a `plan` is given with it; and for `quantize_exclude` without it.
     """
     if quantize is not None:
         check_format("quantize", quantize)
+    elif quantize_exclude:
+        raise InputError(f"quantize_exclude: got {short(quantize_exclude)} without `quantize`, which it is for")
     place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
@@ -140,7 +143,7 @@ def from_pretrained(
         if prepare is not None:
             prepare(model)
         if quantize is not None:
-            quantize_weights(model, quantize)
+            quantize_weights(model, quantize, exclude=quantize_exclude)
         _allocate(model, kind, place, plan, mapped=mapped and place.type == "cpu")
         initialize_buffers(model, config.initializer_range)
         if place.type != "meta":

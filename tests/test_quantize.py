@@ -21,6 +21,7 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.integrations import wrap
 from ligermodels.layers.quantized import QuantizedLinear
+from ligermodels.speculative.evaluation import KLToReference, perplexity
 
 KINDS = ("float8", "int4")
 SIZES = {"hidden_size": 64, "intermediate_size": 150, "head_dim": 16, "num_attention_heads": 4}
@@ -137,11 +138,13 @@ def test_loading(name: str, stored: torch.dtype, kind: Any, tmp_path: Path, monk
     monkeypatch.setattr(quantized_loading, "_weight", watched)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "progress": lambda *done: steps.append(done)}
     if exclude:
-        with pytest.raises(InputError, match=r"weights of experts have no quantised form.*exclude=\['mlp.experts'\]"):
+        with pytest.raises(
+            InputError, match=r"weights of experts have no quantised form.*quantize_exclude=\['mlp.experts'\]"
+        ):
             lm.from_pretrained(tmp_path, quantize=kind, **options)
-        options["prepare"] = lambda model: lm.quantize(model, kind, exclude=exclude)
-    else:
-        options["quantize"] = kind
+        with pytest.raises(InputError, match=r"quantize_exclude: got \['mlp.experts'\] without `quantize`"):
+            lm.from_pretrained(tmp_path, quantize_exclude=exclude)
+    options |= {"quantize": kind, "quantize_exclude": exclude}
     model = lm.from_pretrained(tmp_path, **options)
     found = model.state_dict()
     assert found.keys() == wanted.keys()
@@ -164,9 +167,15 @@ def test_what_is_read_is_checked(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, overwrite=True)
     with pytest.raises(CheckpointError, match=r"decoder.blocks.1.mlp.down.weight: .* not finite"):
         lm.from_pretrained(tmp_path, quantize="int4")
-    with pytest.raises(InputError, match=r"decoder.blocks.1.mlp.down: has weights that are not finite"):
-        lm.quantize(model, "int4")
-    assert not quantised(model) and all(p.requires_grad for p in model.parameters())
+    model.double()
+    for value in (math.nan, math.inf, 1e300):  # the last one is no float32
+        with torch.no_grad():
+            model.decoder.blocks[1].mlp.down.weight[3, 7] = value
+        with pytest.raises(InputError, match=r"decoder.blocks.1.mlp.down: has weights that are not finite in float32"):
+            lm.quantize(model, "int4")
+        assert not quantised(model) and all(p.requires_grad for p in model.parameters())
+    with pytest.raises(InputError, match=r"load the model, add_lora or load_adapter, merge_lora, and then lm.quantize"):
+        lm.from_pretrained(tmp_path, prepare=lm.add_lora, quantize="int4")
     with pytest.raises(InputError, match="quantize: must be one of float8, int4, got 'nf4'"):
         lm.from_pretrained(tmp_path, quantize="nf4")  # type: ignore[arg-type]
     (tmp_path / "model.safetensors").unlink()
@@ -191,6 +200,19 @@ def test_casts_moves_and_copies_keep_the_weights(kind: Any) -> None:
             model.decoder.blocks[0].mixer.o(torch.ones(3, 65, dtype=dtype))
         assert model(tokens()).logits.dtype == dtype == model.decoder.blocks[0].mixer.qkv.bias.dtype
     check(copy.deepcopy(model).half().to("cpu", torch.bfloat16))
+    shared = copy.deepcopy(model).share_memory()
+    assert all(tensor.is_shared() for tensor in shared.state_dict().values())
+    check(shared)
+    for name, layer in quantised(shared).items():  # a cast makes no copy of the weight
+        cast = list[int]()
+
+        def fn(tensor: Tensor, cast: list[int] = cast) -> Tensor:
+            cast.append(tensor.numel())
+            return tensor.to(torch.float64)
+
+        layer._apply(fn)
+        assert sorted(cast) == [0, 0, *([] if layer.bias is None else [layer.out_features])], name
+    check(shared)
     empty = build("qwen2, with biases", kind, device="meta").to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
     check(empty)
@@ -212,7 +234,7 @@ def test_what_a_quantised_model_refuses(kind: Any, tmp_path: Path) -> None:
         lambda: model.load_hf_state_dict({}),
         lambda: lm.MedusaModel.from_base(model, 2).export(tmp_path / "out", "full-hf"),
     ):
-        with pytest.raises(InputError, match="quantised weights, of which no checkpoint is written"):
+        with pytest.raises(InputError, match=r"which neither checkpoints nor .* have: do this before it is quantised"):
             call()
     assert not (tmp_path / "out").exists()
     for what, each in (
@@ -220,10 +242,17 @@ def test_what_a_quantised_model_refuses(kind: Any, tmp_path: Path) -> None:
         ("float8: decoder.blocks.0.mixer.qkv has a weight quantised", lambda: lm.float8(model)),
         ("add_lora: decoder.blocks.0.mixer.qkv has a weight quantised", lambda: lm.add_lora(model)),
         ("parallelize: decoder.blocks.0.mixer.qkv has a weight quantised", lambda: lm.parallelize(model)),
-        ("got a MedusaModel", lambda: lm.quantize(lm.MedusaModel.from_base(model, 2), kind)),
+        ("quantize: .* got a MedusaModel", lambda: lm.quantize(lm.MedusaModel.from_base(model, 2), kind)),
+        ("dequantize: .* got a MedusaModel", lambda: lm.dequantize(lm.MedusaModel.from_base(model, 2))),
     ):
         with pytest.raises(InputError, match=what):
             each()
+    hook = model.decoder.blocks[1].mlp.down.register_forward_hook(lambda *_: None)
+    before = quantised(model)
+    with pytest.raises(InputError, match=r"dequantize: decoder.blocks.1.mlp.down has hooks"):
+        lm.dequantize(model)
+    assert quantised(model) == before
+    hook.remove()
     lm.dequantize(model).save_pretrained(tmp_path / "out")
     assert torch.equal(lm.from_pretrained(tmp_path / "out")(tokens()).logits, model(tokens()).logits)
     with pytest.raises(InputError, match="dequantize: the model has no quantised weights"):
@@ -232,7 +261,7 @@ def test_what_a_quantised_model_refuses(kind: Any, tmp_path: Path) -> None:
 
 def test_models_of_transformers() -> None:
     """Neither can a quantised model compute in one, nor a model that does be quantised."""
-    with pytest.raises(InputError, match="quantised weights, of which no checkpoint is written"):
+    with pytest.raises(InputError, match=r"neither checkpoints nor models of transformers have: do this before"):
         wrap(build(kind="int4"))
     wrapped = build()
     wrap(wrapped)
@@ -259,7 +288,7 @@ def test_exclusion_and_what_is_not_quantised() -> None:
     hooked.decoder.blocks[0].mlp.down.register_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match=r"quantize: decoder.blocks.0.mlp.down has hooks"):
         lm.quantize(hooked, "int4")
-    for prepare, message in ((lm.add_lora, "the model has LoRA"), (lm.float8, "is a Float8Linear, which has no")):
+    for prepare, message in ((lm.add_lora, "the model has LoRA"), (lm.float8, "the model is in float8 training; load")):
         other = prepare(lm.from_config({**LLAMA, "intermediate_size": 96}))
         with pytest.raises(InputError, match=message):
             lm.quantize(other, "float8")
@@ -294,15 +323,18 @@ def test_verify(base: Path, tmp_path: Path) -> None:
         found = [report[name] for name in ("kl", "perplexity", "quantized_perplexity")]
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-7)
         sizes = [sum(each.nbytes for each in model.state_dict().values()) for model in models]
+        assert report["tokens"] == 49
         assert [report["weights_bytes"], report["quantized_weights_bytes"]] == sizes and sizes[1] < sizes[0]
     assert 0 < reports["float8"]["kl"] < reports["int4"]["kl"]
     middle = (reports["float8"]["kl"] * reports["int4"]["kl"]) ** 0.5
     for kind, code in (("float8", 0), ("int4", 1)):
         result = invoke("verify", base, "--quantize", kind, "--text", text, "--tokens", 50, "--tolerance", middle)
-        assert result.exit_code == code and "KL divergence" in result.stdout
+        assert result.exit_code == code and "KL divergence" in result.stdout and "49 predicted tokens" in result.stdout
+    assert (perplexity(1e4), KLToReference(0.0, 1e4, 1.0).perplexity_change) == (math.inf, math.inf)
     for arguments in (
         ["--quantize", "int4", "--reference", base],
         ["--quantize", "int4", "--float8"],
+        ["--quantize", "int4", "--float8-exclude", "mlp"],
         ["--quantize", "int4", "--tokens", 1],
         ["--quantize-exclude", "mlp"],
         ["--quantize", "int4", "--quantize-exclude", "none"],

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.exclusion import Exclusion
 from ligermodels.archs.lora import check_untouched, lora_layers
+from ligermodels.arguments import Quantized, check_format
 from ligermodels.errors import InputError
 from ligermodels.layers import MoE
+from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.quantized import QuantizedLinear, is_quantized
 from ligermodels.layers.sharding import is_sharded
-from ligermodels.ops import Quantized
-from ligermodels.ops.quantized.weights import check_format
 
 Model = TypeVar("Model", bound=CausalLM)
 
@@ -26,7 +27,9 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = ()) -> M
     "float8" is E4M3 with a scale for each output channel, half of bfloat16's bytes; "int4" has a scale for each 128
     inputs of an output channel, and 4.125 bits a weight. Weights are dequantised as they are used; activations, the
     decoding state, embeddings, head, norms, routers and biases stay in the model's dtype. The projections of attention
-    of any kind, of Gated DeltaNet and of dense feed-forward layers are quantised, and of mixtures the shared expert's.
+    of any kind, of Gated DeltaNet (with those of its decay and step size) and of dense feed-forward layers are
+    quantised, of mixtures the shared expert's, and of Gemma 4 those of inputs per layer ("after.*"). Linear layers of
+    one output, as the gate of a shared expert, are not.
 
     Gradients pass through the quantised layers, so that heads on the model, embeddings given as `inputs_embeds` and the
     like can be trained; quantised weights cannot.
@@ -41,9 +44,8 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = ()) -> M
     Returns `model`. `dequantize` is the way back, to the rounded weights.
 
     Raises InputError, and leaves the model as it is: an unknown `kind`; a pattern that matches nothing, or nothing
-    left; experts that are not excluded; a model that is quantised or in float8 already,
-    has LoRA, is sharded, or computes by the modules of another one; hooks on a linear layer; weights that are not
-    finite.
+    left; experts that are not excluded; a model that is quantised or in float8 already, has LoRA, is sharded, or
+    computes by the modules of another one; hooks on a linear layer; weights that are not finite in float32.
     """
     _check(model, kind)
     excluded = Exclusion(exclude)
@@ -52,10 +54,7 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = ()) -> M
         prefix = f"decoder.blocks.{i}"
         for name, module in block.named_modules():
             if isinstance(module, MoE) and not excluded(prefix, experts := f"{name}.experts"):
-                raise InputError(
-                    f"{prefix}.{name}: weights of experts have no quantised form; leave them in the model's dtype by "
-                    f"exclude={[experts]!r}"
-                )
+                raise InputError(f"{prefix}.{name}: weights of experts have no quantised form; {_left_by(experts)}")
             # A gate of one channel decides more than it weighs.
             if isinstance(module, nn.Linear) and module.out_features > 1 and not excluded(prefix, name):
                 chosen[f"{prefix}.{name}"] = module
@@ -64,12 +63,9 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = ()) -> M
         raise InputError("exclude: leaves no linear layer to quantise")
     for name, linear in chosen.items():
         if type(linear) is not nn.Linear:
-            raise InputError(
-                f"{name}: is a {type(linear).__name__}, which has no quantised form; leave it as it is by "
-                f"exclude={[name]!r}"
-            )
-        if not linear.weight.is_meta and not linear.weight.isfinite().all():
-            raise InputError(f"{name}: has weights that are not finite")
+            raise InputError(f"{name}: is a {type(linear).__name__}, which has no quantised form; {_left_by(name)}")
+        if not linear.weight.is_meta and not torch.stack(linear.weight.detach().aminmax()).float().isfinite().all():
+            raise InputError(f"{name}: has weights that are not finite in float32; {_left_by(name)}")
     check_untouched(chosen, "quantize")
     for name in list(chosen):
         model.set_submodule(name, QuantizedLinear.of(chosen.pop(name), kind))
@@ -80,21 +76,36 @@ def dequantize(model: Model) -> Model:
     """Give the quantised layers of a model plain weights again, the rounded ones, in the model's dtype and in place.
 
     They are frozen, as `quantize` has left the model; `model.requires_grad_()` makes them trainable, and
-    `save_pretrained` writes them. Returns `model`. Raises InputError where nothing is quantised.
+    `save_pretrained` writes them. Returns `model`. Raises InputError, and leaves the model as it is, where nothing is
+    quantised, and for hooks on a quantised layer.
     """
-    if not is_quantized(model):
+    _check_native(model, "dequantize")
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+    if not layers:
         raise InputError("dequantize: the model has no quantised weights")
-    for name, module in list(model.named_modules()):
-        if isinstance(module, QuantizedLinear):
-            model.set_submodule(name, module.dequantized(model.dtype))
+    check_untouched(layers, "dequantize")
+    for name, layer in layers.items():
+        model.set_submodule(name, layer.dequantized(model.dtype))
     return model
 
 
-def _check(model: CausalLM, kind: Quantized) -> None:
+def _left_by(name: str) -> str:
+    """How a layer is not quantised."""
+    return (
+        f"leave it in the model's dtype by exclude={[name]!r} of lm.quantize, quantize_exclude={[name]!r} of "
+        f"from_pretrained, or --quantize-exclude {name}"
+    )
+
+
+def _check_native(model: object, what: str) -> None:
     if not isinstance(model, CausalLM):
         raise InputError(
-            f"quantize: takes a native CausalLM, got a {type(model).__name__}; of heads on a model, their base"
+            f"{what}: takes a native CausalLM, got a {type(model).__name__}; of heads on a model, their base"
         )
+
+
+def _check(model: CausalLM, kind: Quantized) -> None:
+    _check_native(model, "quantize")
     check_format("quantize", kind)
     if is_quantized(model):
         raise InputError("quantize: the model is quantised already")
@@ -103,6 +114,11 @@ def _check(model: CausalLM, kind: Quantized) -> None:
             "quantize: this model computes by the modules of a transformers model; load another one to quantise"
         )
     if lora_layers(model):
-        raise InputError("quantize: the model has LoRA; merge_lora it first")
+        raise InputError(
+            "quantize: the model has LoRA, which is to be merged before: load the model, add_lora or load_adapter, "
+            "merge_lora, and then lm.quantize"
+        )
+    if any(isinstance(each, Float8Linear) for each in model.modules()):
+        raise InputError("quantize: the model is in float8 training; load another one to quantise")
     if is_sharded(model):
         raise InputError("quantize: the model is sharded, and quantised weights cannot be")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +54,8 @@ def verify(
     perplexities; exit code 1 where the KL is above --tolerance, if that is given. Give a --text: of random tokens
     perplexities say nothing.
     """
+    if float8_exclude and not float8:
+        raise typer.BadParameter("is for --float8", param_hint="--float8-exclude")
     rounding = options.quantizing(quantize, quantize_exclude)
     other = "--float8" if float8 else "--quantize"
     if (float8 or rounding) and reference is not None:
@@ -65,8 +66,6 @@ def verify(
         return _verify_quantized(path, tokens, text, tolerance, dtype, device, attention, rounding, as_json)
     if float8:
         return _verify_float8(path, tokens, text, tolerance, dtype, device, attention, float8_exclude or [], as_json)
-    if float8_exclude:
-        raise typer.BadParameter("is for --float8", param_hint="--float8-exclude")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
@@ -167,7 +166,7 @@ def _verify_quantized(
 ) -> None:
     from ligermodels.data.batches import Batch
     from ligermodels.layers.initialization import persistent_tensors
-    from ligermodels.speculative.evaluation import evaluate_kl
+    from ligermodels.speculative.evaluation import evaluate_kl, perplexity
 
     folder, place = options.folder_of(path), options.device_named(device)
     quantized = options.load(folder, dtype, place, attention, rounding)
@@ -179,9 +178,9 @@ def _verify_quantized(
     )
     found = {
         "kl": report.kl,
-        "perplexity": math.exp(report.reference_loss),
-        "quantized_perplexity": math.exp(report.loss),
-        "tokens": len(ids),
+        "perplexity": perplexity(report.reference_loss),
+        "quantized_perplexity": perplexity(report.loss),
+        "tokens": sum(len(row) - 1 for row in rows),
         "weights_bytes": sum(each.nbytes for each in persistent_tensors(model).values()),
         "quantized_weights_bytes": sum(each.nbytes for each in persistent_tensors(quantized).values()),
     }
@@ -190,8 +189,8 @@ def _verify_quantized(
     else:
         sizes = [readable_bytes(found[name]) for name in ("weights_bytes", "quantized_weights_bytes")]
         perplexities = [f"{found[name]:.3f}" for name in ("perplexity", "quantized_perplexity")]
-        show_table(["", "as stored", "quantised"], [("perplexity", *perplexities), ("weights", *sizes)], numbers=[1, 2])
-        typer.echo(f"KL divergence {report.kl:.5f} nats per token, over {len(ids):,} tokens.")
+        show_table(["", "without", "quantised"], [("perplexity", *perplexities), ("weights", *sizes)], numbers=[1, 2])
+        typer.echo(f"KL divergence {report.kl:.5f} nats per token, over {found['tokens']:,} predicted tokens.")
     if tolerance is not None and not report.kl <= tolerance:
         raise typer.Exit(1)
 

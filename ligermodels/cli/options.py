@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
+from ligermodels.arguments import Quantized
 from ligermodels.console import progress
 from ligermodels.errors import BackendError, CheckpointError
 from ligermodels.training.recipe import TrainingRecipe
@@ -31,7 +32,7 @@ DtypeOption = Annotated[
 Device = Annotated[str | None, typer.Option(help="Where to run.  [default: cuda if there is one, else cpu]")]
 Attention = Annotated[str, typer.Option(help="Attention backend.")]
 Quantize = Annotated[
-    Literal["float8", "int4"] | None,
+    Quantized | None,
     typer.Option("--quantize", help="Round the weights of the blocks' linear layers as they are loaded."),
 ]
 QuantizeExclude = Annotated[
@@ -68,7 +69,7 @@ Prepare = Callable[["CausalLM"], object] | None
 """What is done with a model before its weights are read: see `from_pretrained`."""
 
 
-def quantizing(kind: Literal["float8", "int4"] | None, exclude: Sequence[str] | None) -> Prepare:
+def quantizing(kind: Quantized | None, exclude: Sequence[str] | None) -> Prepare:
     """`lm.quantize` with these options; None without a kind."""
     if kind is None:
         if exclude:

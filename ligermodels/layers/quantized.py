@@ -22,8 +22,8 @@ class QuantizedLinear(nn.Module):
     """
 
     unexportable: ClassVar[str] = (
-        "the model has quantised weights, of which no checkpoint is written: save it before it is quantised, and "
-        "quantise it where it is loaded; or write the rounded weights, after lm.dequantize(model)"
+        "the model has quantised weights, which neither checkpoints nor models of transformers have: do this before it "
+        "is quantised; or with the rounded weights, after lm.dequantize(model)"
     )
 
     codes: Tensor
@@ -85,8 +85,13 @@ class QuantizedLinear(nn.Module):
         own = {id(self.codes), id(self.scales)}
 
         def moved(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            if id(tensor) not in own or new.dtype == tensor.dtype:
+            if id(tensor) not in own:
+                return fn(tensor)
+            # What fn makes of no elements tells the dtype and device: a cast of the codes would be a copy in vain.
+            new = fn(tensor if tensor.is_meta else tensor.new_empty(0))
+            if not tensor.is_meta and new.dtype == tensor.dtype:
+                new = fn(tensor)
+            if new.dtype == tensor.dtype:
                 return new
             return torch.empty_like(new, dtype=tensor.dtype) if tensor.is_meta else tensor.to(new.device)
 

@@ -93,6 +93,11 @@ def evaluate_heads(
     return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count)
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss); infinity where that is more than a float holds."""
+    return math.inf if loss > 700 else math.exp(loss)
+
+
 @dataclass(frozen=True)
 class KLToReference:
     """KL(reference || model) over some text, and the losses of both, all in nats per target."""
@@ -104,7 +109,7 @@ class KLToReference:
     @property
     def perplexity_change(self) -> float:
         """Relative change of the perplexity: 0.01 is one percent worse than the reference's."""
-        return math.exp(self.loss - self.reference_loss) - 1
+        return perplexity(self.loss - self.reference_loss) - 1
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ligermodels.archs.lora import add_lora, lora_layers
 from ligermodels.data.batches import Batch
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers.initialization import whole_parameters
-from ligermodels.speculative.evaluation import evaluate
+from ligermodels.speculative.evaluation import evaluate, perplexity
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -99,7 +98,7 @@ class LossEvaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is beyond a float."""
-        return math.inf if self.loss > 700 else math.exp(self.loss)
+        return perplexity(self.loss)
 
     def metrics(self) -> dict[str, float]:
         return {"loss": self.loss, "perplexity": self.perplexity}

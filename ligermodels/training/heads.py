@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.speculative.evaluation import HeadScores, KLToReference
+from ligermodels.speculative.evaluation import HeadScores, KLToReference, perplexity
 from ligermodels.training.loop import OutputMetrics, Value
 
 
@@ -21,7 +20,7 @@ class HeadsEvaluation:
         """Accuracies by head, the KL in nats per token, the perplexity and its relative change."""
         found: dict[str, Value] = {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
         if self.kl is not None:
-            found |= {"kl_to_reference": self.kl.kl, "perplexity": math.exp(self.kl.loss)}
+            found |= {"kl_to_reference": self.kl.kl, "perplexity": perplexity(self.kl.loss)}
             found["perplexity_change"] = self.kl.perplexity_change
         return found
 

@@ -192,5 +192,18 @@ def test_errors() -> None:
         for kind in KINDS:
             with pytest.raises(InputError, match=message):
                 quantized_linear(**{**given[kind], **change})
+    for arguments, message in (
+        ({"codes": torch.ones(6, 200)}, "dequantize_weight: codes must be torch.int32 of shape"),
+        ({"in_features": 300}, "dequantize_weight: codes must be"),
+        ({"in_features": 200.0}, "in_features: must be a whole number"),
+        ({"scales": torch.ones(5)}, "dequantize_weight: scales must be"),
+        ({"scales": torch.ones(6, 2).half()}, "dequantize_weight: scales must be"),
+        ({"scales": torch.ones(6, device="meta")}, "dequantize_weight: scales must be"),
+        ({"dtype": torch.int8}, "dequantize_weight: dtype must be a floating torch.dtype, got torch.int8"),
+    ):
+        for kind in KINDS:
+            whole = {name: given[kind][name] for name in ("codes", "scales")}
+            with pytest.raises(InputError, match=message):
+                dequantize_weight(**{**whole, "in_features": 200, "dtype": torch.float32, **arguments})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="codes must be"):
         quantized_linear(**{**given["int4"], "codes": torch.ones(6, 200)})

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.quantized.weights import GROUP, WORDS, dequantize_weight, num_groups
+from ligermodels.ops.quantized.weights import GROUP, WORDS, check_quantized, dequantize_weight, num_groups
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
@@ -32,13 +32,7 @@ def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
         raise InputError(f"quantized_linear: x must be floating, of shape (..., K); got {x.dtype} {tuple(x.shape)}")
     reject_dtensors("quantized_linear", x, codes, scales, bias)
     name, features = "quantized_linear", x.shape[-1]
-    if codes.dtype == torch.float8_e4m3fn:
-        check_tensor(name, "codes", codes, ("N", features), x.device, torch.float8_e4m3fn)
-        check_tensor(name, "scales", scales, (codes.shape[0],), x.device, torch.float32)
-    else:
-        groups = num_groups(features)
-        check_tensor(name, "codes", codes, ("N", groups * WORDS), x.device, torch.int32)
-        check_tensor(name, "scales", scales, (codes.shape[0], groups), x.device, torch.bfloat16)
+    check_quantized(name, codes, scales, features, x.device)
     if bias is not None:
         check_tensor(name, "bias", bias, (codes.shape[0],), x.device)
         bias = bias.to(x.dtype)

@@ -13,15 +13,14 @@ Rounding is to nearest, so that no element is off by more than half the distance
 """
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError, short
-
-Quantized = Literal["float8", "int4"]
-"""Formats of quantised weights."""
+from ligermodels.arguments import Quantized, check_count, check_format
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.tensors import check_tensor
 
 GROUP = 128
 """Inputs that share a scale in int4."""
@@ -40,12 +39,6 @@ class QuantizedWeight(NamedTuple):
     scales: Tensor
 
 
-def check_format(name: str, kind: object) -> None:
-    """InputError naming the argument unless `kind` is one of `Quantized`."""
-    if kind not in get_args(Quantized):
-        raise InputError(f"{name}: must be one of {', '.join(get_args(Quantized))}, got {short(kind)}")
-
-
 def empty_quantized(kind: Quantized, out_features: int, in_features: int, device: torch.device) -> QuantizedWeight:
     """Codes and scales of a weight (out_features, in_features), not filled."""
     check_format("kind", kind)
@@ -60,6 +53,17 @@ def empty_quantized(kind: Quantized, out_features: int, in_features: int, device
 def num_groups(in_features: int) -> int:
     """Groups of an output channel in int4."""
     return -(-in_features // GROUP)
+
+
+def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, device: torch.device) -> None:
+    """InputError, naming op and tensor, unless codes and scales are those of a weight (N, in_features) on `device`."""
+    if codes.dtype == _E4M3:
+        check_tensor(op, "codes", codes, ("N", in_features), device, _E4M3)
+        check_tensor(op, "scales", scales, (codes.shape[0],), device, torch.float32)
+    else:
+        groups = num_groups(in_features)
+        check_tensor(op, "codes", codes, ("N", groups * WORDS), device, torch.int32)
+        check_tensor(op, "scales", scales, (codes.shape[0], groups), device, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -92,7 +96,11 @@ def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: to
     """The weight (N, in_features) that `quantize_weight` has rounded: code * scale in float32, rounded to `dtype`.
 
     Codes and scales may be those of some of the rows, or of some of the groups in a row (`in_features` being theirs).
+    Raises InputError if shapes, dtypes or devices do not fit, or `dtype` is not floating.
     """
+    check_quantized("dequantize_weight", codes, scales, check_count("in_features", in_features), codes.device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(f"dequantize_weight: dtype must be a floating torch.dtype, got {dtype!r}")
     wide = torch.promote_types(dtype, torch.float32)
     if codes.dtype == _E4M3:
         return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
