@@ -13,6 +13,9 @@ LARGEST = 1e38
 Quantized = Literal["float8", "int4"]
 """Formats of quantised weights: see `ops.quantize_weight`."""
 
+MTP_STEPS = 3
+"""Tokens beyond the next one that a head of multi-token prediction predicts, where no number is given."""
+
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1) -> int:
     """`value` as an int; InputError, naming the argument, unless it is a whole number from `least` to `most`."""

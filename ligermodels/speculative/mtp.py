@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.mtp import mtp_block
+from ligermodels.arguments import MTP_STEPS, check_count
 from ligermodels.convert import hub
 from ligermodels.convert.export_spec import Keep
 from ligermodels.errors import CheckpointError, InputError
@@ -29,8 +30,6 @@ from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_base, check_decay
 from ligermodels.speculative.tree import Tree, chain
 
-STEPS = 3
-"""Tokens that the head predicts beyond the next one, where no number is given."""
 DECAY = 0.6
 
 Model = TypeVar("Model", bound="MTPModel")
@@ -52,9 +51,9 @@ class MTPModel(MultiHeadModel):
         """A head of random weights. See `from_base` and `from_pretrained`."""
         super().__init__()
         check_base(base)
-        _check_count("num_layers", num_layers, "layers")
-        num_steps = max(STEPS, num_layers) if num_steps is None else num_steps
-        _check_count("num_steps", num_steps, "tokens")
+        check_count("num_layers", num_layers)
+        num_steps = max(MTP_STEPS, num_layers) if num_steps is None else num_steps
+        check_count("num_steps", num_steps)
         self.base, self.num_heads, self.decay = base, num_steps, check_decay(decay)
         self.layout = Layout.of(base, num_layers)
         with torch.device("meta"), skip_init():
@@ -229,8 +228,3 @@ class MTPModel(MultiHeadModel):
         """Write the head alone, under the names that it has in a checkpoint, for `from_pretrained`: config.json and
         model.safetensors. Errors are those of `CausalLM.save_pretrained`."""
         save_head(self.base, self.head, self.layout, Path(folder), overwrite=overwrite)
-
-
-def _check_count(name: str, value: object, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a number of {what}, at least 1, got {value!r}")

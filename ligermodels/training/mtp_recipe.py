@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from ligermodels.arguments import MTP_STEPS
 from ligermodels.errors import ConfigError
-from ligermodels.speculative.mtp import STEPS
 from ligermodels.training.recipe import TrainingRecipe
 
 NEW = "new"
@@ -53,7 +53,7 @@ class MTPRecipe(TrainingRecipe):
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     def check(self) -> None:
-        steps = self.num_steps or max(STEPS, self.num_layers or 1)
+        steps = self.num_steps or max(MTP_STEPS, self.num_layers or 1)
         if self.seq_len < steps + 2:
             raise ConfigError(
                 f"seq_len: sequences of {self.seq_len} tokens have no target for the last of {steps} steps; it must be "
