@@ -16,7 +16,7 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.library import PLAIN_OR_NONE, custom_op, is_fake, once_differentiable, replicated
 from ligermodels.ops.runtime.tensors import (
     check_rows,
     check_tensor,
@@ -84,7 +84,8 @@ def rms_norm_reference(
 ) -> Tensor:  # fmt: skip
     """The specification of `rms_norm`, in plain torch."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.dtype == dtype and weight is not None and weight.dtype == dtype:  # nothing is rounded: torch has it in one op
+    plain = type(x) in PLAIN_OR_NONE and type(weight) in PLAIN_OR_NONE  # torch's op has no rule for all DTensors
+    if plain and x.dtype == dtype and weight is not None and weight.dtype == dtype:  # in one op, for nothing is rounded
         y = torch.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, eps).contiguous()
         return y if residual is None else (y + residual).contiguous()
     y = x.to(dtype)
