@@ -8,6 +8,7 @@ from zoo import BASE, CONFIGS
 
 import ligermodels as lm
 from ligermodels.layers.float8 import Float8Linear
+from ligermodels.training import FusedAdamW
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {**BASE, **SIZES, "model_type": "llama"}
@@ -95,3 +96,15 @@ def agreement(found: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 def in_place_of(model: lm.CausalLM) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+
+
+def losses_of_training(model: lm.CausalLM) -> list[float]:
+    """Of 30 steps on one batch."""
+    optimizer, found = FusedAdamW(model.parameters(), lr=3e-3), []
+    for _ in range(30):
+        loss = model(tokens(4, 32), labels=tokens(4, 32)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found

@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from float8_models import FAMILIES, LLAMA, SIZES, agreement, build, family, gradients, in_place_of, tokens
+from float8_models import (
+    FAMILIES,
+    LLAMA,
+    SIZES,
+    agreement,
+    build,
+    family,
+    gradients,
+    in_place_of,
+    losses_of_training,
+    tokens,
+)
 from torch import Tensor, nn
 from zoo import CONFIGS
 
@@ -13,7 +24,6 @@ import ligermodels as lm
 from ligermodels.errors import Float8Warning
 from ligermodels.layers.float8 import float8_input
 from ligermodels.ops import Float8Tensor
-from ligermodels.training import FusedAdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore::ligermodels.errors.Float8Warning")
 
@@ -47,17 +57,7 @@ def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_stays_near_that_in_float32(name: str) -> None:
-    losses: list[list[float]] = []
-    for model in (family(name), lm.float8(family(name))):
-        optimizer = FusedAdamW(model.parameters(), lr=3e-3)
-        losses.append([])
-        for _ in range(30):
-            loss = model(tokens(4, 32), labels=tokens(4, 32)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    plain, found = losses
+    plain, found = map(losses_of_training, (family(name), lm.float8(family(name))))
     assert plain[-1] < 0.5 * plain[0] and plain != found
     assert all(abs(a - b) < 0.1 for a, b in zip(plain, found, strict=True)), (plain, found)
 

@@ -1,6 +1,6 @@
 """Sequence parallelism between tensor-parallel projections: what it sends, what it keeps, and awkward sizes."""
 
-import weakref
+import time
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +15,7 @@ from test_tensor_parallel import CONFIGS, EVEN, build, check_generation, check_g
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from two_ranks import in_ranks, in_two_ranks
@@ -67,33 +68,32 @@ def counted() -> Any:
 
 
 class Kept(TorchDispatchMode):
-    """The bytes of tensors that ops made within it and that are still there."""
+    """The storages that ops made within it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self._known = 0, set()
+        self._found: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference also keeps the address from new ones
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented
         results = op(*args, **(kwargs or {}))
         given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if type(x) is Tensor}
-        for x in tree_iter(results):
-            if type(x) is Tensor and (key := x.untyped_storage()._cdata) not in self._known | given:
-                self._known.add(key)
-                self.bytes += (size := x.untyped_storage().nbytes())
-                weakref.finalize(x.untyped_storage(), self._released, key, size)
+        for storage in (x.untyped_storage() for x in tree_iter(results) if type(x) is Tensor):
+            if storage._cdata not in given:
+                self._found.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return results
 
-    def _released(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.bytes -= size
+    def bytes(self) -> int:
+        """Of those that are still there."""
+        return sum(size for storage, size in self._found.values() if not storage.expired())
 
 
 def kept(model: nn.Module) -> int:
     with Kept() as mode:
         loss = of_logits(model, 0)
-        found = mode.bytes
+    time.sleep(0.1)  # the threads of gloo hold what they sent a little longer
+    found = mode.bytes()
     del loss
     return found
 
@@ -131,7 +131,7 @@ def exchanges_and_memory(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     for mode, less in (("none", 4 / 2), ("selective", 1 / 2), ("full", 1 / 2)):
         parts, whole = (of_a_block(mode, mesh, here) for here in (token_parts.parts_of, lambda *_: None))
         assert whole - parts >= less * states, (mode, parts, whole, states)
-        assert mode != "full" or parts == states / 2
+        assert mode != "full" or parts == states / 2, (parts, states)
         assert abs(of_a_block(mode) / parts - 1) < 0.02, (mode, of_a_block(mode), parts)
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.layers import token_parts
-from ligermodels.layers.sharding import is_tensor_parallel, sharded_linear
 from ligermodels.ops import Float8Recipe, Float8Tensor
 
 INPUT = "input"
@@ -97,10 +96,12 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out), in the dtype of x."""
-        product = self._product if in_float8(self) else F.linear
-        return sharded_linear(self, product, x) if is_tensor_parallel(self) else product(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with a part of the weight, of a rank of tensor parallelism, in place of it."""
+        if not in_float8(self):
+            return F.linear(x, weight, bias)
         frozen = self._frozen.get(weight, self.float8)
         return ops.float8_linear(x, weight, bias, recipe=self.float8, frozen=frozen)
 

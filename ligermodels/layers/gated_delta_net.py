@@ -16,7 +16,7 @@ from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.full_precision import FullPrecision
-from ligermodels.layers.sharding import TensorSharding, local, own_part_of_each, split_evenly
+from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_part_of_each, split_evenly
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class GatedDeltaNet(nn.Module):
         """x (B, T, H) -> (B, T, H). With a `state`, which is zero before a prefill, the tokens of x are added to it."""
         config = self.config
         parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
-        projected = own_part_of_each(self, self.in_proj(x), self.conv.weight, parts)
+        projected = own_part_of_each(self, self.in_proj(x), parts)
         ranks = sum(parts) // projected.shape[-1]  # that heads are divided over
         heads, keys = config.num_value_heads // ranks, config.key_size // ranks
         sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
@@ -223,7 +223,8 @@ class CausalConv(nn.Module):
     ) -> Tensor:
         """x (B, T, channels) -> (B, T, channels). In a decoding `step` of one token, `earlier` is changed in place to
         the inputs before the next one."""
-        weight = own_part_of_each(self, local(self, self.weight, partial=True), self.weight, self.parts, dim=0)
+        weight = gather_last(self, local(self, self.weight).t(), self.weight, partial=True).t()
+        weight = own_part_of_each(self, weight, self.parts, dim=0)
         if step and earlier is not None:
             return ops.causal_conv_step(x, weight, earlier)
         return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)

@@ -42,11 +42,11 @@ class ModuleLike(Protocol):
 def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
     """What `module` computes with of its own `parameter`: itself, or under tensor parallelism this rank's part.
 
-    partial: all of the parameter, gathered if need be, but used for this rank's channels alone, so that the ranks'
-    gradients are to be summed; so they are of a replicated one that is used for a part of the tokens."""
+    partial: the parameter is replicated, but used for this rank's channels alone, so that the ranks' gradients are to
+    be summed; so they are where it is used for a part of the tokens."""
     if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
-    return _local_tensors().local(parameter, partial=partial, partial_if_replicated=token_parts.current() is not None)
+    return _local_tensors().local(parameter, partial=partial or token_parts.current() is not None)
 
 
 def on_all_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
         return x
     if (parts := token_parts.current()) is not None:
         return parts.gather(x)
-    return cast(Tensor, _local_tensors().with_partial_gradients(x, module._tensor_mesh))
+    return cast(Tensor, _local_tensors().with_gradients_summed(x, module._tensor_mesh))
 
 
 def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
@@ -86,19 +86,23 @@ def gather_last(module: nn.Module, x: Tensor, parameter: Tensor, *, partial: boo
     """x (..., n) of all ranks, (..., len(parameter)), where `parameter` is sharded in its first dimension.
 
     partial: each rank uses it in its own way, so that the ranks' gradients are to be summed."""
-    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+    if not is_tensor_parallel(module):
         return x
+    if x.is_meta:  # where no ranks are: `parameter` is a rank's part
+        return torch.cat([x] * cast(Any, module._tensor_mesh).size(), -1)
     return cast(Tensor, _local_tensors().gather_last(x, parameter, partial=partial))
 
 
-def own_part_of_each(module: nn.Module, x: Tensor, parameter: Tensor, parts: Sequence[int], dim: int = -1) -> Tensor:
-    """This rank's share of each of the `parts` that follow one another in a dimension of x, which was gathered of what
-    ranks have by their parts of `parameter`; x itself where this is not sharded. Gradients of the others' are zero."""
-    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+def own_part_of_each(module: nn.Module, x: Tensor, parts: Sequence[int], dim: int = -1) -> Tensor:
+    """This rank's share of each of the parts that follow one another in a dimension of x, which all ranks have; x
+    itself where the module is not tensor-parallel. Gradients of the others' are zero.
+
+    parts: their sizes, or relative ones."""
+    if not is_tensor_parallel(module):
         return x
-    mesh = cast(Any, module._tensor_mesh)
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    return torch.cat([each.chunk(ranks, dim)[rank] for each in x.split(list(parts), dim)], dim)
+    mesh, unit = cast(Any, module._tensor_mesh), x.shape[dim] // sum(parts)
+    shares = [each.chunk(mesh.size(), dim)[mesh.get_local_rank()] for each in x.split([unit * n for n in parts], dim)]
+    return torch.cat(shares, dim)
 
 
 def on_first_rank(module: nn.Module, parameter: Any) -> Any:
@@ -127,21 +131,6 @@ def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters:
 def is_tensor_parallel(module: nn.Module) -> bool:
     """Whether `parallel.tensor_parallel` has distributed the parameters of this module."""
     return vars(module).get("_tensor_mesh") is not None
-
-
-def sharded_linear(linear: nn.Module, product: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """`product(x, weight, bias)` of a tensor-parallel linear layer, by each rank on plain tensors: its own part of the
-    weight, of which `parallel.tensor_parallel` has set the `TensorSharding` as `_tensor_sharding`."""
-    weight, bias, sharding = local(linear, linear.weight), local(linear, linear.bias), linear._tensor_sharding
-    if sharding == "rows":
-        y = sum_over_ranks(linear, product(x, weight, None), cast(Tensor, linear.weight))
-        return y if bias is None else y + bias.to(y.dtype)
-    if sharding in ("columns", "columns_to_all"):
-        parts = token_parts.current()
-        summed = _local_tensors().with_gradients_summed
-        x = cast(Tensor, summed(x, linear._tensor_mesh)) if parts is None else parts.gather(x)
-    y = product(x, weight, bias)
-    return gather_last(linear, y, cast(Tensor, linear.weight), partial=True) if sharding == "columns_to_all" else y
 
 
 def split_evenly(field: str, size: int, ranks: int) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ligermodels.layers import token_parts
 from ligermodels.layers.float8 import Float8Linear
+from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, sum_over_ranks, used_in_parts
 from ligermodels.ops.runtime import local_tensors
 
@@ -30,17 +31,19 @@ def divide(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
     """Have a linear layer, with LoRA, in float8 or neither, whose parameters are distributed, compute with this rank's
     part of them."""
     linear._tensor_mesh = mesh  # type: ignore[assignment]
-    if isinstance(linear, Float8Linear):
-        linear._tensor_sharding = kind  # type: ignore[assignment]
-    elif type(linear) is nn.Linear:
-        vars(linear)["forward"] = MethodType(_FORWARD[kind], linear)
-    else:
+    if isinstance(linear, LoRALinear):
         _add_hooks(linear, kind, mesh)
+    else:
+        vars(linear)["forward"] = MethodType(_FORWARD[kind], linear)
+
+
+def _product(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear.product(x, weight, bias) if isinstance(linear, Float8Linear) else F.linear(x, weight, bias)
 
 
 def _columns(linear: nn.Linear, x: Tensor) -> Tensor:
     parts = token_parts.current()
-    if parts is None:
+    if parts is None or isinstance(linear, Float8Linear):
         return _replicated(linear, used_in_parts(linear, x))
     return parts.gathered_linear(x, local(linear, linear.weight), local(linear, linear.bias))
 
@@ -51,12 +54,15 @@ def _columns_to_all(linear: nn.Linear, x: Tensor) -> Tensor:
 
 def _rows(linear: nn.Linear, x: Tensor) -> Tensor:
     parts, weight, bias = token_parts.current(), local(linear, linear.weight), local(linear, linear.bias)
-    y = parts.summed_linear(x, weight) if parts else sum_over_ranks(linear, F.linear(x, weight), linear.weight)
+    if parts is None or isinstance(linear, Float8Linear):
+        y = sum_over_ranks(linear, _product(linear, x, weight, None), linear.weight)
+    else:
+        y = parts.summed_linear(x, weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def _replicated(linear: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, local(linear, linear.weight), local(linear, linear.bias))
+    return _product(linear, x, local(linear, linear.weight), local(linear, linear.bias))
 
 
 _FORWARD: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
@@ -81,7 +87,7 @@ def _add_hooks(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
         elif parts is not None and kind == "replicated":
             x = parts.whole(x)
         if kind == "gathered_columns" or (parts is not None and takes_all_tokens):
-            return (local_tensors.used_in_parts(x, mesh), *others)
+            return (local_tensors.with_own_gradient(x, mesh), *others)
         return (DTensor.from_local(x, mesh, [given], run_check=False), *others)
 
     def leave(_: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:

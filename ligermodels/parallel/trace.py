@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_iter
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers.context_parallel import check_context_parallel
-from ligermodels.parallel.cost import gathered_linears
 from ligermodels.parallel.shares import Shares
 from ligermodels.parallel.tensor_part import tensor_part
 
@@ -31,7 +30,8 @@ class Trace:
     changes: bytes allocated (or, below 0, released) at each event. places: of storages that become gradients the place
     of their parameter in the model, else -1. complete: for each trained parameter's place, the event at which its
     gradient has been accumulated. forward: events of the forward pass. workspace: bytes that the head's loss takes at
-    its end. exchanged: bytes that tensor-parallel ranks gather, and are to sum, at once.
+    its end. exchanged: bytes of hidden states that tensor-parallel ranks gather, and are to sum, at once, within
+    an op.
     """
 
     changes: Numbers
@@ -69,9 +69,9 @@ def trace(
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
     exchanged = 0
     if shares.tensor > 1:
-        widest = max(model.config.hidden_size, *(linear.out_features for linear in gathered_linears(model)), 0)
-        exchanged = 2 * ids.numel() // context * widest * model.dtype.itemsize
         model = tensor_part(model, FirstRank(shares.tensor))
+        if model.decoder._token_mesh is not None:
+            exchanged = 2 * ids.numel() // context * model.config.hidden_size * model.dtype.itemsize
         shares = Shares(model)
     with _on_first_rank(model, shares, context, load), _Allocations(model) as allocations:
         loss = cast(Tensor, model(ids, labels=ids).loss)

@@ -59,7 +59,7 @@ class MTPJob:
                 self.model = MTPModel.from_base(model, **options)
         else:
             self.model = MTPModel.from_pretrained(model, start, **options)
-        layers, steps = 1 + len(self.model.head.later), self.model.num_heads
+        layers, steps = self.model.head.num_layers, self.model.num_heads
         if steps < layers:
             raise ConfigError(f"num_steps: {steps} steps do not reach all of the head's {layers} layers; give {layers}")
         if recipe.seq_len < steps + 2:

@@ -114,13 +114,13 @@ class _Gradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        x_columns, x_scale, w_columns, w_scale = ctx.saved_tensors
+        x_columns, x_scale, layout, w_scale = ctx.saved_tensors
         fast = ctx.recipe.backward_fast
         dx = dw = db = None
         if need_x or need_weight:
             dy8 = float8_cast(dy, ctx.recipe.gradient_dtype, rows=need_x, columns=need_weight)
         if need_x:
-            w_columns = w_columns if ctx.transposed else float8_transpose(w_columns)
+            w_columns = layout if ctx.transposed else float8_transpose(layout)
             dx = float8_mm(_rows(dy8), w_columns, dy8.scale, w_scale, ctx.dtypes[0], fast_accumulation=fast)
             dx = dx.view(ctx.shape)
         if need_weight:

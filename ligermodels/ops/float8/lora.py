@@ -25,11 +25,10 @@ def float8_lora_linear(
 ) -> Tensor:
     """x weight^T + bias + scaling * x a^T b^T, the first product in float8, and with it the gradient of x.
 
-    x: (..., K), any floating dtype. weight: (M, K), with rows; the gradient of x takes its
-    columns, or transposes its rows. a: (r, K).
-    b: (M, r). bias: (M,). All but the weight of x's dtype; under autocast they are cast to its dtype. dropped: x after
-    dropout, (..., K), which a multiplies in place of x. Neither activations nor gradients are transposed: the weight
-    has no gradient. Returns (..., M) of x's dtype.
+    x: (..., K), any floating dtype. weight: (M, K), with rows; the gradient of x takes its columns, or transposes its
+    rows. a: (r, K). b: (M, r). bias: (M,). All but the weight of x's dtype; under autocast they are cast to its dtype.
+    dropped: x after dropout, (..., K), which a multiplies in place of x. Neither activations nor gradients are
+    transposed: the weight has no gradient. Returns (..., M) of x's dtype.
     Raises InputError if shapes, dtypes or devices do not fit, for a bias that needs a gradient, and for DTensors;
     BackendError on a GPU without float8.
     """
@@ -115,10 +114,10 @@ class _Float8LoRALinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         need_x, need_dropped, _, _, need_a, need_b = ctx.needs_input_grad[:6]
-        x, dropped, w_columns, *others = ctx.saved_tensors
-        rows = scale = None
+        x, dropped, layout, *others = ctx.saved_tensors
+        rows = scale = w_columns = None
         if need_x:
-            w_columns = w_columns if ctx.transposed else float8_transpose(w_columns)
+            w_columns = layout if ctx.transposed else float8_transpose(layout)
             dy8 = float8_cast(dy, ctx.recipe.gradient_dtype)
             rows, scale = dy8.rows, dy8.scale
         dx, d_dropped, da, db = _float8_lora_backward(

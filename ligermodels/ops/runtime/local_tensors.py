@@ -13,17 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 
-def local(parameter: Tensor, *, partial: bool = False, partial_if_replicated: bool = False) -> Tensor:
+def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
     """This rank's part of a DTensor. Its gradient is placed as the parameter is.
 
-    partial: all of it instead, and the gradient that each rank computes is its part of a sum.
-    partial_if_replicated: the same of a parameter that is replicated."""
+    partial: the gradient that each rank computes of a replicated parameter is its part of a sum."""
     assert isinstance(parameter, DTensor)
-    replicated = all(placement.is_replicate() for placement in parameter.placements)
-    if not partial and not (partial_if_replicated and replicated):
+    if not partial or not all(placement.is_replicate() for placement in parameter.placements):
         return _to_local(parameter, parameter.placements)
-    dims = parameter.device_mesh.ndim
-    return _to_local(parameter.redistribute(placements=[Replicate()] * dims), [Partial()] * dims)
+    return _to_local(with_summed_gradient(parameter), [Partial()] * parameter.device_mesh.ndim)
 
 
 def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:
@@ -38,15 +35,8 @@ def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:
     return _to_local(x.redistribute(placements=everywhere), parts)
 
 
-def with_partial_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The plain tensor x, the same on all ranks, whose gradient is the sum of those that ranks compute."""
-    everywhere = [Replicate()] * mesh.ndim
-    whole = DTensor.from_local(x, mesh, everywhere, run_check=False).redistribute(placements=everywhere)
-    return _to_local(whole, [Partial()] * mesh.ndim)
-
-
 def with_gradients_summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """As `with_partial_gradients`, of any kind of tensor, also a Float8Tensor."""
+    """x, the same on all ranks, a plain tensor or a Float8Tensor. Its gradient is the sum of those of all ranks."""
     found: Tensor = _SumGradients.apply(x, mesh)
     return found
 
@@ -63,12 +53,12 @@ class _SumGradients(torch.autograd.Function):
         return total.wait() if isinstance(total, AsyncCollectiveTensor) else total, None
 
 
-def used_in_parts(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def with_own_gradient(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """The plain tensor x, the same on all ranks, as a DTensor. The gradient of x is this rank's part of a sum."""
-    return cast(DTensor, _UsedInParts.apply(x, mesh))
+    return cast(DTensor, _OwnGradient.apply(x, mesh))
 
 
-class _UsedInParts(torch.autograd.Function):
+class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
