@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,10 +63,13 @@ def verify(
         raise typer.BadParameter(f"has no meaning with {other}", param_hint="--reference")
     if float8 and rounding is not None:
         raise typer.BadParameter("give one of the two", param_hint="--float8 or --quantize")
-    if rounding is not None:
-        return _verify_quantized(path, tokens, text, tolerance, dtype, device, attention, rounding, as_json)
-    if float8:
-        return _verify_float8(path, tokens, text, tolerance, dtype, device, attention, float8_exclude or [], as_json)
+    if float8 or rounding is not None:
+        folder = options.folder_of(path)
+        load = partial(options.load, folder, dtype, options.device_named(device), attention)
+        ids_for = partial(_ids, folder=folder, text=text, tokens=tokens)
+        if rounding is not None:
+            return _verify_quantized(load, ids_for, rounding, tolerance, as_json)
+        return _verify_float8(load, ids_for, float8_exclude or [], tolerance, as_json)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
@@ -116,21 +120,16 @@ def verify(
 
 
 def _verify_float8(
-    path: str,
-    tokens: int,
-    text: Path | None,
-    tolerance: float | None,
-    dtype: options.Dtype,
-    device: str | None,
-    attention: str,
+    load: Callable[[], CausalLM],
+    ids_for: Callable[[CausalLM], Tensor],
     exclude: list[str],
+    tolerance: float | None,
     as_json: bool,
 ) -> None:
     from ligermodels.archs.float8_agreement import float8_agreement
 
-    folder = options.folder_of(path)
-    model = options.load(folder, dtype, options.device_named(device), attention)
-    ids = _ids(model, folder, text, tokens)
+    model = load()
+    ids = ids_for(model)
     report = float8_agreement(model, ids[None], exclude=exclude)
     if as_json:
         print_json(
@@ -154,24 +153,19 @@ SEQ_LEN = 2048
 
 
 def _verify_quantized(
-    path: str,
-    tokens: int,
-    text: Path | None,
-    tolerance: float | None,
-    dtype: options.Dtype,
-    device: str | None,
-    attention: str,
+    load: Callable[..., CausalLM],
+    ids_for: Callable[[CausalLM], Tensor],
     rounding: Callable[[CausalLM], object],
+    tolerance: float | None,
     as_json: bool,
 ) -> None:
     from ligermodels.data.batches import Batch
     from ligermodels.layers.initialization import persistent_tensors
     from ligermodels.speculative.evaluation import evaluate_kl, perplexity
 
-    folder, place = options.folder_of(path), options.device_named(device)
-    quantized = options.load(folder, dtype, place, attention, rounding)
-    ids = _ids(quantized, folder, text, tokens)
-    model = options.load(folder, dtype, place, attention)
+    quantized = load(rounding)
+    ids = ids_for(quantized)
+    model = load()
     rows = ids.split(min(SEQ_LEN, model.config.max_position_embeddings or SEQ_LEN))
     report = evaluate_kl(
         quantized, model, (Batch({"input_ids": row[None], "labels": row[None]}) for row in rows if len(row) > 1)
