@@ -228,6 +228,8 @@ def _sdpa(
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks, request.softmax_scale)
         mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+    if q.shape[2] != k.shape[2] and _needs_equal_heads(request, mask):
+        k, v = _for_each_query_head(q, k, v)
     causal = False
     if mask is None and request.query_length > 1:  # a branch, for SDPA takes no symbolic bool from a compiler
         causal = True
@@ -244,6 +246,20 @@ def _sdpa(
         )
     out = out.transpose(1, 2)
     return out if sinks is None else out[:, 1:, :, :value_dim]
+
+
+def _needs_equal_heads(request: AttentionRequest, mask: Tensor | None) -> bool:
+    """Whether the kernel of a GPU that takes this call wants as many key and value heads as query heads. Those that
+    share them take no mask, no wide heads, and 16 bits alone; what is left, if the heads are not repeated, is SDPA's
+    composite, which computes all scores in fp32 and keeps them for the backward pass."""
+    small = request.dtype in (torch.bfloat16, torch.float16) and request.head_dim <= _FLASH_HEAD_DIM
+    return request.device == "cuda" and not (small and mask is None)
+
+
+def _for_each_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with each head repeated for the query heads that share it."""
+    count = q.shape[2] // k.shape[2]
+    return k.repeat_interleave(count, dim=2), v.repeat_interleave(count, dim=2)
 
 
 def _takes_strided_masks(request: AttentionRequest) -> bool:
@@ -349,10 +365,10 @@ def _meta(
     q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Shapes, and what the kernels of a GPU keep for the backward pass: fused ones no scores of all queries and keys;
-    for heads that these do not take, SDPA computes in fp32 and keeps its weights."""
-    if request.head_dim > _FLASH_HEAD_DIM:
-        return _sdpa(q, k, v, request, mask, cu_seqlens, sinks)
+    """Shapes, and what the fused kernels of a GPU keep for the backward pass: no scores of all queries and keys. The
+    one for wide heads keeps keys and values of every query head."""
+    if request.head_dim > _FLASH_HEAD_DIM and q.shape[2] != k.shape[2]:
+        k, v = _for_each_query_head(q, k, v)
     return flash_attention_4(q, k, v, cu_seqlens, request.softmax_scale, request.window, request.softcap)
 
 
