@@ -1,16 +1,16 @@
 """The gated delta rule over texts by the project's Triton kernels.
 
-The forward pass keeps the operands alone, and the backward pass computes the rest again. For each token and value head,
-4 (2 * 64) bytes of matrices within chunks live in both, and in the backward pass 4 (2 K V / 64 + 2 V) bytes of states
-and what is added to them, and 4 (2 K) bytes for each key head: at K = V = 128 with two value heads to a key head, 4
-KiB a value head and token.
+The forward pass keeps the operands alone, and the backward pass computes the rest again. While they run, each takes 512
+bytes a token and value head for matrices within chunks; the backward pass also 8 (K V / 64 + V) bytes for states and
+what is added to them, and 8 K bytes a token and key head. At the sizes of Qwen3.5-9B that is 16 KiB a token in the
+forward pass, and 128 KiB a token in the backward pass, of one layer at a time.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ EPS = 1e-6
 """Added to the squared lengths of queries and keys."""
 
 MAX_KEY_DIM = 256  # a tile of the state, of all keys, is held in registers; the reference serves wider heads
+MAX_COMMON_KEY_DIM = 128  # beyond it, and for float32, only some GPUs have the shared memory and the registers
+WIDE_BYTES = 128 * 1024
 
 TILES: dict[str, Mapping[str, int]] = {
     "prepare": {"num_warps": 4},
@@ -45,15 +47,43 @@ TILES: dict[str, Mapping[str, int]] = {
 at most 190 KiB of shared memory, and few registers or none go to local memory."""
 
 PIPELINE_BYTES = 200 * 1024  # shared memory, from which on loops are pipelined
-BLACKWELL = (
-    10  # from which on Triton 3.6 and 3.7 make wrong code of pipelined sums of products (triton-lang/triton#10821)
-)
+HOPPER, BLACKWELL = 9, 10
+"""Compute capabilities. From Blackwell on Triton 3.6 and 3.7 make wrong code of pipelined sums of several products
+(triton-lang/triton#10821)."""
+
+
+class Limits(NamedTuple):
+    """What a device allows: several chunks of a loop in shared memory; more than MAX_COMMON_KEY_DIM channels of keys;
+    operands of float32."""
+
+    pipelined: bool
+    wide: bool
+    float32: bool
+
+
+@torch.compiler.assume_constant_result
+def limits(device: torch.device) -> Limits:
+    """Of a device; all of the interpreter."""
+    return _limits(device)
+
+
+@functools.cache
+def _limits(device: torch.device) -> Limits:
+    if device.type != "cuda":
+        return Limits(True, True, True)
+    memory, (major, _) = shared_memory(device), torch.cuda.get_device_capability(device)
+    return Limits(memory >= PIPELINE_BYTES and major < BLACKWELL, memory >= WIDE_BYTES, major >= HOPPER)
 
 
 def refuses(q: Tensor) -> str | None:
     """Why the kernels cannot serve a call, or None."""
-    if q.shape[3] > MAX_KEY_DIM:
-        return f"queries and keys of {q.shape[3]} channels are more than {MAX_KEY_DIM}"
+    width, can = q.shape[3], limits(q.device)
+    if width > MAX_KEY_DIM:
+        return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
+    if width > MAX_COMMON_KEY_DIM and not can.wide:
+        return f"queries and keys of {width} channels need more shared memory than this GPU has"
+    if q.is_cuda and q.dtype == torch.float32 and (width > MAX_COMMON_KEY_DIM or not can.float32):
+        return f"of float32 it takes at most {MAX_COMMON_KEY_DIM} channels, on Hopper and later GPUs"
     return None
 
 
@@ -65,14 +95,6 @@ def run(
     initial_state = None if initial_state is None else initial_state.float()
     o, state = GatedDeltaChunks.apply(q, k, v, g, beta, initial_state, first, final_state)
     return o, state
-
-
-@functools.cache
-def _pipelined(device: torch.device) -> bool:
-    """Whether loops may hold several chunks in shared memory."""
-    if device.type != "cuda":
-        return True
-    return shared_memory(device) >= PIPELINE_BYTES and torch.cuda.get_device_capability(device)[0] < BLACKWELL
 
 
 class Launch:
@@ -95,7 +117,7 @@ class Launch:
             "PACKED": first is not None, "HALF": half and getattr(tl, str(half).removeprefix("torch.")),
             "NARROW": q.dtype == half, "PLANES": self.planes, "CHUNK": CHUNK,
         }  # fmt: skip
-        self.pipelined = _pipelined(q.device) and self.options["NARROW"]
+        self.pipelined = limits(q.device).pipelined and self.options["NARROW"]
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
@@ -114,7 +136,7 @@ class Launch:
             found["BLOCK_V"] = min(found["BLOCK_V"], whole_values)
             if name.startswith("states"):  # a tile of the state, of all keys, is held in registers
                 found["BLOCK_V"] = min(found["BLOCK_V"], max(4096 // whole_keys, 16))
-        if "STAGES" in found and not (self.pipelined and whole_keys <= 128):
+        if "STAGES" in found and not (self.pipelined and whole_keys <= MAX_COMMON_KEY_DIM):
             found["STAGES"] = 1
         return found
 
