@@ -48,14 +48,15 @@ at most 190 KiB of shared memory, and few registers or none go to local memory."
 
 PIPELINE_BYTES = 200 * 1024  # shared memory, from which on loops are pipelined
 HOPPER, BLACKWELL = 9, 10
-"""Compute capabilities. From Blackwell on Triton 3.6 and 3.7 make wrong code of pipelined sums of several products
-(triton-lang/triton#10821)."""
+"""Compute capabilities. For Blackwell, Triton 3.7.1 fails to compile `with_states_kernel`, and makes wrong code of
+pipelined sums of several products (triton-lang/triton#10821)."""
 
 
 class Limits(NamedTuple):
-    """What a device allows: several chunks of a loop in shared memory; more than MAX_COMMON_KEY_DIM channels of keys;
-    operands of float32."""
+    """What a device allows: the kernels at all; several chunks of a loop in shared memory; more than MAX_COMMON_KEY_DIM
+    channels of keys; operands of float32."""
 
+    compiled: bool
     pipelined: bool
     wide: bool
     float32: bool
@@ -70,20 +71,22 @@ def limits(device: torch.device) -> Limits:
 @functools.cache
 def _limits(device: torch.device) -> Limits:
     if device.type != "cuda":
-        return Limits(True, True, True)
+        return Limits(True, True, True, True)
     memory, (major, _) = shared_memory(device), torch.cuda.get_device_capability(device)
-    return Limits(memory >= PIPELINE_BYTES and major < BLACKWELL, memory >= WIDE_BYTES, major >= HOPPER)
+    return Limits(major < BLACKWELL, memory >= PIPELINE_BYTES, memory >= WIDE_BYTES, major >= HOPPER)
 
 
 def refuses(q: Tensor) -> str | None:
     """Why the kernels cannot serve a call, or None."""
     width, can = q.shape[3], limits(q.device)
+    if not can.compiled:
+        return "Triton does not compile them for Blackwell and later GPUs"
     if width > MAX_KEY_DIM:
         return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
     if width > MAX_COMMON_KEY_DIM and not can.wide:
         return f"queries and keys of {width} channels need more shared memory than this GPU has"
     if q.is_cuda and q.dtype == torch.float32 and (width > MAX_COMMON_KEY_DIM or not can.float32):
-        return f"of float32 it takes at most {MAX_COMMON_KEY_DIM} channels, on Hopper and later GPUs"
+        return f"of float32 it takes at most {MAX_COMMON_KEY_DIM} channels, on Hopper GPUs"
     return None
 
 

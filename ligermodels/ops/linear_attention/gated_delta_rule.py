@@ -75,8 +75,8 @@ def gated_delta_rule(
         cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each
             starts from a state of zero, but for the first one where there is an `initial_state`.
         final_state: whether the state after the last token is wanted.
-        backend: "reference"; "triton", the kernels (see `delta_chunks`), for q and k of up to 256 channels (128 where
-            shared memory is below 128 KiB, and of float32, which need Hopper or later);
+        backend: "reference"; "triton", the kernels (see `delta_chunks`), for GPUs before Blackwell and q and k of up to
+            256 channels (128 where shared memory is below 128 KiB, and of float32, which needs Hopper);
             "fla", flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands; or "auto", the
             first of triton and fla that serves the call, unless `set_backend("reference")` holds.
 
