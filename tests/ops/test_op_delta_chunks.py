@@ -92,7 +92,10 @@ def test_is_the_rule(where: Where, case: str) -> None:
         pytest.skip("its own tests have it")
     sizes, lengths = CASES[case]
     bounds = None if lengths is None else torch.tensor([0, *lengths], device=where.device).cumsum(0).int()
-    assert_right(operands(sizes, where), bounds)
+    given = operands(sizes, where)
+    if refusal := delta_chunks.refuses(given["q"]):
+        pytest.skip(refusal)
+    assert_right(given, bounds)
 
 
 @pytest.mark.kernels
@@ -159,7 +162,7 @@ def test_which_calls_they_serve(kernels_device: torch.device) -> None:
     narrow = operands(Sizes(1, 3, 1, 1, 16, 16), where)
     assert torch.equal(ops.gated_delta_rule(**narrow)[0], ops.gated_delta_rule(**narrow, backend="triton")[0])
     wide = operands(Sizes(1, 3, 1, 1, delta_chunks.MAX_KEY_DIM + 1, 16), where)
-    with pytest.raises(BackendError, match="'triton' cannot serve this call: queries and keys of 257 channels"):
+    with pytest.raises(BackendError, match="'triton' cannot serve this call: queries and keys of 129 channels"):
         ops.gated_delta_rule(**wide, backend="triton")
     assert torch.equal(ops.gated_delta_rule(**wide)[0], ops.gated_delta_rule(**wide, backend="reference")[0])
     with pytest.raises(BackendError, match="'triton' cannot serve this call: it needs CUDA tensors, none of them"):
@@ -167,11 +170,23 @@ def test_which_calls_they_serve(kernels_device: torch.device) -> None:
 
 
 def test_what_gpus_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow, wide = (torch.zeros(1, 3, 1, width) for width in (128, 129))
+    """On a GPU without its memory: a tensor that says it is there."""
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    def keys(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(1, 3, 1, width, dtype=dtype).as_subclass(OnGPU)
+
+    hopper, before = delta_chunks.Limits(True, True, True), delta_chunks.Limits(True, False, False)
     for limits, q, reason in (
-        (delta_chunks.Limits(False, True, True, True), narrow, "Blackwell"),
-        (delta_chunks.Limits(True, False, False, True), wide, "more shared memory"),
-        (delta_chunks.Limits(True, False, False, False), narrow, None),
+        (hopper, keys(128, torch.bfloat16), None),
+        (hopper, keys(129, torch.bfloat16), "129 channels are more than 128"),
+        (hopper, keys(40, torch.bfloat16), "40 channels: not a multiple of 16"),
+        (hopper, keys(40, torch.float32), None),
+        (before, keys(16, torch.float16), None),
+        (before, keys(16, torch.float32), "Hopper"),
+        (delta_chunks.Limits(False, True, True), keys(128, torch.bfloat16), "Blackwell"),
     ):
         monkeypatch.setattr(delta_chunks, "limits", lambda device, limits=limits: limits)
         found = delta_chunks.refuses(q)
@@ -184,8 +199,11 @@ LARGE = {
     "Qwen3.5-9B": (Sizes(1, 2085, 16, 32, 128, 128), None),
     "several rows": (Sizes(3, 700, 2, 4, 128, 128), None),
     "packed": (Sizes(1, 1500, 4, 12, 128, 128), [700, 1, 63, 64, 0, 500, 172]),
-    "wide keys": (Sizes(1, 300, 1, 2, 256, 128), None),
+    "one chunk": (Sizes(1, 50, 2, 4, 128, 128), None),
+    "a token a row": (Sizes(2, 1, 2, 4, 128, 128), None),
     "narrow keys": (Sizes(1, 300, 1, 2, 64, 256), None),
+    "narrow": (Sizes(1, 300, 2, 4, 32, 32), None),
+    "no powers of two": (Sizes(2, 200, 1, 2, 112, 40), None),
 }
 
 
@@ -211,6 +229,8 @@ def test_other_launches_compute_the_same(monkeypatch: pytest.MonkeyPatch, name: 
     tiles = delta_chunks.TILES[name]
     if not set(change) <= set(tiles) or change.items() <= tiles.items():
         pytest.skip("nothing to change")
+    if name.startswith("states") and change == {"STAGES": 1}:
+        pytest.skip("ptxas makes wrong code of it, and no call launches it; see MIN_WIDTH")
     given = operands(Sizes(1, 700, 2, 4, 128, 128), Where(torch.device("cuda"), torch.bfloat16), decay=0.002)
     wanted = run(given, "triton")
     monkeypatch.setitem(delta_chunks.TILES, name, {**tiles, **change})

@@ -30,9 +30,8 @@ from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 EPS = 1e-6
 """Added to the squared lengths of queries and keys."""
 
-MAX_KEY_DIM = 256  # a tile of the state, of all keys, is held in registers; the reference serves wider heads
-MAX_COMMON_KEY_DIM = 128  # beyond it, and for float32, only some GPUs have the shared memory and the registers
-WIDE_BYTES = 128 * 1024
+MAX_KEY_DIM = 128  # a tile of the state, of all keys, is held in registers; the reference serves wider heads
+ALIGNED = 16  # elements; see MIN_WIDTH and aligned_heads
 
 TILES: dict[str, Mapping[str, int]] = {
     "prepare": {"num_warps": 4},
@@ -46,6 +45,17 @@ TILES: dict[str, Mapping[str, int]] = {
 """Columns of a tile, at most; stages of the loop's pipeline, at most; warps. For Hopper and K = 128, where these need
 at most 190 KiB of shared memory, and few registers or none go to local memory."""
 
+MIN_WIDTH = 64
+"""Channels of a tile, at least, but for blocks of a loop, so that its rows in shared memory take 128 bytes or more.
+
+In code for WGMMA, ptxas of CUDA 12.8, which Triton 3.6 and 3.7 carry, computes wrong descriptors where two operands
+take the same shared memory, one after the other, and have rows of different lengths, for which it is swizzled in
+different ways: those of the second operand, but for its first part, are sums with a wrong register. Therefore all
+operands of a kernel have rows of 128 bytes or more, which are swizzled in the same way, or all have rows of BLOCK_V
+channels (`with_states_kernel`). In loops over chunks there are both: the second operand of a product has rows of
+BLOCK_V channels, and the first is in registers or is pipelined, so that its place in shared memory changes from chunk
+to chunk, and no descriptor shares it."""
+
 PIPELINE_BYTES = 200 * 1024  # shared memory, from which on loops are pipelined
 HOPPER, BLACKWELL = 9, 10
 """Compute capabilities. For Blackwell, Triton 3.7.1 fails to compile `with_states_kernel`, and makes wrong code of
@@ -53,12 +63,10 @@ pipelined sums of several products (triton-lang/triton#10821)."""
 
 
 class Limits(NamedTuple):
-    """What a device allows: the kernels at all; several chunks of a loop in shared memory; more than MAX_COMMON_KEY_DIM
-    channels of keys; operands of float32."""
+    """What a device allows: the kernels at all; several chunks of a loop in shared memory; operands of float32."""
 
     compiled: bool
     pipelined: bool
-    wide: bool
     float32: bool
 
 
@@ -71,9 +79,9 @@ def limits(device: torch.device) -> Limits:
 @functools.cache
 def _limits(device: torch.device) -> Limits:
     if device.type != "cuda":
-        return Limits(True, True, True, True)
+        return Limits(True, True, True)
     memory, (major, _) = shared_memory(device), torch.cuda.get_device_capability(device)
-    return Limits(major < BLACKWELL, memory >= PIPELINE_BYTES, memory >= WIDE_BYTES, major >= HOPPER)
+    return Limits(major < BLACKWELL, memory >= PIPELINE_BYTES, major >= HOPPER)
 
 
 def refuses(q: Tensor) -> str | None:
@@ -83,10 +91,10 @@ def refuses(q: Tensor) -> str | None:
         return "Triton does not compile them for Blackwell and later GPUs"
     if width > MAX_KEY_DIM:
         return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
-    if width > MAX_COMMON_KEY_DIM and not can.wide:
-        return f"queries and keys of {width} channels need more shared memory than this GPU has"
-    if q.is_cuda and q.dtype == torch.float32 and (width > MAX_COMMON_KEY_DIM or not can.float32):
-        return f"of float32 it takes at most {MAX_COMMON_KEY_DIM} channels, on Hopper GPUs"
+    if q.is_cuda and q.dtype == torch.float32 and not can.float32:
+        return "of float32 it needs a Hopper GPU"
+    if q.is_cuda and q.dtype != torch.float32 and width % ALIGNED:
+        return f"queries and keys of 16 bits and {width} channels: not a multiple of {ALIGNED}"
     return None
 
 
@@ -100,6 +108,15 @@ def run(
     return o, state
 
 
+def aligned_heads(x: Tensor) -> tuple[Any, ...]:
+    """`heads_and_strides` of queries or keys; of a copy if rows of x are multiples of ALIGNED elements but do not begin
+    at multiples: Triton pipelines no other loads."""
+    found = heads_and_strides(x)
+    if x.shape[3] % ALIGNED == 0 and any(number % ALIGNED for number in (found[0].data_ptr(), *found[1:])):
+        found = heads_and_strides(x.clone(memory_format=torch.contiguous_format))
+    return found
+
+
 class Launch:
     """What the kernels of one call share: operands as they take them, sizes, and buffers that several of them use."""
 
@@ -110,7 +127,7 @@ class Launch:
         self.groups, self.key_dim = q.shape[2:]
         self.repeats, self.chunks = self.heads // self.groups, -(-self.tokens // CHUNK)
         self.rows = self.batch * self.heads
-        self.keys = *heads_and_strides(q), *heads_and_strides(k)
+        self.keys = *aligned_heads(q), *aligned_heads(k)
         self.v, self.g, self.beta = heads_and_strides(v), g.contiguous(), beta.contiguous()
         self.initial, self.first, self.scale = contiguous(initial), first, self.key_dim**-0.5
         # The interpreter has no products of bfloat16.
@@ -120,7 +137,7 @@ class Launch:
             "PACKED": first is not None, "HALF": half and getattr(tl, str(half).removeprefix("torch.")),
             "NARROW": q.dtype == half, "PLANES": self.planes, "CHUNK": CHUNK,
         }  # fmt: skip
-        self.pipelined = limits(q.device).pipelined and self.options["NARROW"]
+        self.pipelined = limits(q.device).pipelined and half is not None
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
@@ -133,13 +150,11 @@ class Launch:
     def tiles(self, name: str) -> dict[str, Any]:
         """Constants of a kernel, with tiles no wider than its tensors."""
         found: dict[str, Any] = {**self.options, **TILES[name]}
-        whole_keys, whole_values = (max(power_of_2_above(size), 16) for size in (self.key_dim, self.value_dim))
+        whole_keys, whole_values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
         found["BLOCK_K"] = min(found.get("BLOCK_K", whole_keys), whole_keys)
         if "BLOCK_V" in found:
             found["BLOCK_V"] = min(found["BLOCK_V"], whole_values)
-            if name.startswith("states"):  # a tile of the state, of all keys, is held in registers
-                found["BLOCK_V"] = min(found["BLOCK_V"], max(4096 // whole_keys, 16))
-        if "STAGES" in found and not (self.pipelined and whole_keys <= MAX_COMMON_KEY_DIM):
+        if "STAGES" in found and not self.pipelined:
             found["STAGES"] = 1
         return found
 
@@ -160,7 +175,7 @@ class Launch:
         states_kernel[(self.rows * blocks,)](
             *self.keys, *self.v, self.beta, self.first, self.path, *self.factors, *self.squares, self.initial,
             out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats,
-            self.chunks, blocks, **tiles, INITIAL=self.initial is not None, FINAL=final is not None,
+            self.chunks * CHUNK, blocks, **tiles, INITIAL=self.initial is not None, FINAL=final is not None,
             OUTPUT=out is not None,
         )  # fmt: skip
 
@@ -175,7 +190,7 @@ class Launch:
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
         states_backward_kernel[(self.rows * blocks,)](
             *self.keys, *dout, self.beta, self.first, self.path, *self.factors, *self.squares, dfinal, dv, dstates, dx,
-            dinitial, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats, self.chunks, blocks,
+            dinitial, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats, self.chunks * CHUNK, blocks,
             **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None,
         )  # fmt: skip
 

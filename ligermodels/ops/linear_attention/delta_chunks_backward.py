@@ -33,11 +33,13 @@ from ligermodels.ops.runtime.launcher import kernel
 @kernel
 def states_backward_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, first,
-    path, q_factor, k_factor, solved, attending, dfinal, dv, dstates, dx, dinitial, T, K, V, heads, repeats, chunks,
+    path, q_factor, k_factor, solved, attending, dfinal, dv, dstates, dx, dinitial, T, K, V, heads, repeats, padded,
     blocks, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, FINAL: tl.constexpr,
     INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first."""
+    """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first. padded: as in
+    `states_kernel`."""
+    chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     group = head // repeats
@@ -46,8 +48,8 @@ def states_backward_kernel(
     q += batch * q_batch + group * q_head
     k += batch * k_batch + group * k_head
     dout += batch * dout_batch + head * dout_head
-    path += row * chunks * CHUNK
-    factors = (batch * (heads // repeats) + group) * chunks * CHUNK
+    path += row * padded
+    factors = (batch * (heads // repeats) + group) * padded
     of_state = (i < K)[:, None] & (j < V)[None, :]
     matrix = i[:, None] * V + j[None, :]
     transposed = n[:, None] + n[None, :] * CHUNK

@@ -187,13 +187,15 @@ def prepare_kernel(
 @kernel
 def states_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, beta, first, path, q_factor,
-    k_factor, solved, attending, initial, out, final, states, updates, T, K, V, heads, repeats, chunks, blocks,
+    k_factor, solved, attending, initial, out, final, states, updates, T, K, V, heads, repeats, padded, blocks,
     PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, INITIAL: tl.constexpr,
     FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last: with OUTPUT it
-    writes the outputs, else the state before each chunk and its `updates`, U."""
+    writes the outputs, else the state before each chunk and its `updates`, U. padded: the tokens of all chunks; Triton
+    makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see `MIN_WIDTH`."""
+    chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     group = head // repeats
@@ -202,8 +204,8 @@ def states_kernel(
     q += batch * q_batch + group * q_head
     k += batch * k_batch + group * k_head
     v += batch * v_batch + head * v_head
-    path += row * chunks * CHUNK
-    factors = (batch * (heads // repeats) + group) * chunks * CHUNK
+    path += row * padded
+    factors = (batch * (heads // repeats) + group) * padded
     of_state = (i < K)[:, None] & (j < V)[None, :]
     matrix = i[:, None] * V + j[None, :]
     place = n[:, None] * CHUNK + n[None, :]

@@ -76,7 +76,7 @@ def gated_delta_rule(
             starts from a state of zero, but for the first one where there is an `initial_state`.
         final_state: whether the state after the last token is wanted.
         backend: "reference"; "triton", the kernels (see `delta_chunks`), for GPUs before Blackwell and q and k of up to
-            256 channels (128 where shared memory is below 128 KiB, and of float32, which needs Hopper);
+            128 channels, a multiple of 16 if they have 16 bits; float32 needs Hopper;
             "fla", flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands; or "auto", the
             first of triton and fla that serves the call, unless `set_backend("reference")` holds.
 
