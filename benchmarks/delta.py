@@ -2,8 +2,9 @@
 
 Sizes are those of Qwen3.5-9B. `..._of_copy` are shares of the rate of a large device copy, for the fewest bytes that a
 call must move: of decoding the state, read and written (by a tree, read) as fp32. Calls of decoding follow one another
-in a CUDA graph, each with a state of its own. Training is forward and backward of one layer, projections included, in
-bf16, by each backend of the gated delta rule.
+in a CUDA graph, each with a state of its own. Training is forward and backward in bf16 by each backend of the gated
+delta rule: of the rule alone, and of one layer, projections included. `limit` is what the rule's calls cannot go below:
+a device copy of its operands and results, or its products, each once, by cuBLAS. Errors are against float64, relative.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from torch import Tensor
 
 from benchmarks import measure
 from ligermodels import ops
+from ligermodels.errors import BackendError
 from ligermodels.layers import ForwardContext
 from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ligermodels.ops.linear_attention import fla
 from ligermodels.speculative.tree import default_tree
 
 HIDDEN, TOKENS = 4096, 8192
+CHECKED = 2048
+"""Tokens of the calls that are compared with float64."""
+BACKENDS = ("triton", *(("fla",) if fla.installed() else ()), "reference")
 CONFIG = GatedDeltaNetConfig(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128)
 STATE = CONFIG.num_value_heads, CONFIG.key_head_dim, CONFIG.value_head_dim
 
@@ -130,6 +135,65 @@ def training(backend: str) -> dict[str, Any]:
     }
 
 
+def rule(backend: str, forward_only: bool) -> dict[str, Any]:
+    """A record of the gated delta rule alone: times of TOKENS, errors of CHECKED.
+
+    Raises BackendError if the backend cannot serve the call."""
+    given = [x.detach().requires_grad_(not forward_only) for x in operands(1, TOKENS)]
+    dout = normal(*given[2].shape)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return ops.gated_delta_rule(*given, final_state=False, backend=backend)[0]
+
+    def both() -> None:
+        o, _ = ops.gated_delta_rule(*given, final_state=False, backend=backend)
+        torch.autograd.grad(o, given, dout)
+
+    forward()
+    record = {"case": f"rule {TOKENS}", "provider": f"ligermodels, {backend}", **errors(backend, forward_only)}
+    record["forward_ms"] = measure.milliseconds(forward)
+    if not forward_only:
+        record |= {"both_ms": measure.milliseconds(both), "peak_mib": measure.peak_mib(both)}
+    return record
+
+
+def errors(backend: str, forward_only: bool) -> dict[str, float]:
+    """Relative errors of outputs and gradients, of tokens whose states last."""
+    q, k, v, g, beta = operands(1, CHECKED)
+    given = [q, k, v, g / 50, beta]
+    dout = normal(*v.shape)
+
+    def run(name: str, *tensors: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_(not forward_only) for x in tensors]
+        o, _ = ops.gated_delta_rule(*leaves, final_state=False, backend=name)
+        return [o.detach(), *(() if forward_only else torch.autograd.grad(o, leaves, dout.to(o.dtype)))]
+
+    found, wanted = run(backend, *given), run("reference", *(x.double() for x in given))
+    names = ("o", "dq", "dk", "dv", "dg", "dbeta")[: len(found)]
+    pairs = zip(names, found, wanted, strict=True)
+    return {f"{name}_error": float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
+
+
+def rule_limits(copy_rate: float) -> dict[str, Any]:
+    """Bytes of operands and results, and the rule's products in chunks of 64, each once: in the backward pass twice as
+    many as in the forward pass, which it does not repeat."""
+    q, k, v, g, beta = operands(1, TOKENS)
+    read, written = sum(x.nbytes for x in (q, k, v, g, beta)), v.nbytes
+    heads, key_dim, width = STATE
+    products = TOKENS * heads * (6 * key_dim * width + 4 * 64 * (key_dim + width))
+    a, b = normal(8192, 8192), normal(8192, 8192)
+    rate = 2 * 8192**3 / measure.milliseconds(lambda: a @ b)
+    return {
+        "case": f"rule {TOKENS}",
+        "provider": "limit",
+        "copy_forward_ms": (read + written) / copy_rate * 1e3,
+        "copy_both_ms": (3 * read + 2 * written) / copy_rate * 1e3,
+        "products_forward_ms": products / rate,
+        "products_both_ms": 3 * products / rate,
+    }
+
+
 def parts() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     """The convolution and the gated norm in training: name, bytes both ways, and a call of both."""
     x, dy = normal(1, TOKENS, CONFIG.conv_channels).requires_grad_(), normal(1, TOKENS, CONFIG.conv_channels)
@@ -173,8 +237,14 @@ def main() -> None:
                 share = count / milliseconds * 1e3 / copy_rate
                 note({"case": f"{name}, both", "provider": kind, "both_ms": milliseconds, "of_copy": share})
         measure.free()
-    for backend in ("fla", "reference") if fla.installed() else ("reference",):
-        note(training(backend))
+    note(rule_limits(copy_rate))
+    for backend in BACKENDS:
+        try:
+            note(rule(backend, forward_only=False))
+            note(training(backend))
+        except BackendError as error:  # fla has no gradients on some GPUs
+            note({"case": f"rule {TOKENS}, both", "provider": f"ligermodels, {backend}", "failed": str(error)})
+            note(rule(backend, forward_only=True))
         measure.free()
 
 

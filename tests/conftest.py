@@ -68,6 +68,27 @@ def interpreted_kernels(request: pytest.FixtureRequest, reference_ops: None) -> 
         yield
 
 
+lost: list[str] = []
+"""The test that left this process's CUDA context unusable, by a kernel with an illegal access."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if lost:
+        pytest.skip(f"nothing can run on the GPU in this process after {lost[0]}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Kernels report such an access late: it is that of the test that has just run."""
+    if HAS_CUDA and not lost:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            lost.append(item.nodeid)
+            raise
+
+
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """Each test draws the same random numbers, alone or in any order."""

@@ -259,7 +259,7 @@ def test_backends_by_name() -> None:
     given = operands(1, 3)
     with pytest.raises(BackendError, match="'fla' cannot serve this call: it runs on CUDA, not on cpu"):
         ops.gated_delta_rule(**given, backend="fla")
-    with pytest.raises(BackendError, match="'flash' is unknown; there are: auto, fla, reference"):
+    with pytest.raises(BackendError, match="'flash' is unknown; there are: auto, triton, fla, reference"):
         ops.gated_delta_rule(**given, backend="flash")
     assert torch.equal(ops.gated_delta_rule(**given, backend="reference")[0], ops.gated_delta_rule(**given)[0])
     assert ops.gated_delta_rule(**given, final_state=False)[1].numel() == 0

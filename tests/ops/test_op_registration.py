@@ -63,6 +63,11 @@ CASES = {
     "causal_conv": Case(
         lambda x, w: ops.causal_conv(x, w), ((2, 5, 70), (70, 4)), ("causal_conv_forward", "causal_conv_backward")
     ),
+    "gated_delta_rule": Case(
+        lambda q, k, v, g, beta: ops.gated_delta_rule(q, k, v, -g * g, beta, final_state=False)[0],
+        ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2), (2, 5, 2)),
+        ("gated_delta_chunks_forward", "gated_delta_chunks_backward"),
+    ),
     "layer_norm": Case(
         lambda x, w, b: ops.layer_norm(x, w, b, 1e-6),
         ((5, 70), (70,), (70,)),

@@ -40,7 +40,7 @@ def causal_conv(
     if not use_kernels(x, weight, earlier) or weight.shape[1] > MAX_KERNEL_WIDTH or 0 in x.shape:
         return causal_conv_reference(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
     if tree is None and (earlier is None or not earlier.requires_grad):
-        return CausalConv.apply(x, weight, earlier, None if cu_seqlens is None else _first(x, cu_seqlens))
+        return CausalConv.apply(x, weight, earlier, None if cu_seqlens is None else first_tokens(x, cu_seqlens))
     if tree is None or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight))):
         return causal_conv_reference(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
     return tree_conv(x, weight, earlier, *tree)
@@ -55,7 +55,7 @@ def causal_conv_reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     inputs = F.pad(x, (0, 0, width - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
     inputs, taps = inputs.to(wide), weight.to(wide)
-    first = None if cu_seqlens is None else _first(x, cu_seqlens)
+    first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
     sources = None if tree is None else conv_sources(*tree, width)
     place = torch.arange(tokens, device=x.device)
     total = torch.zeros((), dtype=wide, device=x.device)
@@ -82,7 +82,7 @@ def conv_sources(parent: Tensor, depth: Tensor, width: int) -> Tensor:
     return torch.stack(found, dim=1)
 
 
-def _first(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Int32 (T,): the first token of each token's document."""
     place = torch.arange(x.shape[1], device=x.device)
     return cu_seqlens[torch.bucketize(place, cu_seqlens[1:], right=True)]

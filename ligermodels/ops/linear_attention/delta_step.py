@@ -1,16 +1,15 @@
 """One token of the gated delta rule, on a state that is changed in place: read once, and written once."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.linear_attention.gated_delta_rule import EPS, check_operands, gated_delta_rule_reference
+from ligermodels.ops.linear_attention.delta_chunks import EPS
+from ligermodels.ops.linear_attention.gated_delta_rule import check_operands, gated_delta_rule_reference
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
 
 MAX_KEY_DIM = 256  # a tile of the state, of all keys, is held in registers; the reference serves wider heads
 BLOCK_VALUES = 32  # columns of the state per program, fewer where there would be too few programs
@@ -46,12 +45,6 @@ def check_decoding(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
         raise InputError(f"{op}: state must be contiguous")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)):
         raise InputError(f"{op} has no gradient: call it under torch.no_grad(), or use ops.gated_delta_rule")
-
-
-def heads_and_strides(x: Tensor) -> tuple[Any, ...]:
-    """x (B, T, heads, D), its last dimension contiguous, and the strides of the others, as kernels take them."""
-    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-    return x, x.stride(0), x.stride(1), x.stride(2)
 
 
 def block_of_values(q: Tensor, values: Tensor, least: int) -> int:

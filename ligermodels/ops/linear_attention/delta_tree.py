@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, check_decoding, heads_and_strides
-from ligermodels.ops.linear_attention.gated_delta_rule import (
-    EPS,
-    TreeUpdates,
-    gated_delta_rule_tree_reference,
-    tree_state,
-)
+from ligermodels.ops.linear_attention.delta_chunks import EPS
+from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, check_decoding
+from ligermodels.ops.linear_attention.gated_delta_rule import TreeUpdates, gated_delta_rule_tree_reference, tree_state
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
 
 MAX_NODES = 64  # a program holds all pairs of nodes; the reference serves larger trees
 

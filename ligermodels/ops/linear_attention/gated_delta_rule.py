@@ -26,7 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.linear_attention import fla
+from ligermodels.ops.linear_attention import delta_chunks, fla
+from ligermodels.ops.linear_attention.causal_conv import first_tokens
+from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
@@ -34,10 +36,7 @@ from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 CHUNK = 64
 """Tokens that are computed at once: of a text of T tokens memory is T * CHUNK for each head, and T / CHUNK states."""
 
-BACKENDS = ("auto", "fla", "reference")
-
-EPS = 1e-6
-"""Added to the squared lengths of queries and keys."""
+BACKENDS = ("auto", "triton", "fla", "reference")
 
 
 class TreeUpdates(NamedTuple):
@@ -76,12 +75,15 @@ def gated_delta_rule(
         cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each
             starts from a state of zero, but for the first one where there is an `initial_state`.
         final_state: whether the state after the last token is wanted.
-        backend: "reference"; "fla", flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands;
-            or "auto", fla where it is installed and serves the call, unless `set_backend("reference")` holds.
+        backend: "reference"; "triton", the kernels (see `delta_chunks`), for GPUs before Blackwell and q and k of up to
+            128 channels, a multiple of 16 if they have 16 bits; float32 needs Hopper;
+            "fla", flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands; or "auto", the
+            first of triton and fla that serves the call, unless `set_backend("reference")` holds.
 
     Returns o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for operands of
     fp64), in which the reference computes all; empty if it is not wanted. A token with g = 0 and beta = 0 leaves the
-    state as it is. Differentiable in all tensors but cu_seqlens.
+    state as it is. Differentiable in all tensors but cu_seqlens. With "triton" and "reference" equal bits in every run,
+    and no wait for the device.
 
     Raises InputError if shapes, dtypes or devices do not fit, BackendError if the named backend is unknown or cannot
     serve the call.
@@ -91,28 +93,42 @@ def gated_delta_rule(
         check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32)
         if q.shape[0] != 1:
             raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}")
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta))
-    if _chooses_fla(q, initial_state, cu_seqlens, backend, gradient):
-        return fla.run(q, k, v, g, beta, initial_state, cu_seqlens, final_state)
+    operands = q, k, v, g, beta, initial_state
+    chosen = _choose(*operands, cu_seqlens, backend)
+    if chosen == "triton":
+        first = None if cu_seqlens is None else first_tokens(q, cu_seqlens)
+        return delta_chunks.run(*operands, first, final_state)
+    if chosen == "fla":
+        return fla.run(*operands, cu_seqlens, final_state)
     o, state = gated_delta_rule_reference(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return o, state if final_state else o.new_empty(0)
 
 
-def _chooses_fla(
-    q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, backend: str, gradient: bool
-) -> bool:
-    """Whether fla, rather than the reference, serves the call."""
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    backend: str,
+) -> str:  # fmt: skip
+    """The backend that serves the call, other than "auto"."""
     if backend not in BACKENDS:
         raise BackendError(f"gated_delta_rule: backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
-    if backend == "reference" or (backend == "auto" and not use_kernels(q)):
-        return False
-    compiling = torch.compiler.is_compiling()
-    packed, continued = cu_seqlens is not None, initial_state is not None
-    request = fla.DeltaRequest(q.device.type, q.dtype, q.shape[3], packed, continued, compiling, gradient)
-    refusal = fla.refuses(request)
-    if refusal and backend == "fla":
-        raise BackendError(f"gated_delta_rule: backend 'fla' cannot serve this call: {refusal}")
-    return not refusal
+    kernels = backend in ("auto", "triton") and use_kernels(q, g, beta, initial_state)
+    if backend == "reference" or (backend == "auto" and not kernels):
+        return "reference"
+    refusals = {}
+    if backend != "fla":
+        refusals["triton"] = delta_chunks.refuses(q) if kernels else "it needs CUDA tensors, none of them float64"
+    if backend != "triton":
+        gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta))
+        compiling = torch.compiler.is_compiling()
+        packed, continued = cu_seqlens is not None, initial_state is not None
+        request = fla.DeltaRequest(q.device.type, q.dtype, q.shape[3], packed, continued, compiling, gradient)
+        refusals["fla"] = fla.refuses(request)
+    for name, refusal in refusals.items():
+        if not refusal:
+            return name
+    if backend != "auto":
+        raise BackendError(f"gated_delta_rule: backend {backend!r} cannot serve this call: {refusals[backend]}")
+    return "reference"
 
 
 def gated_delta_rule_reference(

@@ -98,6 +98,12 @@ def rows_and_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
     return rows, rows.stride(0)
 
 
+def heads_and_strides(x: Tensor) -> tuple[Any, ...]:
+    """x (B, T, heads, D), its last dimension contiguous, and the strides of the others, as kernels take them."""
+    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    return x, x.stride(0), x.stride(1), x.stride(2)
+
+
 def contiguous(x: Tensor | None) -> Tensor | None:
     """x itself if it is contiguous or None, else a contiguous copy."""
     return None if x is None else x.contiguous()

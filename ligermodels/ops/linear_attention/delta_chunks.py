@@ -1,0 +1,300 @@
+"""The gated delta rule over texts by the project's Triton kernels.
+
+The forward pass keeps the operands alone, and the backward pass computes the rest again. While they run, each takes 512
+bytes a token and value head for matrices within chunks; the backward pass also 8 (K V / 64 + V) bytes for states and
+what is added to them, and 8 K bytes a token and key head. At the sizes of Qwen3.5-9B that is 16 KiB a token in the
+forward pass, and 128 KiB a token in the backward pass, of one layer at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.linear_attention.delta_chunks_backward import (
+    finish_kernel,
+    pairs_kernel,
+    states_backward_kernel,
+    with_states_kernel,
+    within_chunks_kernel,
+)
+from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, states_kernel
+from ligermodels.ops.runtime.dispatch import INTERPRETED, power_of_2_above, shared_memory, tl
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
+
+EPS = 1e-6
+"""Added to the squared lengths of queries and keys."""
+
+MAX_KEY_DIM = 128  # a tile of the state, of all keys, is held in registers; the reference serves wider heads
+ALIGNED = 16  # elements; see MIN_WIDTH and aligned_heads
+
+TILES: dict[str, Mapping[str, int]] = {
+    "prepare": {"num_warps": 4},
+    "states": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
+    "states_backward": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
+    "pairs": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
+    "within_chunks": {"BLOCK_K": 64, "num_warps": 4},
+    "with_states": {"BLOCK_K": 32, "BLOCK_V": 32, "STAGES": 1, "num_warps": 4},
+    "finish": {"num_warps": 4},
+}
+"""Columns of a tile, at most; stages of the loop's pipeline, at most; warps. For Hopper and K = 128, where these need
+at most 190 KiB of shared memory, and few registers or none go to local memory."""
+
+MIN_WIDTH = 64
+"""Channels of a tile, at least, but for blocks of a loop, so that its rows in shared memory take 128 bytes or more.
+
+In code for WGMMA, ptxas of CUDA 12.8, which Triton 3.6 and 3.7 carry, computes wrong descriptors where two operands
+take the same shared memory, one after the other, and have rows of different lengths, for which it is swizzled in
+different ways: those of the second operand, but for its first part, are sums with a wrong register. Therefore all
+operands of a kernel have rows of 128 bytes or more, which are swizzled in the same way, or all have rows of BLOCK_V
+channels (`with_states_kernel`). In loops over chunks there are both: the second operand of a product has rows of
+BLOCK_V channels, and the first is in registers or is pipelined, so that its place in shared memory changes from chunk
+to chunk, and no descriptor shares it."""
+
+PIPELINE_BYTES = 200 * 1024  # shared memory, from which on loops are pipelined
+HOPPER, BLACKWELL = 9, 10
+"""Compute capabilities. For Blackwell, Triton 3.7.1 fails to compile `with_states_kernel`, and makes wrong code of
+pipelined sums of several products (triton-lang/triton#10821)."""
+
+
+class Limits(NamedTuple):
+    """What a device allows: the kernels at all; several chunks of a loop in shared memory; operands of float32."""
+
+    compiled: bool
+    pipelined: bool
+    float32: bool
+
+
+@torch.compiler.assume_constant_result
+def limits(device: torch.device) -> Limits:
+    """Of a device; all of the interpreter."""
+    return _limits(device)
+
+
+@functools.cache
+def _limits(device: torch.device) -> Limits:
+    if device.type != "cuda":
+        return Limits(True, True, True)
+    memory, (major, _) = shared_memory(device), torch.cuda.get_device_capability(device)
+    return Limits(major < BLACKWELL, memory >= PIPELINE_BYTES, major >= HOPPER)
+
+
+def refuses(q: Tensor) -> str | None:
+    """Why the kernels cannot serve a call, or None."""
+    width, can = q.shape[3], limits(q.device)
+    if not can.compiled:
+        return "Triton does not compile them for Blackwell and later GPUs"
+    if width > MAX_KEY_DIM:
+        return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
+    if q.is_cuda and q.dtype == torch.float32 and not can.float32:
+        return "of float32 it needs a Hopper GPU"
+    if q.is_cuda and q.dtype != torch.float32 and width % ALIGNED:
+        return f"queries and keys of 16 bits and {width} channels: not a multiple of {ALIGNED}"
+    return None
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, first: Tensor | None,
+    final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `gated_delta_rule`; `first` (T,) are the first tokens of packed documents."""
+    initial_state = None if initial_state is None else initial_state.float()
+    o, state = GatedDeltaChunks.apply(q, k, v, g, beta, initial_state, first, final_state)
+    return o, state
+
+
+def aligned_heads(x: Tensor) -> tuple[Any, ...]:
+    """`heads_and_strides` of queries or keys; of a copy if rows of x are multiples of ALIGNED elements but do not begin
+    at multiples: Triton pipelines no other loads."""
+    found = heads_and_strides(x)
+    if x.shape[3] % ALIGNED == 0 and any(number % ALIGNED for number in (found[0].data_ptr(), *found[1:])):
+        found = heads_and_strides(x.clone(memory_format=torch.contiguous_format))
+    return found
+
+
+class Launch:
+    """What the kernels of one call share: operands as they take them, sizes, and buffers that several of them use."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None
+    ) -> None:
+        self.batch, self.tokens, self.heads, self.value_dim = v.shape
+        self.groups, self.key_dim = q.shape[2:]
+        self.repeats, self.chunks = self.heads // self.groups, -(-self.tokens // CHUNK)
+        self.rows = self.batch * self.heads
+        self.keys = *aligned_heads(q), *aligned_heads(k)
+        self.v, self.g, self.beta = heads_and_strides(v), g.contiguous(), beta.contiguous()
+        self.initial, self.first, self.scale = contiguous(initial), first, self.key_dim**-0.5
+        # The interpreter has no products of bfloat16.
+        half = None if q.dtype == torch.float32 else torch.float16 if INTERPRETED else torch.bfloat16
+        self.dtype, self.planes = (torch.float32, 1) if half is None else (half, 2)
+        self.options = {
+            "PACKED": first is not None, "HALF": half and getattr(tl, str(half).removeprefix("torch.")),
+            "NARROW": q.dtype == half, "PLANES": self.planes, "CHUNK": CHUNK,
+        }  # fmt: skip
+        self.pipelined = limits(q.device).pipelined and half is not None
+        padded = self.chunks * CHUNK
+        self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
+        self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
+        self.squares = [self.of_chunks(CHUNK, CHUNK) for _ in range(2)]
+
+    def of_chunks(self, *shape: int) -> Tensor:
+        """A buffer for a matrix of this shape in each chunk of each value head."""
+        return self.path.new_empty(self.rows, self.chunks, self.planes, *shape, dtype=self.dtype)
+
+    def tiles(self, name: str) -> dict[str, Any]:
+        """Constants of a kernel, with tiles no wider than its tensors."""
+        found: dict[str, Any] = {**self.options, **TILES[name]}
+        whole_keys, whole_values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
+        found["BLOCK_K"] = min(found.get("BLOCK_K", whole_keys), whole_keys)
+        if "BLOCK_V" in found:
+            found["BLOCK_V"] = min(found["BLOCK_V"], whole_values)
+        if "STAGES" in found and not self.pipelined:
+            found["STAGES"] = 1
+        return found
+
+    def prepare(self) -> None:
+        """Fills the buffers."""
+        prepare_kernel[(self.rows * self.chunks,)](
+            *self.keys, self.g, self.beta, self.first, self.path, *self.factors, *self.squares,
+            self.tokens, self.key_dim, self.heads, self.repeats, self.chunks, self.scale,
+            **self.tiles("prepare"), EPS=EPS,
+        )  # fmt: skip
+
+    def states(
+        self, out: Tensor | None, final: Tensor | None, states: Tensor | None = None, updates: Tensor | None = None
+    ) -> None:
+        """Writes the outputs, if `out` is given, else the state before each chunk and what the tokens add."""
+        tiles = self.tiles("states")
+        blocks = -(-self.value_dim // tiles["BLOCK_V"])
+        states_kernel[(self.rows * blocks,)](
+            *self.keys, *self.v, self.beta, self.first, self.path, *self.factors, *self.squares, self.initial,
+            out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats,
+            self.chunks * CHUNK, blocks, **tiles, INITIAL=self.initial is not None, FINAL=final is not None,
+            OUTPUT=out is not None,
+        )  # fmt: skip
+
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """For a state and for a row of each token, in each chunk."""
+        return self.of_chunks(self.key_dim, self.value_dim), self.of_chunks(CHUNK, self.value_dim)
+
+    def states_backward(
+        self, dout: Any, dfinal: Tensor | None, dv: Tensor, dstates: Tensor, dx: Tensor, dinitial: Tensor | None
+    ) -> None:
+        tiles = self.tiles("states_backward")
+        blocks = -(-self.value_dim // tiles["BLOCK_V"])
+        states_backward_kernel[(self.rows * blocks,)](
+            *self.keys, *dout, self.beta, self.first, self.path, *self.factors, *self.squares, dfinal, dv, dstates, dx,
+            dinitial, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats, self.chunks * CHUNK, blocks,
+            **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None,
+        )  # fmt: skip
+
+    def pairs(self, dout: Any, updates: Tensor, dx: Tensor, dpath: Tensor, dbeta: Tensor) -> None:
+        """Overwrites T and M, which nothing needs any more, with the gradients of A and of M."""
+        pairs_kernel[(self.rows * self.chunks,)](
+            *self.keys, *self.v, *dout, self.beta, self.first, self.path, *self.factors, updates, dx,
+            *self.squares, dpath, dbeta, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats,
+            self.chunks, **self.tiles("pairs"),
+        )  # fmt: skip
+
+    def blocks(self, name: str) -> int:
+        """Blocks of channels in which a kernel takes keys; each gives a part of the gradients of gates."""
+        return -(-self.key_dim // int(self.tiles(name)["BLOCK_K"]))
+
+    def within_chunks(self, *buffers: Tensor) -> None:
+        """buffers: dq, dk, to write."""
+        blocks, tiles = self.blocks("within_chunks"), self.tiles("within_chunks")
+        del tiles["PACKED"]
+        within_chunks_kernel[(self.batch * self.groups * self.chunks * blocks,)](
+            *self.keys, *self.squares, *buffers, self.tokens, self.key_dim, self.heads, self.repeats, self.chunks,
+            blocks, **tiles,
+        )  # fmt: skip
+
+    def with_states(self, dout: Any, *buffers: Tensor) -> None:
+        """buffers: states, dstates, updates, dx, to read; dq and dk to add to; dpath, dbeta, to write."""
+        blocks = self.blocks("with_states")
+        with_states_kernel[(self.batch * self.groups * self.chunks * blocks,)](
+            *self.keys, *dout, self.beta, self.first, self.path, *self.factors, *buffers, self.tokens, self.key_dim,
+            self.value_dim, self.heads, self.repeats, self.chunks, blocks, self.path.numel(),
+            **self.tiles("with_states"),
+        )  # fmt: skip
+
+    def finish(self, *buffers: Tensor) -> None:
+        """buffers: dq and dk, parts of dpath and of dbeta, to read; dq, dk, dg, dbeta, to write."""
+        tiles = {
+            name: value for name, value in self.tiles("finish").items() if name not in ("HALF", "NARROW", "PLANES")
+        }
+        finish_kernel[(self.batch * self.groups * self.chunks,)](
+            *self.keys, self.first, *self.factors, *buffers, self.tokens, self.key_dim, self.heads, self.repeats,
+            self.chunks, len(buffers[2]), self.path.numel(), self.scale, **tiles,
+        )  # fmt: skip
+
+
+@custom_op()
+def _gated_delta_chunks_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
+    final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o, and the state after the last token, empty if it is not wanted."""
+    out = v.new_empty(v.shape)
+    shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if final_state else (0,)
+    final = v.new_empty(shape, dtype=torch.float32)
+    if is_fake(out) or not v.shape[0]:
+        return out, final
+    launch = Launch(q, k, v, g, beta, initial, first)
+    launch.prepare()
+    launch.states(out, final if final_state else None)
+    return out, final
+
+
+@custom_op()
+def _gated_delta_chunks_backward(
+    dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    initial: Tensor | None, first: Tensor | None, need_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, g, beta and, if it is needed, of the initial state."""
+    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
+    shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if need_initial else (0,)
+    dinitial = v.new_empty(shape, dtype=torch.float32)
+    if is_fake(dq) or not v.shape[0]:
+        return dq, dk, dv, dg, dbeta, dinitial
+    launch = Launch(q, k, v, g, beta, initial, first)
+    launch.prepare()
+    states, updates = launch.buffers()
+    launch.states(None, None, states, updates)
+    dstates, dx = launch.buffers()
+    of_out = heads_and_strides(dout)
+    launch.states_backward(of_out, contiguous(dfinal), dv, dstates, dx, dinitial if need_initial else None)
+    parts = launch.blocks("with_states")
+    dpath, dweight = (launch.path.new_empty(parts + 1, *launch.path.shape, dtype=torch.float32) for _ in range(2))
+    launch.pairs(of_out, updates, dx, dpath[parts], dweight[parts])
+    rows = launch.batch * launch.groups, launch.path.shape[1], launch.key_dim
+    dquery, dkey = (launch.path.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    launch.within_chunks(dquery, dkey)
+    launch.with_states(of_out, states, dstates, updates, dx, dquery, dkey, dpath, dweight)
+    launch.finish(dquery, dkey, dpath, dweight, dq, dk, dg, dbeta)
+    return dq, dk, dv, dg, dbeta, dinitial
+
+
+class GatedDeltaChunks(torch.autograd.Function):
+    """`gated_delta_rule` by the kernels; see `run`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, initial, first, final_state):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, beta, initial, first)
+        ctx.final_state = final_state
+        return _gated_delta_chunks_forward(q, k, v, g, beta, initial, first, final_state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dfinal):
+        q, k, v, g, beta, initial, first = ctx.saved_tensors
+        dout = torch.zeros_like(v) if dout is None else dout
+        dfinal = dfinal if ctx.final_state else None
+        return _gated_delta_chunks_backward(dout, dfinal, q, k, v, g, beta, initial, first, ctx.needs_input_grad[5])

@@ -1,0 +1,320 @@
+"""Kernels of the gradients of the gated delta rule over texts; notation, precision and layouts of the forward kernels.
+
+With dO and the gradient dS of the state after a chunk, the gradients of what it computed are
+
+    dU = M^T dO + decay_last K dS;  dX = T^T dU;  dV = beta dX                        `states_backward_kernel`,
+    dS before the chunk = kept_last dS + Q^T (kept dO) - K^T (beta kept dX)           the last chunk first
+    dM = dO U^T * decay;  dA = -beta dX U^T * decay, of the products of keys in A     `pairs_kernel`
+    dQ = dM K + kept dO S^T                                         `within_chunks_kernel`, `with_states_kernel`
+    dK = dA K + dM^T Q + dA^T K - beta kept dX S^T + decay_last U dS^T
+
+and what multiplies a decay gives its gradient: of exp(G_i - G_j) each product of a pair, added to dG_i and subtracted
+from dG_j, the same number, so that pairs within one token or one document cancel; of kept, decay_last and kept_last the
+products of queries, keys and updates with states. `finish_kernel` sums dG over the tokens that a gate decays, and goes
+on through the normalisation of q and k.
+
+q and k are as they came, and what are called dq and dk before the last kernel is for them if their lengths were
+constants: these are factors of rows and columns.
+"""
+
+from ligermodels.ops.linear_attention.delta_chunks_forward import (
+    ancestors_of_chunk,
+    decays_of_chunk,
+    load_halves,
+    product,
+    product_of_operands,
+    split,
+    store_halves,
+)
+from ligermodels.ops.runtime.dispatch import tl
+from ligermodels.ops.runtime.launcher import kernel
+
+
+@kernel
+def states_backward_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, first,
+    path, q_factor, k_factor, solved, attending, dfinal, dv, dstates, dx, dinitial, T, K, V, heads, repeats, padded,
+    blocks, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, FINAL: tl.constexpr,
+    INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first. padded: as in
+    `states_kernel`."""
+    chunks = padded // CHUNK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    group = head // repeats
+    n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    j = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    q += batch * q_batch + group * q_head
+    k += batch * k_batch + group * k_head
+    dout += batch * dout_batch + head * dout_head
+    path += row * padded
+    factors = (batch * (heads // repeats) + group) * padded
+    of_state = (i < K)[:, None] & (j < V)[None, :]
+    matrix = i[:, None] * V + j[None, :]
+    transposed = n[:, None] + n[None, :] * CHUNK
+    if FINAL:
+        dstate = tl.load(dfinal + row * K * V + matrix, mask=of_state, other=0.0)
+    else:
+        dstate = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    none = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    for done in tl.range(0, chunks, num_stages=STAGES):
+        chunk = chunks - 1 - done
+        start = tl.cast(chunk, tl.int64) * CHUNK
+        there = n < T - start
+        ours = (batch * T + start) * heads + head
+        tile = (row * chunks + chunk) * PLANES
+        of_keys, of_values = there[:, None] & (i < K)[None, :], there[:, None] & (j < V)[None, :]
+        across = there[None, :] & (i < K)[:, None]
+        key = tl.load(k + start * k_token + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
+        key_across = tl.load(k + start * k_token + n[None, :] * k_token + i[:, None], mask=across, other=0.0)
+        query_across = tl.load(q + start * q_token + n[None, :] * q_token + i[:, None], mask=across, other=0.0)
+        do = tl.load(dout + start * dout_token + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
+        key_factor, query_factor = tl.load(k_factor + factors + start + n), tl.load(q_factor + factors + start + n)
+        weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+        kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
+
+        high_b, low_b = split(dstate, HALF)
+        store_halves(dstates + tile * K * V + matrix, K * V, high_b, low_b, of_state, HALF)
+        high, low = split(key, HALF)
+        du = product(high, low, high_b, low_b, none, HALF, NARROW) * (to_last * key_factor)[:, None]
+        high, low = load_halves(attending + tile * CHUNK * CHUNK + transposed, CHUNK * CHUNK, None, HALF)
+        high_b, low_b = split(do, HALF)
+        du = product(high, low, high_b, low_b, du, HALF, False, NARROW)
+        high, low = load_halves(solved + tile * CHUNK * CHUNK + transposed, CHUNK * CHUNK, None, HALF)
+        high_b, low_b = split(du, HALF)
+        d = product(high, low, high_b, low_b, none, HALF)
+        high_b, low_b = split(d, HALF)
+        at = tile * CHUNK * V + n[:, None] * V + j[None, :]
+        store_halves(dx + at, CHUNK * V, high_b, low_b, (j < V)[None, :], HALF)
+        d *= weight[:, None]
+        tl.store(dv + ours * V + n[:, None] * (heads * V) + j[None, :], d.to(dv.dtype.element_ty), mask=of_values)
+        high, low = split(query_across, HALF)
+        high_b, low_b = split((kept * query_factor)[:, None] * do.to(tl.float32), HALF)
+        dstate = product(high, low, high_b, low_b, dstate * kept_last, HALF, NARROW)
+        high, low = split(key_across, HALF)
+        high_b, low_b = split(-(kept * key_factor)[:, None] * d, HALF)
+        dstate = product(high, low, high_b, low_b, dstate, HALF, NARROW)
+    if INITIAL:
+        tl.store(dinitial + row * K * V + matrix, dstate, mask=of_state)
+
+
+@kernel
+def pairs_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, dout, dout_batch,
+    dout_token, dout_head, beta, first, path, q_factor, k_factor, updates, dx, da, dm, dpath, dbeta,
+    T, K, V, heads, repeats, chunks,
+    PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes a chunk of a head; dpath, dbeta: what values and products of pairs give of dG and dbeta."""
+    chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    start = tl.cast(chunk, tl.int64) * CHUNK
+    n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    there = n < T - start
+    q += batch * q_batch + head // repeats * q_head + start * q_token
+    k += batch * k_batch + head // repeats * k_head + start * k_token
+    v += batch * v_batch + head * v_head + start * v_token
+    dout += batch * dout_batch + head * dout_head + start * dout_token
+    tile = (row * chunks + chunk) * PLANES
+    updates += tile * CHUNK * V
+    dx += tile * CHUNK * V
+    alike, attends = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    along = tl.zeros([CHUNK], tl.float32)
+    for at in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        j = at + tl.arange(0, BLOCK_V)
+        of_values, of_tile = there[:, None] & (j < V)[None, :], (j < V)[None, :]
+        do = tl.load(dout + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
+        high_u, low_u = load_halves(updates + n[None, :] * V + j[:, None], CHUNK * V, (j < V)[:, None], HALF)
+        high, low = split(do, HALF)
+        attends = product(high, low, high_u, low_u, attends, HALF, NARROW)
+        high, low = load_halves(dx + n[:, None] * V + j[None, :], CHUNK * V, of_tile, HALF)
+        alike = product(high, low, high_u, low_u, alike, HALF)
+        value = tl.load(v + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0).to(tl.float32)
+        d = high.to(tl.float32)
+        if HALF is not None:
+            d += low.to(tl.float32)
+        along += tl.sum(d * value, axis=1)
+    factors = (row // repeats * chunks + chunk) * CHUNK + n
+    query_factor, key_factor = tl.load(q_factor + factors), tl.load(k_factor + factors)
+    of_row = (row * chunks + chunk) * CHUNK + n
+    here = tl.load(path + of_row)
+    above = ancestors_of_chunk(first, start, n, T, PACKED)
+    decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
+    square, place = tile * CHUNK * CHUNK, n[:, None] * CHUNK + n[None, :]
+    attends *= decay * query_factor[:, None]
+    high, low = split(attends, HALF)
+    store_halves(dm + square + place, CHUNK * CHUNK, high, low, None, HALF)
+    of_keys = there[:, None] & (i < K)[None, :]
+    key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
+    query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
+    key_across, below = tl.trans(key), n[:, None] > n[None, :]
+    of_decay = tl.where(below, attends * product_of_operands(query, key_across, HALF, NARROW), 0.0)
+    alike = tl.where(below, alike * decay * -key_factor[:, None], 0.0)
+    weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
+    high, low = split(alike * weight[:, None], HALF)
+    store_halves(da + square + place, CHUNK * CHUNK, high, low, None, HALF)
+    alike *= product_of_operands(key, key_across, HALF, NARROW)
+    tl.store(dbeta + of_row, along + tl.sum(alike, axis=1))
+    of_decay += alike * weight[:, None]
+    tl.store(dpath + of_row, tl.sum(of_decay, axis=1) - tl.sum(of_decay, axis=0))
+
+
+@kernel
+def within_chunks_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, da, dm, dq, dk, T, K, heads, repeats, chunks, blocks,
+    HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK_K channels of a chunk of a group of heads, and the terms of dQ and dK that come from dM
+    and dA. dq, dk: (groups of all rows, tokens, K)."""
+    block = tl.program_id(0) % blocks
+    chunk = tl.program_id(0) // blocks % chunks
+    of_group = (tl.program_id(0) // blocks // chunks).to(tl.int64)
+    groups = heads // repeats
+    batch, group = of_group // groups, of_group % groups
+    start = tl.cast(chunk, tl.int64) * CHUNK
+    n, i = tl.arange(0, CHUNK), block * BLOCK_K + tl.arange(0, BLOCK_K)
+    of_keys = (n < T - start)[:, None] & (i < K)[None, :]
+    q += batch * q_batch + group * q_head + start * q_token
+    k += batch * k_batch + group * k_head + start * k_token
+    query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
+    key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
+    high_key, low_key = split(key, HALF)
+    high_query, low_query = split(query, HALF)
+    dquery, dkey = tl.zeros([CHUNK, BLOCK_K], tl.float32), tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    plain, transposed = n[:, None] * CHUNK + n[None, :], n[:, None] + n[None, :] * CHUNK
+    for head in tl.range(group * repeats, group * repeats + repeats, num_stages=1):
+        row = batch * heads + head
+        square = (row * chunks + chunk) * PLANES * CHUNK * CHUNK
+        high, low = load_halves(dm + square + plain, CHUNK * CHUNK, None, HALF)
+        dquery = product(high, low, high_key, low_key, dquery, HALF, False, NARROW)
+        high, low = load_halves(da + square + plain, CHUNK * CHUNK, None, HALF)
+        dkey = product(high, low, high_key, low_key, dkey, HALF, False, NARROW)
+        high, low = load_halves(dm + square + transposed, CHUNK * CHUNK, None, HALF)
+        dkey = product(high, low, high_query, low_query, dkey, HALF, False, NARROW)
+        high, low = load_halves(da + square + transposed, CHUNK * CHUNK, None, HALF)
+        dkey = product(high, low, high_key, low_key, dkey, HALF, False, NARROW)
+    place, inside = n[:, None] * K + i[None, :], (i < K)[None, :]
+    of_tokens = (of_group * chunks + chunk) * CHUNK * K
+    tl.store(dq + of_tokens + place, dquery, mask=inside)
+    tl.store(dk + of_tokens + place, dkey, mask=inside)
+
+
+@kernel
+def with_states_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, first,
+    path, q_factor, k_factor, states, dstates, updates, dx, dq, dk, dpath, dbeta,
+    T, K, V, heads, repeats, chunks, blocks, dpath_block,
+    PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `within_chunks_kernel`, to whose dq and dk it adds: the terms that come from states and their gradients.
+    dpath, dbeta: what these channels give of dG and dbeta; a part for each block."""
+    block = tl.program_id(0) % blocks
+    chunk = tl.program_id(0) // blocks % chunks
+    of_group = (tl.program_id(0) // blocks // chunks).to(tl.int64)
+    groups = heads // repeats
+    batch, group = of_group // groups, of_group % groups
+    start = tl.cast(chunk, tl.int64) * CHUNK
+    n, i = tl.arange(0, CHUNK), block * BLOCK_K + tl.arange(0, BLOCK_K)
+    there = n < T - start
+    of_keys = there[:, None] & (i < K)[None, :]
+    q += batch * q_batch + group * q_head + start * q_token
+    k += batch * k_batch + group * k_head + start * k_token
+    dout += batch * dout_batch + start * dout_token
+    of_tokens = (of_group * chunks + chunk) * CHUNK
+    none = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    dquery, dkey = none, none
+    for head in tl.range(group * repeats, group * repeats + repeats, num_stages=1):
+        row = batch * heads + head
+        tile = (row * chunks + chunk) * PLANES
+        by_query, by_key, by_update = none, none, none
+        shrunk = 0.0
+        for at in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+            j = at + tl.arange(0, BLOCK_V)
+            of_values, of_tile = there[:, None] & (j < V)[None, :], (j < V)[None, :]
+            of_state, matrix = (i < K)[None, :] & (j < V)[:, None], i[None, :] * V + j[:, None]
+            row_of_tile = tile * CHUNK * V + n[:, None] * V + j[None, :]
+            high_b, low_b = load_halves(states + tile * K * V + matrix, K * V, of_state, HALF)
+            do = tl.load(dout + head * dout_head + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
+            high, low = split(do, HALF)
+            by_query = product(high, low, high_b, low_b, by_query, HALF, NARROW)
+            high, low = load_halves(dx + row_of_tile, CHUNK * V, of_tile, HALF)
+            by_key = product(high, low, high_b, low_b, by_key, HALF)
+            state = high_b.to(tl.float32)
+            if HALF is not None:
+                state += low_b.to(tl.float32)
+            high_b, low_b = load_halves(dstates + tile * K * V + matrix, K * V, of_state, HALF)
+            high, low = load_halves(updates + row_of_tile, CHUNK * V, of_tile, HALF)
+            by_update = product(high, low, high_b, low_b, by_update, HALF)
+            dstate = high_b.to(tl.float32)
+            if HALF is not None:
+                dstate += low_b.to(tl.float32)
+            shrunk += tl.sum(tl.sum(state * dstate, axis=1), axis=0)
+        weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
+        kept, to_last, kept_last = decays_of_chunk(path + row * chunks * CHUNK, first, start, n, T, PACKED)
+        key_factor = tl.load(k_factor + of_tokens + n)
+        key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
+        query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
+        by_query *= (kept * tl.load(q_factor + of_tokens + n))[:, None]
+        by_key *= (kept * key_factor)[:, None]
+        by_update *= (to_last * key_factor)[:, None]
+        dweight = -tl.sum(by_key * key, axis=1)
+        last = tl.sum(by_update * key, axis=1)
+        found = tl.sum(by_query * query, axis=1) + weight * dweight - last
+        found += tl.where(n == CHUNK - 1, tl.sum(last, axis=0) + kept_last * shrunk, 0.0)
+        of_row = block * dpath_block + (row * chunks + chunk) * CHUNK + n
+        tl.store(dpath + of_row, found)
+        tl.store(dbeta + of_row, dweight)
+        dquery += by_query
+        dkey += by_update - by_key * weight[:, None]
+    dq += of_tokens * K
+    dk += of_tokens * K
+    place, inside = n[:, None] * K + i[None, :], (i < K)[None, :]
+    tl.store(dq + place, dquery + tl.load(dq + place, mask=inside, other=0.0), mask=inside)
+    tl.store(dk + place, dkey + tl.load(dk + place, mask=inside, other=0.0), mask=inside)
+
+
+@kernel
+def finish_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, first, q_factor, k_factor, dquery, dkey, dpath, dweight,
+    dq, dk, dg, dbeta, T, K, heads, repeats, chunks, parts, dpath_block, scale,
+    PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Each program takes a chunk of a group of heads."""
+    chunk, of_group = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    groups = heads // repeats
+    batch, group = of_group // groups, of_group % groups
+    start = tl.cast(chunk, tl.int64) * CHUNK
+    n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    there = n < T - start
+    inside = there[:, None] & (i < K)[None, :]
+    of_tokens = (of_group * chunks + chunk) * CHUNK
+    place, of_out = n[:, None] * K + i[None, :], n[:, None] * (groups * K) + i[None, :]
+    q += batch * q_batch + group * q_head + start * q_token
+    k += batch * k_batch + group * k_head + start * k_token
+    dq += ((batch * T + start) * groups + group) * K
+    dk += ((batch * T + start) * groups + group) * K
+    x = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dquery + of_tokens * K + place, mask=inside, other=0.0)
+    factor = tl.load(q_factor + of_tokens + n) / scale
+    d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
+    tl.store(dq + of_out, d.to(dq.dtype.element_ty), mask=inside)
+    x = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dkey + of_tokens * K + place, mask=inside, other=0.0)
+    factor = tl.load(k_factor + of_tokens + n)
+    d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
+    tl.store(dk + of_out, d.to(dk.dtype.element_ty), mask=inside)
+
+    above = ancestors_of_chunk(first, start, n, T, PACKED)
+    for head in tl.range(group * repeats, group * repeats + repeats, num_stages=1):
+        of_row = ((batch * heads + head) * chunks + chunk) * CHUNK + n
+        found, weight = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for part in range(parts):
+            found += tl.load(dpath + part * dpath_block + of_row)
+            weight += tl.load(dweight + part * dpath_block + of_row)
+        gate = tl.sum(tl.where(above, found[:, None], 0.0), axis=0)  # of the tokens after it
+        ours = (batch * T + start + n) * heads + head
+        tl.store(dg + ours, gate.to(dg.dtype.element_ty), mask=there)
+        tl.store(dbeta + ours, weight.to(dbeta.dtype.element_ty), mask=there)

@@ -1,0 +1,255 @@
+"""Kernels of the gated delta rule over texts: what does not depend on states, for all chunks at once; then the states.
+
+In the notation of `gated_delta_rule`, q and k normalised, kept = exp(G) of the tokens that the state S before the chunk
+reaches, and with diagonal matrices written as vectors,
+
+    T = (1 + A)^-1;  M = (Q K^T) * decay                         `prepare_kernel`
+    X = beta (V - kept K S);  U = T X;  O = kept Q S + M U       `states_kernel`, chunk after chunk
+    state after the chunk = kept_last S + K^T (decay_last U)
+
+Precision: sums are of float32. Queries and keys enter products as they are, which is exact; their lengths are factors
+outside. All other operands are of float32, taken as the sum of two numbers of 16 bits, `high` and `low`, and of the
+product of two such operands low times low is left out: an error of 2^-16 of each summand. Buffers hold both halves,
+tile by tile, so that what tensor cores read goes to shared memory without conversion. For operands of float32 HALF is
+None: buffers hold float32, and products are those of three tf32.
+
+No kernel transposes what tensor cores have computed: they load transposed instead. On Hopper, Triton 3.4 to 3.7.0 makes
+wrong code of products with such a transpose (fla-org/flash-linear-attention#640, #826).
+"""
+
+from ligermodels.ops.runtime.dispatch import tl, triton
+from ligermodels.ops.runtime.launcher import kernel
+
+CHUNK = 64
+"""Tokens of a chunk. Buffers of values per token are padded to whole chunks."""
+
+
+@triton.jit
+def split(x, HALF: tl.constexpr):
+    """High and low half."""
+    if HALF is None:
+        high = x.to(tl.float32)
+        low = high  # never used
+    else:
+        high = x.to(HALF)
+        low = (x.to(tl.float32) - high.to(tl.float32)).to(HALF)
+    return high, low
+
+
+@triton.jit
+def load_halves(place, plane, mask, HALF: tl.constexpr):
+    """Those of a tile in a buffer; `plane` is how far the low ones are behind the high ones."""
+    if mask is None:
+        high = tl.load(place)
+        low = high if HALF is None else tl.load(place + plane)
+    else:
+        high = tl.load(place, mask=mask, other=0.0)
+        low = high if HALF is None else tl.load(place + plane, mask=mask, other=0.0)
+    return high, low
+
+
+@triton.jit
+def store_halves(place, plane, high, low, mask, HALF: tl.constexpr):
+    tl.store(place, high, mask=mask)
+    if HALF is not None:
+        tl.store(place + plane, low, mask=mask)
+
+
+@triton.jit
+def product(
+    high_a, low_a, high_b, low_b, total, HALF: tl.constexpr, NARROW_A: tl.constexpr = False,
+    NARROW_B: tl.constexpr = False,
+):  # fmt: skip
+    """total + a b. NARROW_A, NARROW_B: a or b has no low half."""
+    if HALF is None:
+        total = tl.dot(high_a, high_b, total, input_precision="tf32x3")
+    else:
+        if not NARROW_B:
+            total = tl.dot(high_a, low_b, total)
+        if not NARROW_A:
+            total = tl.dot(low_a, high_b, total)
+        total = tl.dot(high_a, high_b, total)
+    return total
+
+
+@triton.jit
+def product_of_operands(a, b, HALF: tl.constexpr, NARROW: tl.constexpr):
+    """a b of two tiles of queries and keys."""
+    high_a, low_a = split(a, HALF)
+    high_b, low_b = split(b, HALF)
+    none = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
+    return product(high_a, low_a, high_b, low_b, none, HALF, NARROW, NARROW)
+
+
+@triton.jit
+def decays_of_chunk(path, first, start, n, T, PACKED: tl.constexpr):
+    """How much is left of the state before the chunk after each of its tokens, of what each adds after the last one,
+    and of the state before the chunk after the last one."""
+    last = tl.load(path + start + n.shape[0] - 1)
+    here = tl.load(path + start + n)
+    kept, to_last = tl.exp(here.to(tl.float32)), tl.exp((last - here).to(tl.float32))
+    kept_last = tl.exp(last.to(tl.float32))
+    if PACKED:
+        begin = tl.load(first + tl.minimum(start + n, T - 1))
+        begin_last = tl.load(first + tl.minimum(start + n.shape[0] - 1, T - 1))
+        before = tl.maximum(start - 1, 0)
+        kept = tl.where(begin <= before, kept, 0.0)
+        to_last = tl.where(start + n >= begin_last, to_last, 0.0)
+        kept_last = tl.where(begin_last <= before, kept_last, 0.0)
+    return kept, to_last, kept_last
+
+
+@triton.jit
+def ancestors_of_chunk(first, start, n, T, PACKED: tl.constexpr):
+    """Whether token j is i or before it, in its document: [i, j]."""
+    found = n[:, None] >= n[None, :]
+    if PACKED:
+        begin = tl.load(first + tl.minimum(start + n, T - 1))
+        found = found & (start + n[None, :] >= begin[:, None])
+    return found
+
+
+@triton.jit
+def _inverse(a, HALF: tl.constexpr):
+    """(1 + a)^-1 of a strictly lower a (C, C), by forward substitution: in blocks of the diagonal column by column, all
+    of them at once and in float32, then block row after block row."""
+    C: tl.constexpr = a.shape[0]
+    BLOCK: tl.constexpr = 16
+    COUNT: tl.constexpr = C // BLOCK
+    block, place = tl.arange(0, COUNT), tl.arange(0, BLOCK)
+    diagonal = block[:, None, None, None] == block[None, None, :, None]
+    of_diagonal = tl.sum(tl.where(diagonal, tl.reshape(a, [COUNT, BLOCK, COUNT, BLOCK]), 0.0), axis=2)
+    row, column = place[None, :, None], place[None, None, :]
+    x = tl.where(row == column, 1.0, tl.zeros_like(of_diagonal))
+    for i in range(BLOCK - 1):
+        weights = tl.sum(tl.where(column == i, of_diagonal, 0.0), axis=2)
+        x -= weights[:, :, None] * tl.sum(tl.where(row == i, x, 0.0), axis=1)[:, None, :]
+    inverted = tl.where(diagonal, x[:, :, None, :], tl.zeros([COUNT, BLOCK, COUNT, BLOCK], tl.float32))
+    inverted = tl.reshape(inverted, [C, C])
+    i = tl.arange(0, C)
+    high_below, low_below = split(tl.where(i[:, None] // BLOCK > i[None, :] // BLOCK, -a, 0.0), HALF)
+    high, low = split(inverted, HALF)
+    below = product(high, low, high_below, low_below, tl.zeros([C, C], tl.float32), HALF)
+    high_below, low_below = split(below, HALF)
+    found = inverted
+    for _ in tl.static_range(COUNT - 1):  # each makes one more row of blocks final
+        high, low = split(found, HALF)
+        found = product(high_below, low_below, high, low, inverted, HALF)
+    return found
+
+
+@kernel
+def prepare_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, g, beta, first, path, q_factor, k_factor, solved,
+    attending, T, K, heads, repeats, chunks, scale,
+    PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, EPS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Each program takes a chunk of a head. path: sums of g in fp64; `solved` is T, and `attending` M."""
+    chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    group = head // repeats
+    start = tl.cast(chunk, tl.int64) * CHUNK
+    n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    there = n < T - start
+    q += batch * q_batch + group * q_head + start * q_token
+    k += batch * k_batch + group * k_head + start * k_token
+    inside = there[:, None] & (i < K)[None, :]
+    key = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0)
+    query = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0)
+    wide_key, wide_query = key.to(tl.float32), query.to(tl.float32)
+    key_factor = 1.0 / tl.sqrt(tl.sum(wide_key * wide_key, axis=1) + EPS)
+    query_factor = scale / tl.sqrt(tl.sum(wide_query * wide_query, axis=1) + EPS)
+    if head % repeats == 0:
+        of_group = (batch * (heads // repeats) + group) * chunks * CHUNK + start
+        tl.store(k_factor + of_group + n, key_factor)
+        tl.store(q_factor + of_group + n, query_factor)
+
+    above = ancestors_of_chunk(first, start, n, T, PACKED)
+    ours = (batch * T + start) * heads + head
+    gate = tl.load(g + ours + n * heads, mask=there, other=0.0).to(tl.float64)
+    here = tl.sum(tl.where(above, gate[None, :], 0.0), axis=1)
+    tl.store(path + row * chunks * CHUNK + start + n, here)
+    decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
+    weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+
+    square = (row * chunks + chunk) * PLANES * CHUNK * CHUNK
+    place = n[:, None] * CHUNK + n[None, :]
+    key_across = tl.trans(key)
+    attends = product_of_operands(query, key_across, HALF, NARROW) * decay * query_factor[:, None]
+    high, low = split(attends, HALF)
+    store_halves(attending + square + place, CHUNK * CHUNK, high, low, None, HALF)
+    alike = product_of_operands(key, key_across, HALF, NARROW) * decay * (key_factor * weight)[:, None]
+    high, low = split(_inverse(tl.where(n[:, None] > n[None, :], alike, 0.0), HALF), HALF)
+    store_halves(solved + square + place, CHUNK * CHUNK, high, low, None, HALF)
+
+
+@kernel
+def states_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, beta, first, path, q_factor,
+    k_factor, solved, attending, initial, out, final, states, updates, T, K, V, heads, repeats, padded, blocks,
+    PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, INITIAL: tl.constexpr,
+    FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last: with OUTPUT it
+    writes the outputs, else the state before each chunk and its `updates`, U. padded: the tokens of all chunks; Triton
+    makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see `MIN_WIDTH`."""
+    chunks = padded // CHUNK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    group = head // repeats
+    n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    j = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    q += batch * q_batch + group * q_head
+    k += batch * k_batch + group * k_head
+    v += batch * v_batch + head * v_head
+    path += row * padded
+    factors = (batch * (heads // repeats) + group) * padded
+    of_state = (i < K)[:, None] & (j < V)[None, :]
+    matrix = i[:, None] * V + j[None, :]
+    place = n[:, None] * CHUNK + n[None, :]
+    if INITIAL:
+        state = tl.load(initial + row * K * V + matrix, mask=of_state, other=0.0)
+    else:
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    none = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        start = tl.cast(chunk, tl.int64) * CHUNK
+        there = n < T - start
+        ours = (batch * T + start) * heads + head
+        tile = (row * chunks + chunk) * PLANES
+        of_keys, of_values = there[:, None] & (i < K)[None, :], there[:, None] & (j < V)[None, :]
+        of_across = there[None, :] & (i < K)[:, None]
+        key = tl.load(k + start * k_token + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
+        across = tl.load(k + start * k_token + n[None, :] * k_token + i[:, None], mask=of_across, other=0.0)
+        value = tl.load(v + start * v_token + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
+        key_factor = tl.load(k_factor + factors + start + n)
+        weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+        kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
+
+        high_state, low_state = split(state, HALF)
+        high, low = split(key, HALF)
+        known = product(high, low, high_state, low_state, none, HALF, NARROW) * (kept * key_factor)[:, None]
+        high_u, low_u = split(weight[:, None] * (value.to(tl.float32) - known), HALF)
+        high, low = load_halves(solved + tile * CHUNK * CHUNK + place, CHUNK * CHUNK, None, HALF)
+        u = product(high, low, high_u, low_u, none, HALF)
+        high_u, low_u = split(u, HALF)
+        if OUTPUT:
+            query = tl.load(q + start * q_token + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
+            high, low = split(query, HALF)
+            o = product(high, low, high_state, low_state, none, HALF, NARROW)
+            o *= (kept * tl.load(q_factor + factors + start + n))[:, None]
+            high, low = load_halves(attending + tile * CHUNK * CHUNK + place, CHUNK * CHUNK, None, HALF)
+            o = product(high, low, high_u, low_u, o, HALF)
+            at = ours * V + n[:, None] * (heads * V) + j[None, :]
+            tl.store(out + at, o.to(out.dtype.element_ty), mask=of_values)
+        else:
+            store_halves(states + tile * K * V + matrix, K * V, high_state, low_state, of_state, HALF)
+            at = tile * CHUNK * V + n[:, None] * V + j[None, :]
+            store_halves(updates + at, CHUNK * V, high_u, low_u, (j < V)[None, :], HALF)
+        high_u, low_u = split((to_last * key_factor)[:, None] * u, HALF)
+        high, low = split(across, HALF)
+        state = product(high, low, high_u, low_u, state * kept_last, HALF, NARROW)
+    if FINAL:
+        tl.store(final + row * K * V + matrix, state, mask=of_state)
