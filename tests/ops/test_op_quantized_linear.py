@@ -103,6 +103,10 @@ def operands(where: Where, kind: Any, size: tuple[int, int], rows: tuple[int, ..
     return {"x": x, "codes": codes, "scales": scales, "bias": own}
 
 
+DEEP = [(70, 1100), (130, 1024), (5, 1029)]
+"""More than one tile, and inputs enough to be split: by the kernels alone."""
+
+
 @pytest.mark.parametrize("pieces", [None, 300], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("rows", [(1,), (), (2, 5), (0,), (64,), (70,)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +116,8 @@ def test_against_float64(
     """Both passes, within 1.5 times the error of the same computation in the dtype of x."""
     if pieces:
         monkeypatch.setattr(linear, "PIECE", pieces)
-    for size in SIZES:
+    kernels = where.place != "reference"
+    for size in (*SIZES, *(DEEP if kernels and not pieces else ())):
         given = operands(where, kind, size, rows, bias=size[0] % 2 == 1)
         x, bias = given["x"].requires_grad_(), given["bias"]
         if bias is not None:
@@ -160,6 +165,54 @@ def test_gradcheck() -> None:
         inputs = [given[name].requires_grad_() for name in ("x", "bias")]
         run = lambda x, bias, g=given: quantized_linear(x, g["codes"], g["scales"], bias)  # noqa: E731
         assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_make_no_copy_of_the_weight(
+    where: Where, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They serve up to 64 rows, of float32 one; a NaN stays in its row, and what lies beyond x is not read."""
+
+    def never(*_: Any) -> Tensor:
+        raise AssertionError("dequantised")
+
+    given = operands(where, kind, (70, 1100), (rows,), bias=True)
+    if where.place == "reference" or (where.dtype == torch.float32 and rows > 1):
+        return
+    wanted = quantized_linear(**given)
+    monkeypatch.setattr(linear, "dequantize_weight", never)
+    around = torch.full((rows + 2, 1100 + 48), float("nan"), device=where.device, dtype=where.dtype)
+    around[1:-1, 16:-32] = given["x"]
+    assert torch.equal(quantized_linear(**{**given, "x": around[1:-1, 16:-32]}), wanted)
+    around[1, 16] = float("nan")
+    around[2:-1, 16:-32] = given["x"][1:]
+    found = quantized_linear(**{**given, "x": around[1:-1, 16:-32]})
+    assert found[0].isnan().all() and torch.equal(found[1:], wanted[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64])
+@pytest.mark.parametrize("size", [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1000, 5120)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_of_models_in_a_graph(kind: Any, size: tuple[int, int], rows: int) -> None:
+    """As in decoding: replayed, the same bits each time, and within the rounding of the result of float32 sums."""
+    weight = torch.randn(size, device="cuda") * 0.02
+    codes, scales = quantize_weight(weight, kind)
+    x = torch.randn(rows, size[1], device="cuda", dtype=torch.bfloat16)
+    quantized_linear(x, codes, scales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = quantized_linear(x, codes, scales)
+    exact = x.double() @ dequantize_weight(codes, scales, size[1], torch.float64).t()
+    results = []
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+        results.append(y.clone())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    rounded = exact.to(torch.bfloat16).double()
+    assert (y.double() - exact).norm() <= 1.05 * (rounded - exact).norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,17 +1,21 @@
 """A linear layer whose frozen weight is quantised: y = x W^T + b and dx = dy W, with W as `dequantize_weight` has it.
 
-On every device W is dequantised in pieces, each of which is multiplied and let go: memory holds the codes and one
-piece.
+Up to 64 rows of x are served by kernels that dequantise W as they multiply. More, other dtypes than bfloat16 and
+float16 (of one row float32 too), the backward pass, and devices without Triton take W in pieces, each of which is
+dequantised, multiplied and let go: memory holds the codes and one piece.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.quantized.few_rows import MAX_ROWS, few_rows
+from ligermodels.ops.quantized.one_row import one_row
 from ligermodels.ops.quantized.weights import GROUP, WORDS, check_quantized, dequantize_weight, num_groups
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
@@ -51,6 +55,9 @@ def _quantized_linear_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Te
     y = x.new_empty(x.shape[0], codes.shape[0])
     if is_fake(x):
         return y
+    if (compute := _kernel(x, codes)) is not None:
+        compute(x, codes, scales, bias, y)
+        return y
     for rows in _pieces(codes.shape[0], x.shape[1], 1):
         weight = dequantize_weight(codes[rows], scales[rows], x.shape[1], x.dtype)
         y[:, rows] = F.linear(x, weight, None if bias is None else bias[rows])
@@ -72,6 +79,14 @@ def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_fea
         weight = dequantize_weight(codes[:, stored], kept, columns.stop - columns.start, dy.dtype)
         dx[:, columns] = dy @ weight
     return dx
+
+
+def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
+    """What computes the product without a dequantised copy of the weight, if anything does."""
+    M, small = x.shape[0], x.dtype.itemsize == 2
+    if not 0 < M <= (MAX_ROWS if small else 1) or not use_kernels(x, codes):
+        return None
+    return one_row if M == 1 else few_rows
 
 
 def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:
