@@ -189,6 +189,15 @@ def test_kernels_make_no_copy_of_the_weight(
     around[2:-1, 16:-32] = given["x"][1:]
     found = quantized_linear(**{**given, "x": around[1:-1, 16:-32]})
     assert found[0].isnan().all() and torch.equal(found[1:], wanted[1:])
+    monkeypatch.undo()
+    monkeypatch.setattr(linear, "_reads_float8", lambda device: False)  # as of a GPU without float8
+    monkeypatch.setattr(linear, "one_row", never)
+    monkeypatch.setattr(linear, "few_rows", never)
+    if kind == "float8":
+        torch.testing.assert_close(quantized_linear(**given), wanted, rtol=2e-2, atol=2e-2)
+    else:
+        with pytest.raises(AssertionError, match="dequantised"):
+            quantized_linear(**given)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ float16 (of one row float32 too), the backward pass, and devices without Triton 
 dequantised, multiplied and let go: memory holds the codes and one piece.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.float8.linear import float8_unsupported
 from ligermodels.ops.quantized.few_rows import MAX_ROWS, few_rows
 from ligermodels.ops.quantized.one_row import one_row
 from ligermodels.ops.quantized.weights import GROUP, WORDS, check_quantized, dequantize_weight, num_groups
@@ -86,7 +88,15 @@ def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
     M, small = x.shape[0], x.dtype.itemsize == 2
     if not 0 < M <= (MAX_ROWS if small else 1) or not use_kernels(x, codes):
         return None
+    if codes.dtype == torch.float8_e4m3fn and not _reads_float8(x.device):
+        return None
     return one_row if M == 1 else few_rows
+
+
+@functools.cache
+def _reads_float8(device: torch.device) -> bool:
+    """Whether Triton has conversions from float8 for the device."""
+    return float8_unsupported(device) is None
 
 
 def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:
