@@ -1,8 +1,8 @@
 """A linear layer whose frozen weight is quantised: y = x W^T + b and dx = dy W, with W as `dequantize_weight` has it.
 
-Up to 64 rows of x are served by kernels that dequantise W as they multiply. More, other dtypes than bfloat16 and
-float16 (of one row float32 too), the backward pass, and devices without Triton take W in pieces, each of which is
-dequantised, multiplied and let go: memory holds the codes and one piece.
+Up to 64 rows of x in bfloat16 or float16 are served by kernels that dequantise W as they multiply. More, other dtypes,
+the backward pass, and devices without Triton take W in pieces, each of which is dequantised, multiplied and let go:
+memory holds the codes and one piece.
 """
 
 import functools
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.linear import float8_unsupported
-from ligermodels.ops.quantized.few_rows import MAX_ROWS, few_rows
-from ligermodels.ops.quantized.one_row import one_row
-from ligermodels.ops.quantized.weights import GROUP, WORDS, check_quantized, dequantize_weight, num_groups
+from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
+from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
+from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, dequantize_weight, num_groups
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
@@ -72,12 +72,12 @@ def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_fea
     dx = dy.new_empty(dy.shape[0], in_features)
     if is_fake(dy):
         return dx
-    packed = codes.dtype == torch.int32
+    packed = codes.dtype == torch.uint8
     for columns in _pieces(in_features, codes.shape[0], GROUP):
         stored, kept = columns, scales
         if packed:
             first, last = columns.start // GROUP, num_groups(columns.stop)
-            stored, kept = slice(first * WORDS, last * WORDS), scales[:, first:last]
+            stored, kept = slice(first * BYTES, last * BYTES), scales[:, first:last]
         weight = dequantize_weight(codes[:, stored], kept, columns.stop - columns.start, dy.dtype)
         dx[:, columns] = dy @ weight
     return dx
@@ -85,12 +85,11 @@ def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_fea
 
 def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
     """What computes the product without a dequantised copy of the weight, if anything does."""
-    M, small = x.shape[0], x.dtype.itemsize == 2
-    if not 0 < M <= (MAX_ROWS if small else 1) or not use_kernels(x, codes):
+    if not 0 < x.shape[0] <= MORE_ROWS or x.dtype.itemsize != 2 or not use_kernels(x, codes):
         return None
     if codes.dtype == torch.float8_e4m3fn and not _reads_float8(x.device):
         return None
-    return one_row if M == 1 else few_rows
+    return few_rows if x.shape[0] <= FEW_ROWS else more_rows
 
 
 @functools.cache
