@@ -87,15 +87,17 @@ def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
     """What computes the product without a dequantised copy of the weight, if anything does."""
     if not 0 < x.shape[0] <= MORE_ROWS or x.dtype.itemsize != 2 or not use_kernels(x, codes):
         return None
-    if codes.dtype == torch.float8_e4m3fn and not _reads_float8(x.device):
+    if not _supported(codes.dtype, x.device):
         return None
     return few_rows if x.shape[0] <= FEW_ROWS else more_rows
 
 
 @functools.cache
-def _reads_float8(device: torch.device) -> bool:
-    """Whether Triton has conversions from float8 for the device."""
-    return float8_unsupported(device) is None
+def _supported(codes: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has the instructions of the kernels: conversions from float8, or pairs of bfloat16."""
+    if codes == torch.float8_e4m3fn:
+        return float8_unsupported(device) is None
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:
