@@ -18,10 +18,10 @@ SIZES = [(3, 128), (17, 256), (5, 1), (8, 127), (33, 130), (2, 515)]
 
 def codes_of(codes: Tensor, in_features: int) -> Tensor:
     """The integers of int4, from the layout as it is documented, one after another."""
-    found = torch.zeros(codes.shape[0], codes.shape[1] * 8, dtype=torch.long)
+    found = torch.zeros(codes.shape[0], codes.shape[1] * 2, dtype=torch.long)
     for i in range(found.shape[1]):
-        word = codes[:, i // 128 * 16 + i % 16].long() % 2**32
-        found[:, i] = word // 16 ** (i % 128 // 16) % 16 - 8
+        byte = codes[:, i // 128 * 64 + i % 64].long()
+        found[:, i] = (byte // 16 if i % 128 >= 64 else byte % 16) - 8
     assert not found[:, in_features:].any()
     return found[:, :in_features]
 
@@ -47,7 +47,7 @@ def test_int4(size: tuple[int, int], dtype: torch.dtype, pieces: int | None, mon
     weight = awkward(size, dtype)
     codes, scales = quantize_weight(weight, "int4")
     groups = -(-size[1] // 128)
-    assert (codes.shape, codes.dtype) == ((size[0], 16 * groups), torch.int32)
+    assert (codes.shape, codes.dtype) == ((size[0], 64 * groups), torch.uint8)
     assert (scales.shape, scales.dtype) == ((size[0], groups), torch.bfloat16)
     step = scales.double().repeat_interleave(128, dim=1)[:, : size[1]]
     exact = codes_of(codes, size[1]) * step
@@ -103,8 +103,12 @@ def operands(where: Where, kind: Any, size: tuple[int, int], rows: tuple[int, ..
     return {"x": x, "codes": codes, "scales": scales, "bias": own}
 
 
+DEEP = [(70, 1100), (130, 1024), (5, 1029)]
+"""More than one tile, and inputs enough to be split: by the kernels alone."""
+
+
 @pytest.mark.parametrize("pieces", [None, 300], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("rows", [(1,), (), (2, 5), (0,), (64,), (70,)], ids=str)
+@pytest.mark.parametrize("rows", [(1,), (), (3,), (2, 5), (0,), (64,), (70,)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_float64(
     where: Where, kind: str, rows: tuple[int, ...], pieces: int | None, monkeypatch: pytest.MonkeyPatch
@@ -112,7 +116,8 @@ def test_against_float64(
     """Both passes, within 1.5 times the error of the same computation in the dtype of x."""
     if pieces:
         monkeypatch.setattr(linear, "PIECE", pieces)
-    for size in SIZES:
+    kernels = where.place != "reference"
+    for size in (*SIZES, *(DEEP if kernels and not pieces else ())):
         given = operands(where, kind, size, rows, bias=size[0] % 2 == 1)
         x, bias = given["x"].requires_grad_(), given["bias"]
         if bias is not None:
@@ -162,6 +167,61 @@ def test_gradcheck() -> None:
         assert torch.autograd.gradcheck(run, inputs)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_make_no_copy_of_the_weight(
+    where: Where, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They serve up to 64 rows of 16 bits; a NaN stays in its row, and what lies beyond x is not read."""
+
+    def never(*_: Any) -> Tensor:
+        raise AssertionError("dequantised")
+
+    given = operands(where, kind, (70, 1100), (rows,), bias=True)
+    if where.place == "reference" or where.dtype == torch.float32:
+        return
+    wanted = quantized_linear(**given)
+    monkeypatch.setattr(linear, "dequantize_weight", never)
+    around = torch.full((rows + 2, 1100 + 48), float("nan"), device=where.device, dtype=where.dtype)
+    around[1:-1, 16:-32] = given["x"]
+    assert torch.equal(quantized_linear(**{**given, "x": around[1:-1, 16:-32]}), wanted)
+    around[1, 16] = float("nan")
+    around[2:-1, 16:-32] = given["x"][1:]
+    found = quantized_linear(**{**given, "x": around[1:-1, 16:-32]})
+    assert found[0].isnan().all() and torch.equal(found[1:], wanted[1:])
+    monkeypatch.undo()
+    monkeypatch.setattr(linear, "_supported", lambda codes, device: False)  # as of a GPU without the instructions
+    monkeypatch.setattr(linear, "few_rows", never)
+    monkeypatch.setattr(linear, "more_rows", never)
+    exact = quantized_linear_reference(**{**given, "x": given["x"].double(), "bias": given["bias"].double()})
+    eps = torch.finfo(where.dtype).eps  # each weight is rounded, by half of it at most, and so is the result
+    assert (quantized_linear(**given).double() - exact).norm() <= eps * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize("size", [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1000, 5120)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_of_models_in_a_graph(kind: Any, size: tuple[int, int], rows: int) -> None:
+    """As in decoding: replayed, the same bits each time, and within the rounding of the result of float32 sums."""
+    weight = torch.randn(size, device="cuda") * 0.02
+    codes, scales = quantize_weight(weight, kind)
+    x = torch.randn(rows, size[1], device="cuda", dtype=torch.bfloat16)
+    quantized_linear(x, codes, scales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = quantized_linear(x, codes, scales)
+    exact = x.double() @ dequantize_weight(codes, scales, size[1], torch.float64).t()
+    results = []
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+        results.append(y.clone())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    rounded = exact.to(torch.bfloat16).double()
+    assert (y.double() - exact).norm() <= 1.05 * (rounded - exact).norm()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_that_of_a_piece(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more of the weight than PIECE elements is dequantised at a time, in either pass."""
@@ -193,7 +253,7 @@ def test_errors() -> None:
             with pytest.raises(InputError, match=message):
                 quantized_linear(**{**given[kind], **change})
     for arguments, message in (
-        ({"codes": torch.ones(6, 200)}, "dequantize_weight: codes must be torch.int32 of shape"),
+        ({"codes": torch.ones(6, 200)}, "dequantize_weight: codes must be torch.uint8 of shape"),
         ({"in_features": 300}, "dequantize_weight: codes must be"),
         ({"in_features": 200.0}, "in_features: must be a whole number"),
         ({"scales": torch.ones(5)}, "dequantize_weight: scales must be"),

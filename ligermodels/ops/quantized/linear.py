@@ -1,17 +1,23 @@
 """A linear layer whose frozen weight is quantised: y = x W^T + b and dx = dy W, with W as `dequantize_weight` has it.
 
-On every device W is dequantised in pieces, each of which is multiplied and let go: memory holds the codes and one
-piece.
+Up to 64 rows of x in bfloat16 or float16 are served by kernels that dequantise W as they multiply. More, other dtypes,
+the backward pass, and devices without Triton take W in pieces, each of which is dequantised, multiplied and let go:
+memory holds the codes and one piece.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.quantized.weights import GROUP, WORDS, check_quantized, dequantize_weight, num_groups
+from ligermodels.ops.float8.linear import float8_unsupported
+from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
+from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
+from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, dequantize_weight, num_groups
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
@@ -51,6 +57,9 @@ def _quantized_linear_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Te
     y = x.new_empty(x.shape[0], codes.shape[0])
     if is_fake(x):
         return y
+    if (compute := _kernel(x, codes)) is not None:
+        compute(x, codes, scales, bias, y)
+        return y
     for rows in _pieces(codes.shape[0], x.shape[1], 1):
         weight = dequantize_weight(codes[rows], scales[rows], x.shape[1], x.dtype)
         y[:, rows] = F.linear(x, weight, None if bias is None else bias[rows])
@@ -63,15 +72,32 @@ def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_fea
     dx = dy.new_empty(dy.shape[0], in_features)
     if is_fake(dy):
         return dx
-    packed = codes.dtype == torch.int32
+    packed = codes.dtype == torch.uint8
     for columns in _pieces(in_features, codes.shape[0], GROUP):
         stored, kept = columns, scales
         if packed:
             first, last = columns.start // GROUP, num_groups(columns.stop)
-            stored, kept = slice(first * WORDS, last * WORDS), scales[:, first:last]
+            stored, kept = slice(first * BYTES, last * BYTES), scales[:, first:last]
         weight = dequantize_weight(codes[:, stored], kept, columns.stop - columns.start, dy.dtype)
         dx[:, columns] = dy @ weight
     return dx
+
+
+def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
+    """What computes the product without a dequantised copy of the weight, if anything does."""
+    if not 0 < x.shape[0] <= MORE_ROWS or x.dtype.itemsize != 2 or not use_kernels(x, codes):
+        return None
+    if not _supported(codes.dtype, x.device):
+        return None
+    return few_rows if x.shape[0] <= FEW_ROWS else more_rows
+
+
+@functools.cache
+def _supported(codes: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has the instructions of the kernels: conversions from float8, or pairs of bfloat16."""
+    if codes == torch.float8_e4m3fn:
+        return float8_unsupported(device) is None
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:

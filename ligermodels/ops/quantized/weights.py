@@ -4,10 +4,10 @@
 `scales` (N,).
 
 "int4": integers q from -8 to 7 with one bfloat16 scale for each 128 inputs of an output channel, their largest
-magnitude / 7.5, rounded up. Where K is no multiple of 128 the last group is short, and `codes` have zeros for what it
-lacks. With G = ceil(K / 128) groups, `scales` are (N, G) and `codes` int32 (N, 16 G): of word j of a group bits 4 i to
-4 i + 3 are q + 8 of its input 16 i + j. So the words of a group, shifted alike, are 16 inputs in a row: one step of a
-tensor core, and what a kernel multiplies without exchanging elements between threads.
+magnitude / 7.5, rounded up. Where K is no multiple of 128 the last group is short, and q is 0 for what it lacks. With
+G = ceil(K / 128) groups, `scales` are (N, G) and `codes` uint8 (N, 64 G): of byte j of a group the low four bits are
+q + 8 of its input j, the high ones of its input 64 + j. So the bytes of a group are its first 64 inputs in a row, and
+its last 64, which a kernel multiplies without exchanging elements between threads.
 
 Rounding is to nearest, so that no element is off by more than half the distance between its neighbours.
 """
@@ -24,8 +24,8 @@ from ligermodels.ops.runtime.tensors import check_tensor
 
 GROUP = 128
 """Inputs that share a scale in int4."""
-WORDS = 16
-"""Words of a group."""
+BYTES = 64
+"""Of the codes of a group."""
 _AT_A_TIME = 2**22
 """Elements that are float32 at a time."""
 _TINY = torch.finfo(torch.float32).tiny
@@ -46,7 +46,7 @@ def empty_quantized(kind: Quantized, out_features: int, in_features: int, device
         codes, scales = torch.empty(out_features, in_features, dtype=_E4M3, device=device), (out_features,)
         return QuantizedWeight(codes, torch.empty(scales, dtype=torch.float32, device=device))
     groups = num_groups(in_features)
-    codes = torch.empty(out_features, groups * WORDS, dtype=torch.int32, device=device)
+    codes = torch.empty(out_features, groups * BYTES, dtype=torch.uint8, device=device)
     return QuantizedWeight(codes, torch.empty(out_features, groups, dtype=torch.bfloat16, device=device))
 
 
@@ -62,7 +62,7 @@ def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, de
         check_tensor(op, "scales", scales, (codes.shape[0],), device, torch.float32)
     else:
         groups = num_groups(in_features)
-        check_tensor(op, "codes", codes, ("N", groups * WORDS), device, torch.int32)
+        check_tensor(op, "codes", codes, ("N", groups * BYTES), device, torch.uint8)
         check_tensor(op, "scales", scales, (codes.shape[0], groups), device, torch.bfloat16)
 
 
@@ -104,8 +104,8 @@ def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: to
     wide = torch.promote_types(dtype, torch.float32)
     if codes.dtype == _E4M3:
         return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
-    words, shifts = codes.unflatten(1, (-1, 1, WORDS)), torch.arange(0, 32, 4, device=codes.device)
-    q = (words >> shifts[:, None].to(torch.int32) & 15).flatten(2)
+    pairs = codes.unflatten(1, (-1, BYTES))
+    q = torch.cat((pairs & 15, pairs >> 4), dim=2)
     return ((q.to(wide) - 8) * scales[..., None].to(wide)).flatten(1)[:, :in_features].to(dtype)
 
 
@@ -122,9 +122,8 @@ def _to_int4(values: Tensor) -> tuple[Tensor, Tensor]:
     # The bits of positive floats count up: one more is the next one above.
     scales = torch.where(scales.float() < wanted, (scales.view(torch.int16) + 1).view(torch.bfloat16), scales)
     q = (groups / scales.float()[..., None]).round().clamp(-8, 7).to(torch.int8) + 8
-    # Of word j, byte b holds inputs 16 (2 b) + j and 16 (2 b + 1) + j.
-    low, high = q.to(torch.uint8).unflatten(2, (4, 2, WORDS)).unbind(3)
-    return (low | high << 4).transpose(2, 3).contiguous().view(torch.int32).flatten(1), scales
+    low, high = q.to(torch.uint8).unflatten(2, (2, BYTES)).unbind(2)
+    return (low | high << 4).flatten(1), scales
 
 
 def _rows(weight: Tensor) -> Iterator[slice]:

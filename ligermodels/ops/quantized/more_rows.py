@@ -1,0 +1,94 @@
+"""A quantised linear layer for 17 to 64 tokens: larger batches, and the trees of candidates of speculative decoding.
+
+As in `few_rows` tensor cores multiply W x^T, with codes in the dtype of x and scales on float32 sums. The warps of a
+program share out its channels, so that inputs are read once for all of them. Where channels are too few for all
+multiprocessors, the inputs are split, and a second kernel adds the parts in order.
+"""
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.quantized.unpack import float8_values, int4_values
+from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl
+from ligermodels.ops.runtime.launcher import kernel
+
+MORE_ROWS = 64
+STEP = 128
+"""Inputs at a time: a group of int4."""
+CHANNELS, WARPS, STAGES = 128, 4, 3
+"""Of a program."""
+MIN_STEPS = 4
+"""Of a split, or the second kernel would cost more than it saves."""
+COMBINED = 512
+"""Channels of a program of the second kernel."""
+
+
+def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """x (M, K), M up to 64, bfloat16 or float16 -> y (M, N), which is filled. `bias` is of x's dtype."""
+    (M, K), N = x.shape, codes.shape[0]
+    x, bias = x if x.stride(1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
+    steps, tiles = -(-K // STEP), -(-N // CHANNELS)
+    splits = max(min(2 * num_sms(x.device) // tiles, steps // MIN_STEPS), 1)
+    parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
+    _more_rows_kernel[(tiles, splits)](
+        x, x.stride(0), codes, scales, bias, parts, M, N, K, steps, INT4=codes.dtype == torch.uint8,
+        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=CHANNELS,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    if splits > 1:
+        _sum_kernel[(M, -(-N // COMBINED))](parts, bias, y, M, N, splits, BLOCK=COMBINED, num_warps=4)
+
+
+@kernel
+def _more_rows_kernel(
+    x, x_row, codes, scales, bias, out, M, N, K, steps, INT4: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile of channels and an even share of the steps per program; with SPLIT float32 parts (splits, M, N) without
+    bias. A step is 128 inputs; WHOLE if K is so many steps."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    channel = tl.minimum(n, N - 1).to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    low_step = tl.program_id(1) * steps // tl.num_programs(1)
+    high_step = (tl.program_id(1) + 1) * steps // tl.num_programs(1)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    rows, row_there = x + m[None, :] * x_row, (m < M)[None, :]
+    if INT4:
+        byte = tl.arange(0, 64)
+        scale = tl.load(scales + channel * steps + low_step)
+        for step in range(low_step, high_step):
+            after = tl.load(scales + channel * steps + tl.minimum(step + 1, steps - 1))  # ahead, as in `few_rows`
+            q = tl.load(codes + channel[:, None] * (64 * steps) + (step * 64 + byte)[None, :])
+            k = (step * 128 + byte)[:, None]
+            v_low = tl.load(rows + k, mask=row_there & ((k < K) | WHOLE), other=0.0)
+            v_high = tl.load(rows + k + 64, mask=row_there & ((k + 64 < K) | WHOLE), other=0.0)
+            low, high = int4_values(q, v_low.dtype)
+            total = tl.dot(low, v_low)
+            total = tl.dot(high, v_high, total)
+            acc += total * scale.to(tl.float32)[:, None]
+            scale = after
+    else:
+        for step in range(low_step, high_step):
+            k = step * 128 + tl.arange(0, 128)
+            there = (k < K) | WHOLE
+            v = tl.load(rows + k[:, None], mask=row_there & there[:, None], other=0.0)
+            q = tl.load(codes + channel[:, None] * K + k[None, :], mask=there[None, :], other=0.0)
+            acc = tl.dot(float8_values(q, v.dtype), v, acc)
+        acc *= tl.load(scales + channel)[:, None]
+    if not SPLIT and bias is not None:
+        acc += tl.load(bias + channel).to(tl.float32)[:, None]
+    place = (tl.program_id(1) * M + m).to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + place, tl.trans(acc).to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@kernel
+def _sum_kernel(parts, bias, y, M, N, splits, BLOCK: tl.constexpr):
+    """Some channels of a token, summed over the splits in order."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in range(splits):
+        acc += tl.load(parts + (split * M + row) * N + n, mask=n < N, other=0.0)
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y + row * N + n, acc.to(y.dtype.element_ty), mask=n < N)
