@@ -53,7 +53,7 @@ DEVICES = [
         for head_dim in (16, 64, 80, 128, 256)
     ),
 ]
-LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+LIMITS = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
 
 
 def by_definition(
@@ -200,10 +200,10 @@ def test_long_sequences(name: str, case: str, head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [128, 512])
 def test_sdpa_keeps_no_scores_on_a_gpu(dtype: torch.dtype, case: str, head_dim: int) -> None:
     """Query heads that share keys and values, beyond what torch's fused kernels for them take."""
-    length, heads = 4096, 8
+    length, heads = 8192, 8
     options: dict[str, Any] = {"window": {"window": 1000}, "causal": {}}.get(case) or {}
     if case == "packed":
-        options["cu_seqlens"] = torch.tensor([0, 1000, 4096], dtype=torch.int32, device="cuda")
+        options["cu_seqlens"] = torch.tensor([0, 1000, length], dtype=torch.int32, device="cuda")
     q, k, v = (
         torch.randn(1, length, n, head_dim, device="cuda", dtype=dtype, requires_grad=True) for n in (heads, 2, 2)
     )

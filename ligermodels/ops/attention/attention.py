@@ -233,7 +233,7 @@ def _sdpa(
     causal = False
     if mask is None and request.query_length > 1:  # a branch, for SDPA takes no symbolic bool from a compiler
         causal = True
-    long = q.is_cuda and mask is None and request.query_length >= _LONG and not request.compiling
+    long = q.is_cuda and request.query_length >= _LONG and not request.compiling
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if long else nullcontext():
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -249,9 +249,9 @@ def _sdpa(
 
 
 def _needs_equal_heads(request: AttentionRequest, mask: Tensor | None) -> bool:
-    """Whether the kernel of a GPU that takes this call wants as many key and value heads as query heads. Those that
-    share them take no mask, no wide heads, and 16 bits alone; what is left, if the heads are not repeated, is SDPA's
-    composite, which computes all scores in fp32 and keeps them for the backward pass."""
+    """Whether the kernel of a GPU that may take this call wants as many key and value heads as query heads: the
+    memory-efficient one, for 32 bits, wide heads and, where cuDNN's is not used, masks. If heads are not repeated for
+    it, SDPA falls back to its composite, which computes all scores in fp32 and keeps them for the backward pass."""
     small = request.dtype in (torch.bfloat16, torch.float16) and request.head_dim <= _FLASH_HEAD_DIM
     return request.device == "cuda" and not (small and mask is None)
 

@@ -15,7 +15,7 @@ from ligermodels.ops.runtime.launcher import kernel
 MORE_ROWS = 64
 STEP = 128
 """Inputs at a time: a group of int4."""
-CHANNELS, WARPS, STAGES = 128, 4, 3
+CHANNELS = 128
 """Of a program."""
 MIN_STEPS = 4
 """Of a split, or the second kernel would cost more than it saves."""
@@ -28,12 +28,13 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
     (M, K), N = x.shape, codes.shape[0]
     x, bias = x if x.stride(1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
     steps, tiles = -(-K // STEP), -(-N // CHANNELS)
-    splits = max(min(2 * num_sms(x.device) // tiles, steps // MIN_STEPS), 1)
+    splits = max(min(num_sms(x.device) // tiles, steps // MIN_STEPS), 1)
     parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
+    int4 = codes.dtype == torch.uint8
     _more_rows_kernel[(tiles, splits)](
-        x, x.stride(0), codes, scales, bias, parts, M, N, K, steps, INT4=codes.dtype == torch.uint8,
+        x, x.stride(0), codes, scales, bias, parts, M, N, K, steps, INT4=int4,
         SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=CHANNELS,
-        num_warps=WARPS, num_stages=STAGES,
+        num_warps=4 if int4 else 8, num_stages=3 if int4 else 4,
     )  # fmt: skip
     if splits > 1:
         _sum_kernel[(M, -(-N // COMBINED))](parts, bias, y, M, N, splits, BLOCK=COMBINED, num_warps=4)
