@@ -202,14 +202,27 @@ def check_loss(mesh: DeviceMesh, name: str, config: dict[str, Any]) -> None:
     check_generation(model, plain)
 
 
+def with_lora(name: str, **options: Any) -> lm.CausalLM:
+    """LoRA whose updates are not zero."""
+    model = lm.add_lora(build(name), r=3, **options)
+    torch.manual_seed(1)
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 def check_lora(mesh: DeviceMesh, folder: Path) -> None:
-    plain, model = build("llama-tied"), build("llama-tied")
-    for each in (plain, model):
-        lm.add_lora(each, r=3, target_modules="all-linear")
-        torch.manual_seed(1)
-        for name, parameter in each.named_parameters():
-            if "lora_" in name:
-                nn.init.normal_(parameter, std=0.1)
+    def with_dropout(model: nn.Module, seed: int) -> Tensor:
+        torch.manual_seed(5)
+        return of_labels(model.train(), seed)
+
+    # Of what is given whole, all ranks drop what one process drops.
+    plain, model = (with_lora("llama", lora_dropout=0.3, target_modules=["q_proj", "up_proj"]) for _ in range(2))
+    tensor_parallel(model, mesh)
+    check_gradients(model, plain, with_dropout)
+    assert abs(with_dropout(plain, 0) / of_labels(plain.eval(), 0) - 1) > 1e-4
+    plain, model = with_lora("llama-tied"), with_lora("llama-tied")
     tensor_parallel(model, mesh)
     check_gradients(model, plain, of_labels)
     check_generation(model, plain)

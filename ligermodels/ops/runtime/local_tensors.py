@@ -3,10 +3,10 @@ over its ranks, in either direction. Imported when the first DTensor is seen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,24 +53,6 @@ class _SumGradients(torch.autograd.Function):
         return total.wait() if isinstance(total, AsyncCollectiveTensor) else total, None
 
 
-def with_own_gradient(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """The plain tensor x, the same on all ranks, as a DTensor. The gradient of x is this rank's part of a sum."""
-    return cast(DTensor, _OwnGradient.apply(x, mesh))
-
-
-class _OwnGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        assert isinstance(dy, DTensor)
-        if all(placement.is_partial() for placement in dy.placements):
-            return dy.to_local(), None
-        return dy.full_tensor() * float(is_first_rank(dy)), None
-
-
 def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
     """The sum of the plain tensors x that ranks computed with their parts of the DTensor `parameter`; a plain one."""
     assert isinstance(parameter, DTensor)
@@ -100,11 +82,13 @@ def with_summed_gradient(parameter: Tensor) -> DTensor:
     return parameter.redistribute(placements=parameter.placements)
 
 
-def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """`function` of the values of replicated DTensors, the same on all ranks, as a replicated DTensor."""
-    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in parameters]
-    mesh = next(x.device_mesh for x in parameters if isinstance(x, DTensor))
-    return DTensor.from_local(function(whole), mesh, [Replicate()] * mesh.ndim, run_check=False)
+def dropout(x: Tensor, p: float, mesh: DeviceMesh, dim: int | None) -> Tensor:
+    """x after dropout with probability p: by torch's random numbers of DTensors, which on GPUs are the same on all
+    ranks where these have the same x, and others where each has its part of `dim`. Its gradient is this rank's own."""
+    placement = Replicate() if dim is None else Shard(dim)
+    found = F.dropout(DTensor.from_local(x, mesh, [placement], run_check=False), p)
+    assert isinstance(found, DTensor)
+    return _to_local(found, [placement])
 
 
 def is_first_rank(parameter: Tensor) -> bool:
