@@ -149,6 +149,8 @@ def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, *names: str) 
     if "qwen3_5" in names:
         for name in ("qwen3_next", "qwen3_5_moe_text"):
             check_loss(mesh, name, zoo.CONFIGS[name])
+    for name in {"qwen3_5", "qwen3_moe"} & {*names}:
+        check_lora_with_checkpointing(mesh, name)
     if "llama" in names:
         check_refusals(mesh)
         check_lora(mesh, folder)
@@ -230,6 +232,14 @@ def check_lora(mesh: DeviceMesh, folder: Path) -> None:
     dist.barrier()
     again = lm.load_adapter(build("llama-tied"), folder / "adapter")
     torch.testing.assert_close(of_labels(again, 0), of_labels(plain, 0))
+
+
+def check_lora_with_checkpointing(mesh: DeviceMesh, name: str) -> None:
+    plain, model = with_lora(name), with_lora(name)
+    tensor_parallel(model, mesh)
+    for mode in ("selective", "full", "none"):
+        model.activation_checkpointing = mode
+        check_gradients(model, plain, of_labels)
 
 
 def check_medusa(mesh: DeviceMesh) -> None:
