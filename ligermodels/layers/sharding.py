@@ -83,6 +83,14 @@ def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
     return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter))
 
 
+def mean_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
+    """The mean over ranks of x, of all tokens and this rank's channels, which each uses for its part of `module`: its
+    gradient is summed over ranks."""
+    if not is_tensor_parallel(module) or x.is_meta:
+        return x
+    return cast(Tensor, _local_tensors().mean_over_ranks(x, module._tensor_mesh))
+
+
 def of_all_tokens(module: nn.Module, x: Tensor) -> Tensor:
     """x of all tokens, for what all ranks compute alike."""
     parts = token_parts.current() if is_tensor_parallel(module) else None

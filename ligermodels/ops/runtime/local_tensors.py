@@ -49,8 +49,29 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        total = all_reduce(dx.contiguous(), "sum", ctx.mesh)
-        return total.wait() if isinstance(total, AsyncCollectiveTensor) else total, None
+        return _sum(dx, ctx.mesh), None
+
+
+def mean_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The mean of plain tensors x over ranks, each of which uses it in its own way: gradients are summed over ranks."""
+    found: Tensor = _SumBothWays.apply(x, mesh)
+    return found / mesh.size()
+
+
+class _SumBothWays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mesh):
+        ctx.mesh = mesh
+        return _sum(x, mesh)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _sum(dy, ctx.mesh), None
+
+
+def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    total = all_reduce(x.contiguous(), "sum", mesh)
+    return total.wait() if isinstance(total, AsyncCollectiveTensor) else total
 
 
 def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
