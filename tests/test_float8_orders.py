@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from float8_models import FAMILIES, LLAMA, MODELS, agreement, build, family, gradients, in_place_of, tokens
+from float8_models import FAMILIES, LLAMA, MODELS, SIZES, agreement, build, family, gradients, in_place_of, tokens
 from runs import STAGE_2, losses
 from runs import recipe_for as medusa_recipe
 from test_mtp_training import recipe_for as mtp_recipe
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 from two_ranks import in_two_ranks
+from zoo import CONFIGS as ZOO
 
 import ligermodels as lm
 from ligermodels import ops
@@ -30,6 +31,9 @@ from ligermodels.layers.mlp import GatedActivation
 from ligermodels.layers.norm import AddRMSNorm
 from ligermodels.ops import Float8Tensor
 from ligermodels.training import train_heads, train_mtp
+
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 32}
+CONFIGS = {**MODELS, "qwen3_moe": {**ZOO["qwen3_moe"], **SIZES, **MIXTURE}}
 
 
 def with_lora(model: lm.CausalLM, **options: Any) -> lm.CausalLM:
@@ -268,26 +272,39 @@ def test_peft_after_float8() -> None:
 
 def in_tensor_parallel(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     """Near the numbers of one process: only near zero do scales of parts round otherwise."""
-    for name in ("deepseek_v3", "arcee, ungated", "qwen2, with biases"):
-        plain, model = (lm.float8(family(name) if name in FAMILIES else build(MODELS[name])) for _ in range(2))
-        wanted, model = gradients(plain), lm.parallelize(model, lm.ParallelPlan(tensor=2))
+    for name, modes in {
+        "deepseek_v3": ("none", "full"),
+        "arcee, ungated": ("none", "full"),
+        "qwen2, with biases": ("none", "full"),
+        "gemma2, with four norms": ("selective", "full"),
+        "qwen3_moe": ("none", "selective", "full"),
+    }.items():
+        plain, model = (lm.float8(family(name) if name in FAMILIES else build(CONFIGS[name])) for _ in range(2))
+        model = near_one_process(model, plain, lm.ParallelPlan(tensor=2), modes)
         assert float8_input(model.decoder.blocks[0].mixer) is not None
-        for mode in ("none", "full"):
-            model.activation_checkpointing = mode  # type: ignore[assignment]
-            for key, gradient in gradients(model).items():
-                cosine, ratio = agreement(gradient.full_tensor(), wanted[key])  # type: ignore[operator]
-                assert cosine > 0.995 and abs(ratio - 1) < 0.02, (name, key, cosine, ratio)
         with torch.no_grad():
             both = [each.eval()(tokens(), labels=tokens()).loss for each in (plain, model)]
         torch.testing.assert_close(*both)
-        model.save_pretrained(folder / name[:4])
-        saved = lm.from_pretrained(folder / name[:4])
+        model.save_pretrained(folder / name[:5])
+        saved = lm.from_pretrained(folder / name[:5])
         assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), plain.parameters(), strict=True))
-    with pytest.raises(ConfigError, match=r"mixer.qkv \(LoRALinear\): has no tensor parallelism in float8"):
-        lm.parallelize(lm.float8(with_lora(build())), lm.ParallelPlan(tensor=2))
-    narrow = {**LLAMA, "intermediate_size": 80}
-    with pytest.raises(ConfigError, match=r"mlp.down, of 2 ranks: in_features 40 .* multiples of 16"):
-        lm.parallelize(lm.float8(build(narrow)), lm.ParallelPlan(tensor=2))
+    plain, model = (lm.float8(with_lora(build())) for _ in range(2))
+    near_one_process(model, plain, lm.ParallelPlan(tensor=2), ("none", "selective"))
+    for narrow in (build({**LLAMA, "intermediate_size": 80}), with_lora(build({**LLAMA, "intermediate_size": 80}))):
+        with pytest.raises(ConfigError, match=r"mlp.down, of 2 ranks: in_features 40 .* multiples of 16"):
+            lm.parallelize(lm.float8(narrow), lm.ParallelPlan(tensor=2))
+
+
+def near_one_process(model: lm.CausalLM, plain: lm.CausalLM, plan: lm.ParallelPlan, modes: tuple[Any, ...]) -> Any:
+    wanted, model = gradients(plain), lm.parallelize(model, plan)
+    for mode in modes:
+        model.activation_checkpointing = mode
+        found = gradients(model)
+        assert found.keys() == wanted.keys()
+        for key, gradient in found.items():
+            cosine, ratio = agreement(gradient.full_tensor(), wanted[key])  # type: ignore[operator]
+            assert cosine > 0.995 and abs(ratio - 1) < 0.02, (key, mode, cosine, ratio)
+    return model
 
 
 def by_other_means(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -295,6 +312,14 @@ def by_other_means(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     ddp = DistributedDataParallel(model := lm.float8(build()))
     ddp(tokens(), labels=tokens()).loss.backward()
     assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
+    wanted = gradients(lm.float8(with_lora(build())))
+    ddp = DistributedDataParallel(model := lm.float8(with_lora(build())))
+    ddp(tokens(), labels=tokens()).loss.backward()
+    for name, parameter in model.named_parameters():
+        cosine, ratio = agreement(parameter.grad, wanted[name]) if parameter.requires_grad else (1, 1)
+        assert (parameter.grad is None) == (name not in wanted) and cosine > 0.9999 and abs(ratio - 1) < 1e-3, name
+    plain, sharded = (lm.float8(with_lora(build())) for _ in range(2))
+    near_one_process(sharded, plain, lm.ParallelPlan(), ("none", "selective"))
     for plan in (lm.ParallelPlan(expert=2), lm.ParallelPlan(context=2)):
         wanted = gradients(lm.float8(family("mixtral")))
         for key, gradient in gradients(lm.parallelize(lm.float8(family("mixtral")), plan)).items():

@@ -77,6 +77,10 @@ def test_every_family_can_be_asked(name: str) -> None:
         half = step_memory(model, 2, 40, tensor=2)
         assert step_memory(model, 2, 40).weights / 2 <= half.weights < 0.7 * step_memory(model, 2, 40).weights
         assert half.activations < step_memory(model, 2, 40).activations
+        lm.add_lora(model, 3)
+        adapted, whole = step_memory(model, 2, 40, tensor=2), step_memory(model, 2, 40)
+        assert half.weights < adapted.weights == half.weights + adapted.optimizer_states // 2
+        assert adapted.optimizer_states == whole.optimizer_states and adapted.activations < whole.activations
 
 
 def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
@@ -138,9 +142,6 @@ def test_experts_and_projections_are_divided() -> None:
         step_memory(model, 1, 512, shard=2, tensor=2, expert=2)
     with pytest.raises(InputError, match="expert_load: must be from 1, balanced, to expert, 8, got 9"):
         step_memory(model, 1, 512, shard=8, expert=8, expert_load=9)
-    lm.add_lora(dense, 4)
-    with pytest.raises(ConfigError, match="tensor: the memory of LoRA"):
-        step_memory(dense, 1, 512, tensor=2)
     assert not any(module._expert_mesh for _, module in mixtures(model))
     assert all(p.is_meta and p.grad is None for p in model.parameters())
 

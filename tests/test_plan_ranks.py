@@ -18,44 +18,55 @@ from ligermodels.parallel.memory import step_memory
 from ligermodels.training import FusedAdamW
 
 MIXTURE = {**CONFIGS["qwen3_moe"], "num_experts": 8}
-PLANS: list[tuple[dict[str, Any], dict[str, int]]] = [
-    (CONFIGS["llama-3.2"], {"shard": 4}),
-    (CONFIGS["qwen3_5_text"], {"shard": 2, "replicate": 2}),
-    (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"shard": 2, "tensor": 2}),
-    (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}),
-    (CONFIGS["gpt_oss"] | {"intermediate_size": 96}, {"tensor": 2, "replicate": 2}),
-    (MIXTURE, {"shard": 4}),
-    (MIXTURE, {"shard": 4, "expert": 2}),
-    (MIXTURE, {"shard": 2, "replicate": 2, "expert": 2}),
-    (CONFIGS["gpt_oss"] | {"num_local_experts": 8}, {"shard": 2, "context": 2, "expert": 4}),
+PLANS: list[tuple[dict[str, Any], dict[str, int], int]] = [
+    (CONFIGS["llama-3.2"], {"shard": 4}, 0),
+    (CONFIGS["qwen3_5_text"], {"shard": 2, "replicate": 2}, 0),
+    (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"shard": 2, "tensor": 2}, 0),
+    (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"replicate": 2, "tensor": 2}, 3),
+    (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}, 0),
+    (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}, 3),
+    (CONFIGS["gpt_oss"] | {"intermediate_size": 96}, {"tensor": 2, "replicate": 2}, 0),
+    (MIXTURE, {"shard": 4}, 0),
+    (MIXTURE, {"shard": 4, "expert": 2}, 0),
+    (MIXTURE, {"shard": 2, "replicate": 2, "expert": 2}, 0),
+    (CONFIGS["gpt_oss"] | {"num_local_experts": 8}, {"shard": 2, "context": 2, "expert": 4}, 0),
 ]
-"""Rows that ranks do not divide, tied and untied; modules that stay float32; two dimensions; experts with biases."""
+"""With the rank of LoRA: rows that ranks do not divide, tied and untied; modules that stay float32; two dimensions;
+experts with biases."""
 
 
 def held(tensors: Any) -> int:
     return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
 
 
-def planned(config: dict[str, Any], degrees: dict[str, int]) -> Any:
-    model = lm.from_config(config, dtype=torch.float32, device="meta")
+def build(config: dict[str, Any], lora: int, device: str) -> Any:
+    model = lm.from_config(config, dtype=torch.float32, device=device)
+    return lm.add_lora(model, lora) if lora else model
+
+
+def planned(config: dict[str, Any], degrees: dict[str, int], lora: int) -> Any:
+    model = build(config, lora, "meta")
     return step_memory(model, 1, 8, **{name: size for name, size in degrees.items() if name != "replicate"})
 
 
 def hold(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for config, degrees in PLANS:
+    for config, degrees, lora in PLANS:
         torch.manual_seed(0)
-        model = lm.parallelize(lm.from_config(config, dtype=torch.float32), lm.ParallelPlan(**degrees))
+        model = lm.parallelize(build(config, lora, "cpu"), lm.ParallelPlan(**degrees))
         optimizer = FusedAdamW(model.parameters(), lr=1e-3)
         model(**batch(0)).loss.backward()
         optimizer.step()
-        wanted = planned(config, degrees)
+        wanted = planned(config, degrees, lora)
+        trained = wanted.optimizer_states // 2  # of two moments
         kept = (x for state in optimizer.state.values() for x in state.values())
         moments = [x for x in kept if isinstance(x, torch.Tensor) and x.ndim]
-        found = held(model.parameters()), held(p.grad for p in model.parameters()), held(moments)
+        gradients = (p.grad for p in model.parameters() if p.grad is not None)
+        found = held(model.parameters()), held(gradients), held(moments)
+        assert (trained == wanted.weights) == (not lora)
         if rank == 0:
-            assert found == (wanted.weights, wanted.weights, wanted.optimizer_states), (degrees, found, wanted)
+            assert found == (wanted.weights, trained, wanted.optimizer_states), (degrees, found, wanted)
         else:  # with fewer rows, where they are not divided evenly
-            assert max(found[:2]) <= wanted.weights and found[2] <= wanted.optimizer_states
+            assert found[0] <= wanted.weights and found[1] <= trained and found[2] <= wanted.optimizer_states
 
 
 def send(rank: int, folder: Path, mesh: DeviceMesh) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import attention
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import KVCache, LayerKV
-from ligermodels.layers.qkv import QKNormConfig, SplitQKV, Tables, ValueConfig
+from ligermodels.layers.qkv import ProjectionNormSplitQKV, QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
 from ligermodels.layers.sharding import TensorSharding, local, split_evenly
@@ -139,8 +139,6 @@ class AttentionConfig(LayerConfig):
 
     def tensor_shard(self, ranks: int) -> AttentionConfig:
         """By key/value heads, each with its query heads."""
-        if self.qk_norm is not None and self.qk_norm.over == "projection":
-            raise ConfigError("qk_norm: over the whole projection, not each head, has no rule for tensor parallelism")
         kv_heads = split_evenly("num_kv_heads (num_key_value_heads)", self.num_kv_heads, ranks)
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
 
@@ -179,7 +177,9 @@ class Attention(nn.Module):
         self.config = config
         width = config.num_kv_heads * config._heads_of_group * config.head_dim
         self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
-        self.split = SplitQKV(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm, config.values)
+        whole = config.qk_norm is not None and config.qk_norm.over == "projection"
+        split = ProjectionNormSplitQKV if whole else SplitQKV
+        self.split = split(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm, config.values)
         self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.init_weights()

@@ -17,7 +17,6 @@ from ligermodels.convert.mappings import TensorView, WeightMapping, concat, rena
 from ligermodels.errors import InputError
 from ligermodels.layers.float8 import Float8Linear, FrozenWeight, in_float8
 from ligermodels.layers.initialization import skip_init
-from ligermodels.layers.sharding import of_local_tensors, with_summed_gradient
 from ligermodels.ops import Float8Recipe
 
 
@@ -116,33 +115,41 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out), in the dtype of x."""
-        dropped = F.dropout(x, self.dropout) if self.training and self.dropout else None
-        a, b = with_summed_gradient(self.lora_A).to(x.dtype), self._native_b().to(x.dtype)
-        scaling = self.parts[0].scaling
+        a, *b = self.lora_parameters().values()
+        return self.product(x, self.weight, self.bias, a, self.native_b(b))
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        drop: Callable[[Tensor, float], Tensor] = F.dropout,
+    ) -> Tensor:
+        """The same with a part of the weight, of a rank of tensor parallelism, in place of it, and the columns of A or
+        the rows of B, in the native order, that go with it. drop: dropout of x by a probability."""
+        dropped = drop(x, self.dropout) if self.training and self.dropout else None
+        a, b, scaling = a.to(x.dtype), b.to(x.dtype), self.parts[0].scaling
         if self.float8 is not None and in_float8(self):
-            if self.weight.requires_grad:
+            if weight.requires_grad:
                 raise InputError(
                     "LoRA in float8: the weight must need no gradient; freeze it, or exclude it from float8"
                 )
-            frozen = self._frozen.get(self.weight, self.float8)
+            frozen = self._frozen.get(weight, self.float8)
             if frozen is None:
-                frozen = ops.float8_cast(self.weight, self.float8.dtype, columns=x.requires_grad)
-            return ops.float8_lora_linear(
-                x, frozen, a, b, self.bias, recipe=self.float8, scaling=scaling, dropped=dropped
-            )
-        return ops.lora_linear(x, self.weight, a, b, self.bias, scaling=scaling, dropped=dropped)
+                frozen = ops.float8_cast(weight, self.float8.dtype, columns=x.requires_grad)
+            return ops.float8_lora_linear(x, frozen, a, b, bias, recipe=self.float8, scaling=scaling, dropped=dropped)
+        return ops.lora_linear(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._frozen.clear()
         return super()._apply(fn, recurse)
 
-    def _native_b(self) -> Tensor:
+    def native_b(self, parameters: Sequence[Tensor]) -> Tensor:
         """B of all parts, (native out, sum of r), zero off the blocks; relative to the first part's scaling."""
         if self._whole:
-            return with_summed_gradient(self.get_parameter(self._names[0]))
-        return of_local_tensors(self._put_together, [self.get_parameter(name) for name in self._names])
-
-    def _put_together(self, parameters: Sequence[Tensor]) -> Tensor:
+            return parameters[0]
         found = parameters[0].new_zeros(self.out_features, sum(part.r for part in self.parts))
         start = 0
         for part, b in zip(self.parts, parameters, strict=True):

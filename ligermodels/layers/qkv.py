@@ -13,7 +13,8 @@ from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.norm import NormConfig
-from ligermodels.layers.sharding import TensorSharding, local
+from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, local, mean_over_ranks
+from ligermodels.ops.norm.rms_norm import rms_norm_reference
 from ligermodels.ops.runtime.tensors import as_dtype
 
 Tables = tuple[Tensor | None, Tensor | None]
@@ -84,47 +85,95 @@ class SplitQKV(nn.Module):
         With `cache_seqlens`, long (B,), k and v are written to the slots of `cache` from there on instead, and what is
         returned are all slots of it.
         """
-        rows = self.group_size + (1 if self.values is not None and self.values.from_keys else 2)
-        width = rows * self.head_dim
-        if qkv.shape[-1] % width:
-            raise InputError(
-                f"qkv: width {qkv.shape[-1]} is no multiple of {width}, a key/value head with its query heads; shard "
-                "the projection by key/value heads"
-            )
-        shape = qkv.shape[-1] // width, self.group_size, self.head_dim
-        if self.values is not None:
-            qkv = self._with_values(qkv.unflatten(-1, (shape[0], rows, self.head_dim)), self.values)
+        qkv = self._with_values(qkv)
         norms: tuple[Tensor, ...] = ()
         options: dict[str, Any] = {}
         if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
-            norm = self.qk_norm.norm
             norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
-            options = {"eps": norm.eps, "offset": norm.offset, "casting_mode": norm.casting_mode}
-        if norms and self.qk_norm is not None and self.qk_norm.over == "projection":
-            q, k, v = ops.rope_qkv(qkv, None, None, *shape)
-            q, k = self._normalise(q, norms[0], options), self._normalise(k, norms[1], options)
-            if cache is None or cache_seqlens is None:
-                cos, sin = tables
-                return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
-            qkv = torch.cat([each.unflatten(2, (shape[0], -1)) for each in (q, k, v)], dim=3).flatten(2)
-            norms, options = (), {}
+            options = _options(self.qk_norm.norm)
+        return self._rotated(qkv, tables, cache, cache_seqlens, *norms, **options)
+
+    def _shape(self, qkv: Tensor) -> tuple[int, int, int]:
+        """Key/value heads, query heads of each, and channels of a head, of what `_with_values` returns."""
+        return qkv.shape[-1] // ((self.group_size + 2) * self.head_dim), self.group_size, self.head_dim
+
+    def _rotated(
+        self,
+        qkv: Tensor,
+        tables: Tables,
+        cache: LayerKV | None,
+        cache_seqlens: Tensor | None,
+        *norms: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = self._shape(qkv)
         if cache is None or cache_seqlens is None:
             return ops.rope_qkv(qkv, *tables, *shape, *norms, **options)
         qkv = as_dtype(qkv, cache.keys.dtype)
         q = ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens, *norms, **options)
         return q, cache.keys, cache.values
 
-    def _with_values(self, heads: Tensor, values: ValueConfig) -> Tensor:
-        """heads (B, T, Hkv, group + 1 or 2, D) -> (B, T, Hkv * (group + 2) * D), its last ones the values."""
+    def _with_values(self, qkv: Tensor) -> Tensor:
+        """(B, T, Hkv * (group + 1 or 2) * D) -> (..., Hkv * (group + 2) * D), of each group the values last."""
+        values = self.values
+        rows = self.group_size + (1 if values is not None and values.from_keys else 2)
+        if qkv.shape[-1] % (rows * self.head_dim):
+            raise InputError(
+                f"qkv: width {qkv.shape[-1]} is no multiple of {rows * self.head_dim}, a key/value head with its query "
+                "heads; shard the projection by key/value heads"
+            )
+        if values is None:
+            return qkv
+        heads = qkv.unflatten(-1, (-1, rows, self.head_dim))
         v = heads[..., -1:, :]
         v = v if values.norm_eps is None else ops.rms_norm(v, None, values.norm_eps)
         return torch.cat([heads[..., : self.group_size + 1, :], v], dim=-2).flatten(-3)
 
-    def _normalise(self, x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
-        """x (B, T, heads, D) normalised over all heads together."""
-        if weight.shape[0] != x.shape[2] * x.shape[3]:
-            raise InputError(
-                f"the norm over the whole projection has {weight.shape[0]} channels, the projection "
-                f"{x.shape[2] * x.shape[3]}: such a norm cannot be sharded by heads"
-            )
-        return ops.rms_norm(x.flatten(2), weight, **options).view_as(x)
+
+class ProjectionNormSplitQKV(SplitQKV):
+    """The same with norms over all heads together, `QKNormConfig.over` "projection": before the rotation, and under
+    tensor parallelism by the mean square over all ranks, each of which has its heads' part of the weights."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q_norm": 0, "k_norm": 0}
+
+    def forward(
+        self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `SplitQKV`."""
+        qkv = self._with_values(qkv)
+        q, k, v = ops.rope_qkv(qkv, None, None, *self._shape(qkv))
+        q, k = self._normalised(q, k)
+        if cache is None or cache_seqlens is None:
+            cos, sin = tables
+            return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
+        heads = [each.unflatten(2, (k.shape[2], -1)) for each in (q, k, v)]
+        return self._rotated(torch.cat(heads, dim=3).flatten(2), tables, cache, cache_seqlens)
+
+    def _normalised(self, *heads: Tensor) -> list[Tensor]:
+        """q and k, (B, T, heads, D), each normalised over all of its heads."""
+        assert self.qk_norm is not None
+        options = _options(self.qk_norm.norm)
+        rows = [each.flatten(2) for each in heads]
+        weights = [local(self, weight) for weight in (self.q_norm, self.k_norm)]
+        for x, weight in zip(rows, weights, strict=True):
+            if len(weight) != x.shape[-1]:
+                raise InputError(
+                    f"the norm over the whole projection has {len(weight)} channels, the projection {x.shape[-1]}: "
+                    "shard both by heads (ligermodels.parallel.tensor)"
+                )
+        if not is_tensor_parallel(self):
+            found = [ops.rms_norm(x, weight, **options) for x, weight in zip(rows, weights, strict=True)]
+        else:
+            squares = mean_over_ranks(self, torch.stack([_mean_square(x) for x in rows]))
+            parts = zip(rows, weights, squares, strict=True)
+            found = [rms_norm_reference(x, weight, mean_square=each, **options) for x, weight, each in parts]
+        return [x.view_as(each) for x, each in zip(found, heads, strict=True)]
+
+
+def _options(norm: NormConfig) -> dict[str, Any]:
+    return {"eps": norm.eps, "offset": norm.offset, "casting_mode": norm.casting_mode}
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    """(..., n) -> (..., 1), float32; of float64 float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, InputError
@@ -55,6 +56,8 @@ def on_all_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
         return x
     if (parts := token_parts.current()) is not None:
         return parts.gather(x)
+    if x.is_meta:  # where no ranks are
+        return x
     return cast(Tensor, _local_tensors().on_all_ranks(x, parameter))
 
 
@@ -64,6 +67,8 @@ def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
         return x
     if (parts := token_parts.current()) is not None:
         return parts.gather(x)
+    if x.is_meta:  # where no ranks are
+        return x
     return cast(Tensor, _local_tensors().with_gradients_summed(x, module._tensor_mesh))
 
 
@@ -73,7 +78,17 @@ def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
         return x
     if (parts := token_parts.current()) is not None:
         return parts.sum(x)
+    if x.is_meta:  # where no ranks are
+        return x
     return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter))
+
+
+def mean_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
+    """The mean over ranks of x, of all tokens and this rank's channels, which each uses for its part of `module`: its
+    gradient is summed over ranks."""
+    if not is_tensor_parallel(module) or x.is_meta:
+        return x
+    return cast(Tensor, _local_tensors().mean_over_ranks(x, module._tensor_mesh))
 
 
 def of_all_tokens(module: nn.Module, x: Tensor) -> Tensor:
@@ -112,20 +127,12 @@ def on_first_rank(module: nn.Module, parameter: Any) -> Any:
     return local(module, parameter, partial=True) * float(_local_tensors().is_first_rank(parameter))
 
 
-def with_summed_gradient(parameter: Tensor) -> Tensor:
-    """The parameter itself; of a DTensor the same, whose gradient is brought to its placements before it is kept."""
-    return (
-        parameter
-        if type(parameter) in PLAIN_OR_NONE
-        else cast(Tensor, _local_tensors().with_summed_gradient(parameter))
-    )
-
-
-def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """`function(parameters)`; of replicated DTensors one too, which torch's rules for them have no part in."""
-    if all(type(parameter) in PLAIN_OR_NONE for parameter in parameters):
-        return function(parameters)
-    return cast(Tensor, _local_tensors().of_local_tensors(function, parameters))
+def dropout(module: nn.Module, x: Tensor, p: float, dim: int | None) -> Tensor:
+    """x after dropout with probability p. dim: that in which x is this rank's part; None where all ranks have the same,
+    and are to drop the same."""
+    if not is_tensor_parallel(module) or x.is_meta:
+        return F.dropout(x, p)
+    return cast(Tensor, _local_tensors().dropout(x, p, module._tensor_mesh, dim))
 
 
 def is_tensor_parallel(module: nn.Module) -> bool:

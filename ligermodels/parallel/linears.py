@@ -9,13 +9,19 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ligermodels.layers import token_parts
 from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.lora import LoRALinear
-from ligermodels.layers.sharding import TensorSharding, gather_last, local, sum_over_ranks, used_in_parts
-from ligermodels.ops.runtime import local_tensors
+from ligermodels.layers.sharding import (
+    TensorSharding,
+    dropout,
+    gather_last,
+    local,
+    own_part_of_each,
+    sum_over_ranks,
+    used_in_parts,
+)
 
 RULES: Mapping[str, Mapping[str, TensorSharding]] = {
     "columns": {"weight": 0, "bias": 0},
@@ -31,21 +37,38 @@ def divide(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
     """Have a linear layer, with LoRA, in float8 or neither, whose parameters are distributed, compute with this rank's
     part of them."""
     linear._tensor_mesh = mesh  # type: ignore[assignment]
+    vars(linear)["forward"] = MethodType(_FORWARD[kind], linear)
+
+
+def _product(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None) -> Tensor:
+    """x times this rank's part, in dimension `dim`, of the weight; where it is None all ranks have the whole."""
     if isinstance(linear, LoRALinear):
-        _add_hooks(linear, kind, mesh)
-    else:
-        vars(linear)["forward"] = MethodType(_FORWARD[kind], linear)
-
-
-def _product(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _with_update(linear, x, weight, bias, dim)
     return linear.product(x, weight, bias) if isinstance(linear, Float8Linear) else F.linear(x, weight, bias)
+
+
+def _with_update(linear: LoRALinear, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None) -> Tensor:
+    """With the columns of A, or the rows of B, that go with the part of the weight."""
+    a, *bs = (local(linear, each, partial=dim is not None) for each in linear.lora_parameters().values())
+    b, of_x = linear.native_b(bs), None
+    if dim == 0:
+        b = own_part_of_each(linear, b, [len(b)], 0)
+    elif dim == 1:
+        a, of_x = own_part_of_each(linear, a, [a.shape[1]], 1), x.ndim - 1
+    elif token_parts.current() is not None:
+        of_x = x.ndim - 2
+    return linear.product(x, weight, bias, a, b, lambda x, p: dropout(linear, x, p, of_x))
 
 
 def _columns(linear: nn.Linear, x: Tensor) -> Tensor:
     parts = token_parts.current()
-    if parts is None or isinstance(linear, Float8Linear):
-        return _replicated(linear, used_in_parts(linear, x))
+    if parts is None or isinstance(linear, _KEEPS_INPUT):
+        return _gathered_columns(linear, used_in_parts(linear, x))
     return parts.gathered_linear(x, local(linear, linear.weight), local(linear, linear.bias))
+
+
+def _gathered_columns(linear: nn.Linear, x: Tensor) -> Tensor:
+    return _product(linear, x, local(linear, linear.weight), local(linear, linear.bias), 0)
 
 
 def _columns_to_all(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -54,50 +77,23 @@ def _columns_to_all(linear: nn.Linear, x: Tensor) -> Tensor:
 
 def _rows(linear: nn.Linear, x: Tensor) -> Tensor:
     parts, weight, bias = token_parts.current(), local(linear, linear.weight), local(linear, linear.bias)
-    if parts is None or isinstance(linear, Float8Linear):
-        y = sum_over_ranks(linear, _product(linear, x, weight, None), linear.weight)
+    if parts is None or isinstance(linear, _KEEPS_INPUT):
+        y = sum_over_ranks(linear, _product(linear, x, weight, None, 1), linear.weight)
     else:
         y = parts.summed_linear(x, weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def _replicated(linear: nn.Linear, x: Tensor) -> Tensor:
-    return _product(linear, x, local(linear, linear.weight), local(linear, linear.bias))
+    return _product(linear, x, local(linear, linear.weight), local(linear, linear.bias), None)
 
 
+_KEEPS_INPUT = (Float8Linear, LoRALinear)
+"""Linear layers that are given all tokens, rather than gathering them themselves."""
 _FORWARD: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
     "columns": _columns,
-    "gathered_columns": _replicated,
+    "gathered_columns": _gathered_columns,
     "columns_to_all": _columns_to_all,
     "rows": _rows,
     "replicated": _replicated,
 }
-
-
-def _add_hooks(linear: nn.Module, kind: str, mesh: DeviceMesh) -> None:
-    """A layer with LoRA, of DTensors, takes and gives plain tensors."""
-    given = Shard(-1) if kind == "rows" else Replicate()
-    takes_all_tokens = kind in ("columns", "columns_to_all")
-
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = args
-        parts = token_parts.current()
-        if parts is not None and takes_all_tokens:
-            x = parts.gather(x)
-        elif parts is not None and kind == "replicated":
-            x = parts.whole(x)
-        if kind == "gathered_columns" or (parts is not None and takes_all_tokens):
-            return (local_tensors.with_own_gradient(x, mesh), *others)
-        return (DTensor.from_local(x, mesh, [given], run_check=False), *others)
-
-    def leave(_: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
-        parts = token_parts.current()
-        if parts is not None and kind == "rows" and y.placements[0].is_partial():
-            return parts.sum(y.to_local(grad_placements=[Replicate()]))
-        if kind in ("rows", "columns_to_all"):
-            y = y.redistribute(placements=[Replicate()])
-        found: Tensor = y.to_local(grad_placements=[Partial()] if kind == "columns_to_all" else None)
-        return found if parts is None or "columns" in kind else parts.take(found)
-
-    linear.register_forward_pre_hook(enter)
-    linear.register_forward_hook(leave)

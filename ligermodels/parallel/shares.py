@@ -11,7 +11,6 @@ from torch import nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import ConfigError
-from ligermodels.layers.lora import LoRALinear
 from ligermodels.parallel.expert import check_expert_parallel, mixtures, of_experts
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_placements
 
@@ -55,8 +54,6 @@ class Shares:
             dims = dict.fromkeys(spread, 0)
         if tensor > 1:
             check_tensor_parallel(model.config, tensor)
-            if any(isinstance(module, LoRALinear) for module in model.modules()):
-                raise ConfigError("tensor: the memory of LoRA beside it is not known here; leave one of them out")
             dims = tensor_placements(model, tensor)
         self._all = [Share(p, self._shape(p, dims.get(id(p))), id(p) in spread) for p in model.parameters()]
         self._by_id = {id(share.parameter): share for share in self._all}

@@ -12,6 +12,7 @@ here knows which layers there are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -143,8 +144,6 @@ def modules_with_rules(module: nn.Module, name: str, ranks: int) -> Iterator[Pla
         path = f"{name}.{key}" if name else key
         if (kind := rules.get(key)) is None:
             yield from modules_with_rules(child, path, ranks)
-        elif getattr(child, "float8", None) is not None and type(child) is not Float8Linear:
-            raise ConfigError(f"{path} ({type(child).__name__}): has no tensor parallelism in float8; exclude it there")
         elif type(child) in (nn.Linear, LoRALinear, Float8Linear):
             _check_float8(path, child, str(kind), ranks)
             others = {key: "replicated" for key, _ in child.named_parameters()}
@@ -156,9 +155,9 @@ def modules_with_rules(module: nn.Module, name: str, ranks: int) -> Iterator[Pla
             )
 
 
-def _check_float8(name: str, linear: nn.Module, kind: str, ranks: int) -> None:
+def _check_float8(name: str, linear: Any, kind: str, ranks: int) -> None:
     """ConfigError unless this rank's part of a linear layer in float8 has sizes that float8 takes."""
-    if not isinstance(linear, Float8Linear):
+    if getattr(linear, "float8", None) is None:
         return
     rows, columns = linear.out_features, linear.in_features
     shards: Mapping[TensorSharding, tuple[int, int]] = {0: (rows // ranks, columns), 1: (rows, columns // ranks)}

@@ -80,16 +80,19 @@ def add_rms_norm(
 
 def rms_norm_reference(
     x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, casting_mode: CastingMode = "llama",
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, mean_square: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The specification of `rms_norm`, in plain torch."""
+    """The specification of `rms_norm`, in plain torch. mean_square: (..., 1), by default that of x: where x are some of
+    the channels of a row, that of all of them, in float32 (float64 for float64)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     plain = type(x) in PLAIN_OR_NONE and type(weight) in PLAIN_OR_NONE  # torch's op has no rule for all DTensors
-    if plain and x.dtype == dtype and weight is not None and weight.dtype == dtype:  # in one op, for nothing is rounded
+    if (
+        mean_square is None and plain and x.dtype == dtype and weight is not None and weight.dtype == dtype
+    ):  # in one op, for nothing is rounded
         y = torch.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, eps).contiguous()
         return y if residual is None else (y + residual).contiguous()
     y = x.to(dtype)
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y * torch.rsqrt((y.square().mean(-1, keepdim=True) if mean_square is None else mean_square) + eps)
     if weight is not None:
         if casting_mode == "llama":
             y = y.to(x.dtype).to(dtype)

@@ -3,10 +3,10 @@ over its ranks, in either direction. Imported when the first DTensor is seen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,26 +49,29 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        total = all_reduce(dx.contiguous(), "sum", ctx.mesh)
-        return total.wait() if isinstance(total, AsyncCollectiveTensor) else total, None
+        return _sum(dx, ctx.mesh), None
 
 
-def with_own_gradient(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """The plain tensor x, the same on all ranks, as a DTensor. The gradient of x is this rank's part of a sum."""
-    return cast(DTensor, _OwnGradient.apply(x, mesh))
+def mean_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The mean of plain tensors x over ranks, each of which uses it in its own way: gradients are summed over ranks."""
+    found: Tensor = _SumBothWays.apply(x, mesh)
+    return found / mesh.size()
 
 
-class _OwnGradient(torch.autograd.Function):
+class _SumBothWays(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    def forward(ctx, x, mesh):
+        ctx.mesh = mesh
+        return _sum(x, mesh)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        assert isinstance(dy, DTensor)
-        if all(placement.is_partial() for placement in dy.placements):
-            return dy.to_local(), None
-        return dy.full_tensor() * float(is_first_rank(dy)), None
+    def backward(ctx, dy):
+        return _sum(dy, ctx.mesh), None
+
+
+def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    total = all_reduce(x.contiguous(), "sum", mesh)
+    return total.wait() if isinstance(total, AsyncCollectiveTensor) else total
 
 
 def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
@@ -100,11 +103,13 @@ def with_summed_gradient(parameter: Tensor) -> DTensor:
     return parameter.redistribute(placements=parameter.placements)
 
 
-def of_local_tensors(function: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """`function` of the values of replicated DTensors, the same on all ranks, as a replicated DTensor."""
-    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in parameters]
-    mesh = next(x.device_mesh for x in parameters if isinstance(x, DTensor))
-    return DTensor.from_local(function(whole), mesh, [Replicate()] * mesh.ndim, run_check=False)
+def dropout(x: Tensor, p: float, mesh: DeviceMesh, dim: int | None) -> Tensor:
+    """x after dropout with probability p: by torch's random numbers of DTensors, which on GPUs are the same on all
+    ranks where these have the same x, and others where each has its part of `dim`. Its gradient is this rank's own."""
+    placement = Replicate() if dim is None else Shard(dim)
+    found = F.dropout(DTensor.from_local(x, mesh, [placement], run_check=False), p)
+    assert isinstance(found, DTensor)
+    return _to_local(found, [placement])
 
 
 def is_first_rank(parameter: Tensor) -> bool:
