@@ -5,7 +5,6 @@ defined. It is slow, so only tests marked `kernels` meet it: for all others, and
 request is withdrawn and the ops are held to the reference. With a CUDA device nothing is forced.
 """
 
-import multiprocessing
 import os
 import random
 from collections.abc import Iterator
@@ -129,9 +128,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def children() -> Any:
     """Processes that have imported everything before they begin."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ligermodels.training.medusa", "ligermodels.cli", "runs"])
-    first = context.Process(target=int)  # With it the server starts.
-    first.start()
-    first.join()
-    return context
+    from children import forks
+
+    return forks()

@@ -161,7 +161,7 @@ def test_a_run_is_extended(
     assert train_heads(longer, out, resume=True).finished and steps_of(out) == found
     with pytest.raises(ConfigError, match="the run has 12, and would have 6"):
         train_heads(recipe, out, resume=True)
-    assert train_heads(longer.changed({"epochs": 50.0}), out, resume=True).step > 12
+    assert train_heads(longer.changed({"epochs": 4.0}), out, resume=True).step > 12
 
 
 def steps_of(out: Path) -> list[tuple[int, float]]:

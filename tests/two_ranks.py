@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from children import forks
 from torch.distributed.device_mesh import init_device_mesh
 
 WORLD = 2
@@ -27,8 +27,9 @@ def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: An
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rendezvous").unlink(missing_ok=True)  # of an earlier call
     done = Path(tempfile.mkdtemp())
-    spawn = mp.get_context("spawn")
-    workers = [spawn.Process(target=_enter, args=(work, rank, world, folder, done, arguments)) for rank in range(world)]
+    workers = [
+        forks().Process(target=_enter, args=(work, rank, world, folder, done, arguments)) for rank in range(world)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

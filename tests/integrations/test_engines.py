@@ -18,10 +18,13 @@ import ligermodels as lm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
 DATA, DEEPSPEED, ACCELERATE, FABRIC, TRAINER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+# On the CPU DeepSpeed would first compile a C++ extension, an all-reduce by shared memory, and wait for a lock on its
+# folder: without end, if a process that held it was killed.
+NO_BUILD = 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False'
 ON_CPU = {
     "torch.bfloat16": "torch.float32",
     '"bf16": {"enabled": True}': '"bf16": {"enabled": False}',
-    "deepspeed.init_distributed()": 'deepspeed.init_distributed("gloo")',
+    "deepspeed.init_distributed()": f'{NO_BUILD}\ndeepspeed.init_distributed("gloo")',
     "Accelerator(": "Accelerator(cpu=True, ",
     "devices=devices": 'accelerator="cpu", devices=devices',
 }

@@ -42,7 +42,7 @@ OPS = {
     "gelu_tanh": (geglu, geglu_reference, plain(partial(functional.gelu, approximate="tanh"))),
     "gelu": (partial(geglu, approximate="none"), partial(geglu_reference, approximate="none"), plain(functional.gelu)),
 }
-SHAPES = [(1, 1), (5,), (3, 100), (2, 3, 2050), (2, 517), (2, 0, 6), (4, 0)]
+SHAPES = [(1, 1), (5,), (2, 3, 100), (1, 2, 2050), (2, 517), (2, 0, 6), (4, 0)]
 
 
 @pytest.fixture(params=OPS)
@@ -73,7 +73,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", [(3, 100), (2, 2050)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 100), (1, 1030)], ids=str)
 def test_options(where: Where, ops: tuple[Op, Op, Op], shape: tuple[int, int], options: dict[str, float]) -> None:
     op, reference, expected = (partial(each, **options) for each in ops)
     gate, up, packed = (torch.randn(shape[0], n * shape[1], dtype=where.dtype, device=where.device) for n in (1, 1, 2))
