@@ -25,29 +25,40 @@ def in_two_ranks(work: Callable[..., None], folder: Path, *arguments: Any) -> No
 def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
     """The same in `world` processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rendezvous").unlink(missing_ok=True)  # of an earlier call
-    done = Path(tempfile.mkdtemp())
-    workers = [
-        forks().Process(target=_enter, args=(work, rank, world, folder, done, arguments)) for rank in range(world)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(240)
-        worker.kill()
-    errors = [path.read_text() for path in sorted(folder.glob("error-*"))]
-    assert not errors, errors[0]
-    assert [worker.exitcode for worker in workers] == [0] * world
+    for left in (folder / "rendezvous", *folder.glob("error-*")):  # of an earlier call
+        left.unlink(missing_ok=True)
+    deadline = time.monotonic() + 240
+    with tempfile.TemporaryDirectory() as done:
+        workers = [
+            forks().Process(target=_enter, args=(work, rank, world, folder, Path(done), arguments), daemon=True)
+            for rank in range(world)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+            late = [rank for rank, worker in enumerate(workers) if worker.is_alive()]
+        finally:
+            for worker in workers:
+                if worker.pid is not None:
+                    worker.kill()
+                    worker.join()
+    errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)  # the cause comes first
+    assert not errors, "\n".join(path.read_text() for path in errors)
+    assert not late, f"ranks {late} timed out"
+    assert [worker.exitcode for worker in workers] == [0] * world, "a rank was killed, or failed before it began"
 
 
 def _enter(
     work: Callable[..., None], rank: int, world: int, folder: Path, done: Path, arguments: tuple[Any, ...]
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
     try:
+        torch.set_num_threads(1)
+        rendezvous = f"file://{folder}/rendezvous"
+        dist.init_process_group(
+            "gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
         work(rank, folder, init_device_mesh("cpu", (world,)), *arguments)
         # Not gloo's barrier: the rank that leaves it first may end while the other still reads from it.
         (done / str(rank)).touch()

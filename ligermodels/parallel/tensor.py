@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, _random, distribute_tensor
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
@@ -72,6 +72,18 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         else:
             linears.divide(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
+    _keep_random_states(mesh)
+
+
+def _keep_random_states(mesh: DeviceMesh) -> None:
+    """Keep DTensor from setting the random state of every rank of the process group to the first one's.
+
+    It does so at its first random op, here of LoRA's dropout. Ranks with other sequences would drop the same places,
+    and a checkpointed block would be computed again from the state before. Ranks of one tensor group need equal states:
+    they have them by default, and by `ligermodels train`.
+    """
+    if _random.is_rng_supported_mesh(mesh) and not _random._rng_tracker:  # CPUs have none
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
     divide_tokens(bases[0].decoder, mesh)
 
 
