@@ -124,6 +124,10 @@ def values_of(name: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
     return st.integers(0, 3).flatmap(lambda die: anything if die == 3 else likely)
 
 
+TOWERS = {"audio_config", "vision_config", "talker_config", "code2wav_config", "token2wav_config"}
+"""With another config they are mostly of their published sizes: gigabytes, and no part of the text model."""
+
+
 def layers_of(config: Config) -> int:
     return int(list(nested_configs(config).values())[-1]["num_hidden_layers"])
 
@@ -252,6 +256,7 @@ def test_every_field(config: Config) -> None:
     def fuzz(values: Config, names: list[str]) -> None:
         alone = ((name, {name: values[name]}) for name in names)
         taken = [name for name, one in alone if accepted(config, one) and transformers_accepts(config, one)]
+        taken = [name for name in taken if name not in TOWERS or name not in config]
         for few in (taken[start : start + 12] for start in range(0, len(taken), 12)):
             compare(config, {name: values[name] for name in few})
 
