@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ligermodels.convert.config_json import check_generation, for_export, joined, nested_configs
 from ligermodels.convert.dequantize import dequantized
+from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -123,6 +124,7 @@ class ExportSpec:
         """
         if keep not in get_args(Keep):
             raise InputError(f"keep: must be 'model' or 'all', got {keep!r}")
+        folder = folder_to_write(folder)
         dtype = next((each.dtype for each in state.values() if each.is_floating_point()), torch.float32)
         export = partial(for_export, dtype=dtype, default_theta=self.default_theta, attribute_map=self.attribute_map)
         config, weight_map, files, extra = export(self.hf_config), self.weight_map, self.files, []

@@ -12,7 +12,7 @@ import typer
 from ligermodels.cli import models, options
 from ligermodels.console import print_json, progress, readable_bytes, say, show_table
 from ligermodels.convert.input_files import read_text
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, arguments_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +131,8 @@ def _verify_float8(
     folder = options.folder_of(path)
     model = options.load(folder, dtype, options.device_named(device), attention)
     ids = _ids(model, folder, text, tokens)
-    report = float8_agreement(model, ids[None], exclude=exclude)
+    with arguments_named(exclude="--float8-exclude"):
+        report = float8_agreement(model, ids[None], exclude=exclude)
     if as_json:
         print_json(
             {
@@ -145,8 +146,7 @@ def _verify_float8(
         rows = [(each.name, f"{each.cosine:.5f}", f"{each.norm_ratio:.4f}") for each in report.gradients]
         show_table(["gradient of", "cosine", "ratio of norms"], rows, numbers=[1, 2])
         typer.echo(f"Loss {report.loss:.5f}, in float8 {report.float8_loss:.5f}; the farthest: {report.worst.name}.")
-    if tolerance is not None and not report.worst.error <= tolerance:
-        raise typer.Exit(1)
+    _require_within(tolerance, report.worst.error, f"the gradient of {report.worst.name}")
 
 
 SEQ_LEN = 2048
@@ -191,7 +191,13 @@ def _verify_quantized(
         perplexities = [f"{found[name]:.3f}" for name in ("perplexity", "quantized_perplexity")]
         show_table(["", "without", "quantised"], [("perplexity", *perplexities), ("weights", *sizes)], numbers=[1, 2])
         typer.echo(f"KL divergence {report.kl:.5f} nats per token, over {found['tokens']:,} predicted tokens.")
-    if tolerance is not None and not report.kl <= tolerance:
+    _require_within(tolerance, report.kl, "the KL divergence")
+
+
+def _require_within(tolerance: float | None, error: float, what: str) -> None:
+    """Exit code 1, with a word why, for an error above the tolerance, if there is one."""
+    if tolerance is not None and not error <= tolerance:
+        say(f"{what}: {error:.1e} is above --tolerance {tolerance:.1e}")
         raise typer.Exit(1)
 
 

@@ -152,6 +152,16 @@ class TrainingRecipe(BaseModel):
         return cls().changed(recipe_settings(name_or_path, cls.kind), str(name_or_path))
 
     @classmethod
+    def check_kind(cls, recipe: object) -> None:
+        """ConfigError unless `recipe` is one of this kind."""
+        if not isinstance(recipe, cls):
+            name = cls.__name__
+            raise ConfigError(
+                f"recipe: must be a {name}, got a {type(recipe).__name__}; {name}(**settings) makes one, and "
+                f"{name}.read(file)"
+            )
+
+    @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Default of each setting."""
         return {name: field.default for name, field in cls.model_fields.items()}
