@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ligermodels.arguments import check_number
 from ligermodels.cli import models, options
 from ligermodels.console import print_json, progress, readable_bytes, say, show_table
 from ligermodels.convert.input_files import read_text
@@ -54,6 +55,8 @@ def verify(
     perplexities; exit code 1 where the KL is above --tolerance, if that is given. Give a --text: of random tokens
     perplexities say nothing.
     """
+    if tolerance is not None:
+        check_number("--tolerance", tolerance)
     if float8_exclude and not float8:
         raise typer.BadParameter("is for --float8", param_hint="--float8-exclude")
     rounding = options.quantizing(quantize, quantize_exclude)
