@@ -190,7 +190,7 @@ def test_empty_cache_without_a_hub(
     hub: Hub, tmp_path: Path, arguments: dict[str, Any], environment: dict[str, str], reason: str
 ) -> None:
     [(kind, message)] = resolve(hub, tmp_path, {"name_or_path": "some/single", **arguments}, **environment)
-    assert kind == "HubError" and f"some/single: is {reason}" in message
+    assert kind == "HubError" and f"some/single: neither a local folder nor {reason}" in message
     assert not hub.served
 
 
