@@ -78,7 +78,7 @@ class TrainingRecipe(BaseModel):
     base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
     data: tuple[str, ...] = Field((), description="Text, or .jsonl with a text or a chat in each line.")
     validation_fraction: float = Field(
-        0.05, ge=0, le=1, description="Fraction of the data in the validation split; 0: none."
+        0.05, ge=0, le=1, lt=1, description="Fraction of the data in the validation split; 0: none."
     )
     validation_tokens: int | None = Field(None, ge=1, description="Tokens of it to evaluate on.  [default: all]")
     max_bad_lines: int = Field(0, ge=0, description="Unusable lines that are skipped, each with a message.")
