@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ligermodels.convert.input_files import check_depth, read_json_object, shown
+from ligermodels.convert.input_files import check_depth, read_json_object
 from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import ConfigError
 from ligermodels.errors import short as short
@@ -16,7 +16,7 @@ from ligermodels.errors import short as short
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ConfigError names the file when it is missing, not JSON, or not an object."""
-    return read_json_object(path, ConfigError, f"; a checkpoint folder needs a {shown(path.name)}")
+    return read_json_object(path, ConfigError, "; is this the folder of what you want to open?")
 
 
 def as_config(config: Mapping[Any, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ligermodels.convert.config_json import check_generation, for_export, joined, nested_configs
 from ligermodels.convert.dequantize import dequantized
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHECKPOINT
+from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -123,6 +125,7 @@ class ExportSpec:
         """
         if keep not in get_args(Keep):
             raise InputError(f"keep: must be 'model' or 'all', got {keep!r}")
+        folder = folder_to_write(folder)
         dtype = next((each.dtype for each in state.values() if each.is_floating_point()), torch.float32)
         export = partial(for_export, dtype=dtype, default_theta=self.default_theta, attribute_map=self.attribute_map)
         config, weight_map, files, extra = export(self.hf_config), self.weight_map, self.files, []
@@ -145,9 +148,16 @@ class ExportSpec:
                 max_shard_size=max_shard_size,
                 files={**files, **written},
                 overwrite=overwrite,
+                replaced=(*CHECKPOINT, *_adapter_in(folder)),
                 check=check,
                 ranks=ranks,
             )
+
+
+def _adapter_in(folder: Path) -> tuple[str, ...]:
+    """The files of an adapter that is in `folder` without a checkpoint. Beside one, transformers would open the
+    adapter's base model in its place."""
+    return () if (folder / "config.json").is_file() else (ADAPTER, ADAPTER_CONFIG)
 
 
 def as_json(content: Mapping[str, Any]) -> str:

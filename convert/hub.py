@@ -34,8 +34,11 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
     (RevisionNotFoundError, "has no revision {revision!r}"),
     (DisabledRepoError, "is disabled on the hub"),
     (HFValidationError, "neither a local folder nor a repo id, which is owner/name"),
-    (OfflineModeIsEnabled, "is not in the cache, and the hub is not used (local_files_only or HF_HUB_OFFLINE)"),
-    (LocalEntryNotFoundError, "is not in the cache, and {endpoint} cannot be reached: {cause}"),
+    (
+        OfflineModeIsEnabled,
+        "neither a local folder nor in the cache, and the hub is not used (local_files_only or HF_HUB_OFFLINE)",
+    ),
+    (LocalEntryNotFoundError, "neither a local folder nor in the cache, and {endpoint} cannot be reached: {cause}"),
     (EntryNotFoundError, "lacks a file: {error}"),
     (Exception, "{action} failed, run again to retry: {kind}: {error}"),
 )

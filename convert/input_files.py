@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ligermodels.errors import LigerModelsError
+from ligermodels.errors import CheckpointError, LigerModelsError
 
 Kind = type[LigerModelsError]
 
@@ -50,6 +50,11 @@ def as_path(name: object, kind: Kind, what: str) -> Path:
     if "\0" in text:
         raise kind(f"{what} {text!r}: has a null byte, which no path has")
     return path
+
+
+def folder_to_write(name: object) -> Path:
+    """A folder to write into, with `~` expanded as where it is read; CheckpointError where `name` can be none."""
+    return as_path(name, CheckpointError, "the folder to write")
 
 
 def is_present(path: Path, kind: Kind) -> bool:

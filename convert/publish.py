@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from ligermodels.convert import hub
 from ligermodels.convert.export_spec import SourceCheckpoint
 from ligermodels.convert.ranks import Ranks
+from ligermodels.errors import HubError
 
 CARD = "README.md"
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md")
@@ -56,6 +57,8 @@ def publish(to: Destination, write: Callable[[Path], None], source: SourceCheckp
 
     Raises HubError when the repository cannot be written, or the base's card cannot be fetched.
     """
+    if not isinstance(to.repo_id, str):
+        raise HubError(f"repo_id: must be 'owner/name', got a {type(to.repo_id).__name__}")
     url = ""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "checkpoint"

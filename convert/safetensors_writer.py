@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ligermodels.convert.digests import digest_of
 from ligermodels.convert.files import CHECKPOINT, DIGESTS, INDEX
+from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.saving import written_whole
 from ligermodels.errors import CheckpointError, InputError
@@ -62,7 +63,8 @@ def save_checkpoint(
             Or another rank failed.
         InputError: `max_shard_size` is not a size.
     """
-    ranks, where = ranks or Ranks(), os.fspath(folder)
+    folder, ranks = folder_to_write(folder), ranks or Ranks()
+    where = os.fspath(folder)
     limit, found, files = parse_size(max_shard_size), list(tensors), files or {}
     by_name = {key: (shape, dtype, read) for key, shape, dtype, read in found}
     if not found or len(by_name) < len(found):
@@ -87,9 +89,7 @@ def save_checkpoint(
             if ranks.writes:
                 needed = split.metadata["total_size"] + sum(map(_size, files.values()))
                 needed += _size(index(dict.fromkeys(shards, "0" * 64))) if shards else 0
-                temporary = opened.enter_context(
-                    written_whole(Path(folder), needed, overwrite=overwrite, replaced=replaced)
-                )
+                temporary = opened.enter_context(written_whole(folder, needed, overwrite=overwrite, replaced=replaced))
                 for file, content in files.items():
                     _write(temporary / file, content)
         hashing = opened.enter_context(ThreadPoolExecutor(1, "digest"))  # while the next shard is fetched

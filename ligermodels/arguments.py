@@ -13,6 +13,9 @@ LARGEST = 1e38
 Quantized = Literal["float8", "int4"]
 """Formats of quantised weights: see `ops.quantize_weight`."""
 
+MOST_HEADS = 1000
+"""Most draft heads, steps of one, and layers of each: formats number them by three digits."""
+
 MTP_STEPS = 3
 """Tokens beyond the next one that a head of multi-token prediction predicts, where no number is given."""
 
@@ -45,5 +48,5 @@ def check_token_id(name: str, value: Any) -> int:
 
 def check_format(name: str, kind: object) -> None:
     """InputError naming the argument unless `kind` is one of `Quantized`."""
-    if kind not in get_args(Quantized):
+    if not isinstance(kind, str) or kind not in get_args(Quantized):
         raise InputError(f"{name}: must be one of {', '.join(get_args(Quantized))}, got {short(kind)}")

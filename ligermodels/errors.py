@@ -1,6 +1,8 @@
 """Exceptions of ligermodels: each names the field, tensor or file at fault and says what to do."""
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -50,6 +52,19 @@ def validation_message(error: Any) -> str:
         return str(error["ctx"]["error"])
     text = error["msg"].replace("Input should be", "must be")
     return f"{'.'.join(map(str, error['loc']))}: {text}, got {short(error['input'])}"
+
+
+@contextmanager
+def arguments_named(**names: str) -> Iterator[None]:
+    """Errors about arguments that are passed on begin with the caller's names of them: `names` maps those of the
+    function called to these."""
+    try:
+        yield
+    except LigerModelsError as error:
+        name, colon, rest = str(error).partition(": ")
+        if not colon or name not in names:
+            raise
+        raise type(error)(f"{names[name]}: {rest}") from None
 
 
 def short(value: Any) -> str:

@@ -42,7 +42,7 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import BackendError, CheckpointError, ConfigError, InputError, short
+from ligermodels.errors import BackendError, CheckpointError, ConfigError, InputError, arguments_named, short
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for
 from ligermodels.ops.attention.attention import backends
@@ -143,7 +143,8 @@ def from_pretrained(
         if prepare is not None:
             prepare(model)
         if quantize is not None:
-            quantize_weights(model, quantize, exclude=quantize_exclude)
+            with arguments_named(exclude="quantize_exclude"):
+                quantize_weights(model, quantize, exclude=quantize_exclude)
         _allocate(model, kind, place, plan, mapped=mapped and place.type == "cpu")
         initialize_buffers(model, config.initializer_range)
         if place.type != "meta":
@@ -226,6 +227,12 @@ def from_transformers(
             Or some of the tensors that are one parameter here (of q, k and v, say) are frozen, and others are not.
         InputError: as `from_pretrained`.
     """
+    is_model = isinstance(hf_model, torch.nn.Module)
+    if not is_model or not isinstance(getattr(hf_model, "config", None), HasConfigDict):
+        raise InputError(
+            f"from_transformers: takes a ...ForCausalLM of transformers in memory, got a {type(hf_model).__name__}; "
+            "from_pretrained loads a checkpoint"
+        )
     first = next(hf_model.parameters())
     kind = resolve_dtype(dtype, torch_dtype) or first.dtype
     place = require_device(resolve_device(device, device_map, first.device))

@@ -385,3 +385,16 @@ def test_what_is_no_model_is_named(speaker: Path, adapter: Path, heads: Path, tm
             assert words in refused(name, *arguments[:1], *others, *arguments[1:], input="Hi\n")
     assert f"--adapter {both} does that" in run("generate", both, "--prompt", "Hi", "--max-new-tokens", 1).stderr
     assert not (tmp_path / "no").exists()
+
+
+def test_a_checkpoint_takes_the_place_of_an_adapter_alone(speaker: Path, adapter: Path, tmp_path: Path) -> None:
+    """transformers would open the adapter's base model in place of the checkpoint. Beside a checkpoint it stays."""
+    folder, kept = tmp_path / "adapter", tmp_path / "both"
+    shutil.copytree(adapter, folder)
+    shutil.copytree(speaker, kept)
+    for path in adapter.glob("adapter_*"):
+        shutil.copy(path, kept)
+    for out in (folder, kept):
+        ok("lora", "merge", speaker, adapter, out, "--overwrite")
+    assert (folder / "model.safetensors").is_file() and not list(folder.glob("adapter_*"))
+    assert len(list(kept.glob("adapter_*"))) == 2

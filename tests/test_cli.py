@@ -308,6 +308,31 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
     ),
     "no heads": (None, [*GENERATE, "--medusa", "{folder}"], "and no MTP head for this model"),
     "backend": (None, [*GENERATE, "--attention", "fastest"], "'fastest'"),
+    "tolerance": (None, ["verify", "{folder}", "--tolerance", "nan"], "--tolerance: must be a number"),
+    "layers in float8": (None, ["verify", "{folder}", "--float8", "--float8-exclude", "x"], "--float8-exclude: 'x'"),
+    "quantised layers": (
+        None,
+        [*GENERATE, "--quantize", "int4", "--quantize-exclude", "x"],
+        "--quantize-exclude: 'x' matches no layer",
+    ),
+    "rank": (
+        None,
+        [
+            "plan",
+            "{folder}",
+            "--gpus",
+            "1",
+            "--memory",
+            "9GB",
+            "--tokens",
+            "8",
+            "--seq-len",
+            "8",
+            "--lora-rank",
+            "99999",
+        ],
+        "--lora-rank: must be at most",
+    ),
     "format": (None, ["medusa", "export", "{folder}", "{folder}/heads", "{folder}/out", "--profile", "vlm"], ""),
 }
 
@@ -385,6 +410,21 @@ def test_wrong_usage_is_exit_code_2(arguments: str, words: str) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert re.fullmatch(r"error: .* \(see `\S.* --help`\)", line) and words in line
+
+
+@pytest.mark.parametrize("size", [2**61, None])
+def test_want_of_memory_is_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    def take(*arguments: object, **options: object) -> None:
+        if size is None:
+            raise MemoryError
+        torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(lm.CausalLM, "forward", take)
+    result = run("generate", checkpoint, "--prompt", "x")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.splitlines()[-1].startswith(
+        f"error: out of memory{'' if size is None else f' for {size:,} bytes'}: "
+    )
 
 
 def test_debug_lets_the_error_through(broken: Path) -> None:

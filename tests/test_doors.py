@@ -16,7 +16,8 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-import bad_values as bad_values  # adds its own
+import bad_arguments as bad_arguments  # adds its own
+import bad_values as bad_values
 import pytest
 import torch
 from bad_calls import FAULTS, Fault, Place

@@ -144,7 +144,7 @@ def test_lora_is_trained_alone_and_merged(base: Path, text: Path, config: Path, 
 
     for arguments, message in (
         ([base, "--lora-alpha", 3], "lora_alpha: is for LoRA, which lora_rank asks for"),
-        ([base, "--lora-rank", 2, "--lora-targets", "query"], "target_modules: 'query'"),
+        ([base, "--lora-rank", 2, "--lora-targets", "query"], "lora_targets: 'query'"),
         ([config, "--lora-rank", 2], "safetensors"),
     ):
         failed = cli(*arguments, "--data", text, "--out", tmp_path / "no", "--steps", 2)

@@ -301,7 +301,9 @@ def test_verify(tmp_path: Path) -> None:
     assert report["loss"] != report["float8_loss"] and abs(report["loss"] - report["float8_loss"]) < 0.02
     for each in report["gradients"].values():
         assert 0.9 < each["cosine"] < 1 - 1e-6 and 0.9 < each["norm_ratio"] < 1.1
-    assert verify("--tolerance", "0.2").exit_code == 0 and verify("--tolerance", "1e-4").exit_code == 1
+    assert verify("--tolerance", "0.2").exit_code == 0
+    far = verify("--tolerance", "1e-4")
+    assert far.exit_code == 1 and "is above --tolerance 1.0e-04" in far.stderr
     assert "decoder.blocks.1.mlp.down.weight" in verify().stdout
     for arguments in (["--reference", str(tmp_path)], ["--tokens", "1"], ["--float8-exclude", "none"]):
         assert verify(*arguments).exit_code != 0

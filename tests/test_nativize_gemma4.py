@@ -33,6 +33,8 @@ def test_embeddings_and_inputs_by_layer_in_place_of_ids(padding: bool, monkeypat
     assert len(passes) == 1
     with pytest.raises(ValueError, match="per_layer_inputs"):
         hf(ids, per_layer_inputs=by_layer)
+    with pytest.raises(InputError, match=r"per_layer_inputs: must be \(2, 23, 5, 26\), got \(2, 5, 23, 26\)"):
+        hf(inputs_embeds=embeds, per_layer_inputs=by_layer.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", [PER_LAYER, EXPERTS])

@@ -111,7 +111,7 @@ def check_training(
         ({}, 8, (1, 8)),
         ({"replicate": 2}, 8, (2, 4)),
         ({"replicate": 2, "shard": 4}, 8, (2, 4)),
-        ({"replicate": 3}, 8, "replicate 3 does not divide the 8 ranks"),
+        ({"replicate": 3}, 8, "replicate 3: does not divide the number of ranks, which is 8; .* a multiple of 3"),
         ({"shard": 3}, 8, "shard: 3, times 1, is 3 ranks, and there are 8; give shard 8, or -1"),
         ({"shard": 0}, 8, "shard: must be at least 1, or -1"),
         ({"replicate": "2"}, 8, "replicate: must be a valid integer, got '2'"),
@@ -155,9 +155,9 @@ def test_plans_that_a_model_does_not_fit() -> None:
     ):
         with pytest.raises(ConfigError, match=wrong):
             lm.ParallelPlan(expert=2, **other)
-    with pytest.raises(ConfigError, match="context: a Linear has no native decoder"):
+    with pytest.raises(InputError, match="takes a native CausalLM or a model around one, got a Linear without"):
         lm.parallelize(nn.Linear(2, 2), lm.ParallelPlan(context=2))
-    with pytest.raises(ConfigError, match="context 2 does not divide the 1 ranks"):
+    with pytest.raises(ConfigError, match=r"context 2: does not divide the number of ranks, which is 1; .*torchrun"):
         lm.parallelize(model, lm.ParallelPlan(context=2, **modes))
     with pytest.raises(ConfigError, match="there are 1; give shard 1"):
         lm.parallelize(model, lm.ParallelPlan(shard=2, **modes))

@@ -17,7 +17,7 @@ from benchmarks.models import CONFIGS as MODELS
 from ligermodels.cli import app
 from ligermodels.cli.plan import memory_size
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.parallel.advice import candidates
+from ligermodels.parallel.advice import _divisors, candidates
 from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
 from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
@@ -269,6 +269,34 @@ def test_the_command(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*command[:5], "1GB", *command[6:]])
     assert refused.exit_code == 1
     assert "no plan fits" in refused.output
+    # a config alone, as `train` takes it; bytes for what is no gigabyte
+    refused = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), *command[2:5], "1000", *command[6:]])
+    assert "no plan fits" in refused.output and "940 bytes are usable" in refused.output
+    uneven = CliRunner().invoke(app, [*command[:2], "--gpus", "12", *command[4:]])
+    assert uneven.exit_code == 2 and "--gpus: must be whole hosts of 8" in uneven.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gpus": 10**13}, "gpus: must be at most 131,072"),
+        ({"batch_tokens": 10**23}, "tokens: must be at most 2,147,483,647"),
+        ({"seq_len": 2.5}, "seq_len: must be a whole number"),
+        ({"memory": 0}, "memory: must be a whole number of at least 1"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_at_once(changes: dict[str, Any], words: str) -> None:
+    arguments = {"gpus": 2, "memory": int(80e9), "batch_tokens": 8192, "seq_len": 2048, **changes}
+    with pytest.raises(InputError, match=words):
+        candidates(lm.from_config({**BASE, "model_type": "llama"}, device="meta"), **arguments)
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 2**31 - 1, 2**31 - 2**11])
+def test_divisors(number: int) -> None:
+    found = list(_divisors(number))
+    assert found == sorted(set(found)) and all(number % each == 0 for each in found)
+    small = {each for each in range(1, min(number, 1000) + 1) if number % each == 0}
+    assert small | {number // each for each in small} <= set(found)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ WRONG = {
     "num_heads: true": "num_heads: must be a valid integer, got True",
     "num_heads: null": "num_heads: must be a valid integer, got None",
     "num_heads: 0": "num_heads: must be greater than or equal to 1, got 0",
-    "validation_fraction: 1.5": "validation_fraction: must be less than or equal to 1, got 1.5",
+    "validation_fraction: 1.0": "validation_fraction: must be less than 1, got 1.0",
     "validation_fraction: x": "validation_fraction: must be a valid number, got 'x'",
     "learning_rate: fast": "learning_rate: must be a valid number, got 'fast'",
     "learning_rate: true": "learning_rate: must be a valid number, got True",

@@ -32,7 +32,7 @@ from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json, short
 from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
-from ligermodels.convert.input_files import is_present
+from ligermodels.convert.input_files import folder_to_write, is_present
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
@@ -100,7 +100,8 @@ def write_adapter(
     known = None if source is not None and source.nested else targets(model, transformers_layout(model))
     own = {name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder}
     # Beside a checkpoint, the tokenizer is that checkpoint's.
-    replaced = () if (Path(folder) / "config.json").is_file() else TOKENIZER
+    folder = folder_to_write(folder)
+    replaced = () if (folder / "config.json").is_file() else TOKENIZER
     save_checkpoint(
         folder,
         adapter_map(layers).export(tensors),

@@ -11,6 +11,7 @@ from torch import nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.exclusion import Exclusion
 from ligermodels.archs.lora import check_untouched
+from ligermodels.archs.native import check_native
 from ligermodels.errors import BackendError, Float8Warning, InputError
 from ligermodels.layers.float8 import Float8Linear, slots
 from ligermodels.layers.lora import LoRALinear
@@ -117,11 +118,7 @@ def _warn(blocks: Sequence[nn.Module], without_rule: Sequence[tuple[nn.Module, s
 
 def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
     """The recipe; errors where the model cannot be had in float8."""
-    if not isinstance(model, CausalLM):
-        raise InputError(
-            f"float8: takes a native CausalLM, got a {type(model).__name__}; give the base of a model with heads, and "
-            "lm.from_transformers(model) of one of transformers"
-        )
+    check_native(model, "float8")
     if not isinstance(recipe, Float8Recipe | None):
         raise InputError(f"recipe: must be a Float8Recipe, got {recipe!r}")
     if is_sharded(model):

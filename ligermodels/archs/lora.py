@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.native import check_native
 from ligermodels.archs.registry import family_of
 from ligermodels.archs.state_dict import layout_in_memory
 from ligermodels.arguments import check_count, check_number
@@ -187,7 +188,8 @@ def without_lora(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_lora(model: CausalLM, what: str) -> dict[str, LoRALinear]:
-    """`lora_layers`; InputError when there are none."""
+    """`lora_layers`; InputError when there are none, or the model is no native one."""
+    check_native(model, what)
     if not (found := lora_layers(model)):
         raise InputError(f"{what}: the model has no LoRA; add_lora or load_adapter adds one")
     return found
@@ -205,8 +207,7 @@ def check_untouched(layers: Mapping[str, nn.Module], what: str) -> None:
 
 def check_adaptable(model: Any, what: str) -> None:
     """InputError unless LoRA can be added to the model."""
-    if not isinstance(model, CausalLM):
-        raise InputError(f"{what}: takes a native CausalLM, got a {type(model).__name__}")
+    check_native(model, what)
     if lora_layers(model):
         raise InputError(f"{what}: the model has LoRA already; merge_lora it, or start from a model without")
     if is_sharded(model):

@@ -11,6 +11,7 @@ from torch import nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.exclusion import Exclusion
 from ligermodels.archs.lora import check_untouched, lora_layers
+from ligermodels.archs.native import check_native
 from ligermodels.arguments import Quantized, check_format
 from ligermodels.errors import InputError
 from ligermodels.layers import MoE
@@ -79,7 +80,7 @@ def dequantize(model: Model) -> Model:
     `save_pretrained` writes them. Returns `model`. Raises InputError, and leaves the model as it is, where nothing is
     quantised, and for hooks on a quantised layer.
     """
-    _check_native(model, "dequantize")
+    check_native(model, "dequantize")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
     if not layers:
         raise InputError("dequantize: the model has no quantised weights")
@@ -97,15 +98,8 @@ def _left_by(name: str) -> str:
     )
 
 
-def _check_native(model: object, what: str) -> None:
-    if not isinstance(model, CausalLM):
-        raise InputError(
-            f"{what}: takes a native CausalLM, got a {type(model).__name__}; of heads on a model, their base"
-        )
-
-
 def _check(model: CausalLM, kind: Quantized) -> None:
-    _check_native(model, "quantize")
+    check_native(model, "quantize")
     check_format("quantize", kind)
     if is_quantized(model):
         raise InputError("quantize: the model is quantised already")

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -48,10 +49,11 @@ class Commands(TyperGroup):
             say("interrupted")
             raise typer.Exit(130) from None
         except Exception as error:
-            if ctx.params["debug"] or not _is_expected(error):
+            what = _of_memory(error)
+            if ctx.params["debug"] or not (what or isinstance(error, LigerModelsError | OSError)):
                 raise
             rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-            say(f"{rank}error: {_one_line(error)}")
+            say(f"{rank}error: {_one_line(what or error)}")
             raise typer.Exit(1) from None
 
 
@@ -74,9 +76,15 @@ def _one_line(error: Exception | str) -> str:
     return f"{first} {'; '.join(others)}".strip()
 
 
-def _is_expected(error: Exception) -> bool:
-    # By name: torch is not imported for every command.
-    return isinstance(error, LigerModelsError | OSError) or type(error).__name__ == "OutOfMemoryError"
+def _of_memory(error: Exception) -> str:
+    """What to say of an error for want of memory, of a GPU or of the host; empty for any other."""
+    if type(error).__name__ == "OutOfMemoryError":  # by name: torch is not imported for every command
+        return str(error)
+    size = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+    if size is None and not isinstance(error, MemoryError):
+        return ""
+    least = f" for {int(size[1]):,} bytes" if size else ""
+    return f"out of memory{least}: give fewer tokens at a time, a smaller dtype, or another device"
 
 
 app = typer.Typer(

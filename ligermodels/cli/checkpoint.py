@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ligermodels.arguments import check_number
 from ligermodels.cli import models, options
 from ligermodels.console import print_json, progress, readable_bytes, say, show_table
 from ligermodels.convert.input_files import read_text
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, arguments_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,8 @@ def verify(
     perplexities; exit code 1 where the KL is above --tolerance, if that is given. Give a --text: of random tokens
     perplexities say nothing.
     """
+    if tolerance is not None:
+        check_number("--tolerance", tolerance)
     if float8_exclude and not float8:
         raise typer.BadParameter("is for --float8", param_hint="--float8-exclude")
     rounding = options.quantizing(quantize, quantize_exclude)
@@ -130,7 +133,8 @@ def _verify_float8(
 
     model = load()
     ids = ids_for(model)
-    report = float8_agreement(model, ids[None], exclude=exclude)
+    with arguments_named(exclude="--float8-exclude"):
+        report = float8_agreement(model, ids[None], exclude=exclude)
     if as_json:
         print_json(
             {
@@ -144,8 +148,7 @@ def _verify_float8(
         rows = [(each.name, f"{each.cosine:.5f}", f"{each.norm_ratio:.4f}") for each in report.gradients]
         show_table(["gradient of", "cosine", "ratio of norms"], rows, numbers=[1, 2])
         typer.echo(f"Loss {report.loss:.5f}, in float8 {report.float8_loss:.5f}; the farthest: {report.worst.name}.")
-    if tolerance is not None and not report.worst.error <= tolerance:
-        raise typer.Exit(1)
+    _require_within(tolerance, report.worst.error, f"the gradient of {report.worst.name}")
 
 
 SEQ_LEN = 2048
@@ -185,7 +188,13 @@ def _verify_quantized(
         perplexities = [f"{found[name]:.3f}" for name in ("perplexity", "quantized_perplexity")]
         show_table(["", "without", "quantised"], [("perplexity", *perplexities), ("weights", *sizes)], numbers=[1, 2])
         typer.echo(f"KL divergence {report.kl:.5f} nats per token, over {found['tokens']:,} predicted tokens.")
-    if tolerance is not None and not report.kl <= tolerance:
+    _require_within(tolerance, report.kl, "the KL divergence")
+
+
+def _require_within(tolerance: float | None, error: float, what: str) -> None:
+    """Exit code 1, with a word why, for an error above the tolerance, if there is one."""
+    if tolerance is not None and not error <= tolerance:
+        say(f"{what}: {error:.1e} is above --tolerance {tolerance:.1e}")
         raise typer.Exit(1)
 
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from ligermodels.arguments import Quantized
 from ligermodels.console import progress
-from ligermodels.errors import BackendError, CheckpointError
+from ligermodels.errors import BackendError, CheckpointError, arguments_named
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.renamed import flag, warn
 
@@ -79,7 +79,8 @@ def quantizing(kind: Quantized | None, exclude: Sequence[str] | None) -> Prepare
     def quantized(model: CausalLM) -> object:
         from ligermodels.archs.quantize import quantize
 
-        return quantize(model, kind, exclude=exclude or ())
+        with arguments_named(exclude="--quantize-exclude"):
+            return quantize(model, kind, exclude=exclude or ())
 
     return quantized
 

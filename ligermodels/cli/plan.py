@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ligermodels.cli import models
 from ligermodels.cli.options import AsJson
 from ligermodels.console import print_json, readable_bytes, say, show_table
+from ligermodels.errors import arguments_named
 
 DEGREES = ("replicate", "shard", "context", "tensor", "expert")
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -17,7 +17,7 @@ UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**2
 
 def plan(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A folder with a config.json, or a hub id; no weights are read.")
+        str, typer.Argument(metavar="CHECKPOINT", help="A config.json, its folder, or a hub id; no weights are read.")
     ],
     gpus: Annotated[int, typer.Option(min=1, help="How many GPUs.")],
     memory: Annotated[str, typer.Option(help="Memory of each, such as 80GB or 141GB.")],
@@ -35,20 +35,19 @@ def plan(
     their share. Times are arithmetic for H200s, in bfloat16 whatever the dtype.
     """
     size = memory_size(memory)
+    if gpus > gpus_per_host and gpus % gpus_per_host:
+        raise typer.BadParameter(f"must be whole hosts of {gpus_per_host} (--gpus-per-host)", param_hint="--gpus")
     import torch
 
     from ligermodels.archs.lora import add_lora
-    from ligermodels.convert.config_json import read_json
-    from ligermodels.convert.quantization import without_quantization
     from ligermodels.parallel.advice import candidates, worst_memory
     from ligermodels.parallel.cost import Hardware
     from ligermodels.pretrained import from_config
 
-    folder = models.locate(checkpoint, weights=False)
-    hf_config, _ = without_quantization(read_json(folder / "config.json"))
-    model = from_config(hf_config, dtype=getattr(torch, dtype), device="meta")
+    model = from_config(checkpoint, dtype=getattr(torch, dtype), device="meta")
     if lora_rank is not None:
-        add_lora(model, lora_rank)
+        with arguments_named(r="--lora-rank"):
+            add_lora(model, lora_rank)
     hardware = Hardware(gpus_per_host=gpus_per_host)
     found = candidates(model, gpus, size, tokens, seq_len, optimizer=optimizer, hardware=hardware)
     rows = [_facts(each, tokens, seq_len) for each in found]

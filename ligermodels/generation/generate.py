@@ -238,8 +238,8 @@ def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, p
     """How many tokens to generate at most; InputError unless that is at least 1."""
     check_values(max_new_tokens=max_new_tokens, max_length=max_length)
     if max_new_tokens is not None:
-        return max_new_tokens
-    left = DEFAULT_NEW_TOKENS if max_length is None else max_length - prompt_length
+        return int(max_new_tokens)  # of numpy too
+    left = DEFAULT_NEW_TOKENS if max_length is None else int(max_length) - prompt_length
     if left < 1:
         raise InputError(f"max_length {max_length} leaves nothing to generate after {prompt_length} prompt tokens")
     return left

@@ -88,6 +88,8 @@ def sample(
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
+MOST = 999_999_999
+"""Tokens, or samples, of a call."""
 VALUES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "do_sample": (bool, lambda value: True, "True or False"),
     "temperature": (Real, lambda value: 0 <= value < LARGEST, "a number above 0"),
@@ -96,7 +98,7 @@ VALUES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "repetition_penalty": (Real, lambda value: 0 < value < LARGEST, "a number above 0"),
     **dict.fromkeys(
         ("max_new_tokens", "max_length", "num_return_sequences"),
-        (Integral, lambda value: 1 <= value < 1e9, "a whole number, at least 1"),
+        (Integral, lambda value: 1 <= value <= MOST, f"a whole number from 1 to {MOST:,}"),
     ),
 }
 """Options of `generate` -> their type, whether a value is in range, and what it must be."""

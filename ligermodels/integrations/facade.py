@@ -10,6 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import Decoder
+from ligermodels.archs.native import check_native
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import DecodingState
 from ligermodels.integrations.decoder import DecoderView
@@ -27,8 +28,10 @@ def wrap(model: CausalLM) -> Any:
     Raises:
         ConfigError: the model was composed by hand, or its config is no longer what its config.json composes to; or
             transformers has no model of its `model_type`.
-        InputError: transformers' model of this family cannot compute natively, or `model` is wrapped already.
+        InputError: transformers' model of this family cannot compute natively; or `model` is no native model, or is
+            wrapped already.
     """
+    check_native(model, "wrap")
     if isinstance(model.decoder, _Decoder):
         raise InputError("wrap: this model is wrapped already; use the transformers model that wrap returned")
     spec = model.checked_export_spec()

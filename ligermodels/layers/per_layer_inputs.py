@@ -59,17 +59,20 @@ class PerLayerInputs(nn.Module):
 
         `embedded`, (B, T, layers, P), stands for the embedding of `input_ids` by layer, which are then not looked up.
 
-        Raises BackendError where torch.compile traces it on a GPU with gradients: those of the embedding that torch
-        2.11's inductor computes there were found to be wrong. Without `fullgraph` this part is then not compiled.
+        Raises InputError for an `embedded` of another shape; BackendError where torch.compile traces it on a GPU with
+        gradients: those of the embedding that torch 2.11's inductor computes there were found to be wrong. Without
+        `fullgraph` this part is then not compiled.
         """
+        shape = (self.config.num_layers, self.config.size)
         if embedded is None:
             embedded = cast(Tensor, self.embed(input_ids))
+        elif embedded.shape != (*x.shape[:-1], *shape):
+            raise InputError(f"per_layer_inputs: must be {(*x.shape[:-1], *shape)}, got {tuple(embedded.shape)}")
         if torch.compiler.is_compiling() and embedded.is_cuda and embedded.requires_grad:
             raise BackendError(
                 "torch.compile: the gradient of embed_tokens_per_layer by inductor on a GPU is wrong; freeze it "
                 "(requires_grad_(False)), or compile without fullgraph, which leaves this part out"
             )
-        shape = (self.config.num_layers, self.config.size)
         projected = self.norm((self.projection(x) * x.shape[-1] ** -0.5).unflatten(-1, shape))
         return cast(Tensor, (projected + embedded.reshape(projected.shape)) * 2**-0.5)
 

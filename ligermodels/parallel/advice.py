@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.arguments import check_count
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.parallel.cost import Hardware, ModelSize, StepCost, step_cost
@@ -16,6 +18,8 @@ from ligermodels.parallel.memory import StepMemory, StepTrace, step_memory
 from ligermodels.parallel.shares import Shares
 
 CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+MOST_GPUS = 2**17
+"""Beyond that there would be more ways to divide them than anybody reads."""
 RESERVED = 0.06
 """Fraction of a GPU's memory that is left free: the CUDA context, NCCL's buffers, fragmentation."""
 EXPERT_LOAD = 1.25
@@ -70,13 +74,14 @@ def candidates(
         hardware: by default an H200.
 
     Raises:
-        InputError: sizes below 1, or `batch_tokens` that cannot be divided evenly.
+        InputError: sizes below 1, more GPUs than MOST_GPUS, or `batch_tokens` that cannot be divided evenly.
         ConfigError: no plan fits; the message has what the smallest one needs, and what would help. Adafactor on
             several GPUs.
     """
-    for name, value in (("gpus", gpus), ("memory", memory), ("tokens", batch_tokens), ("seq_len", seq_len)):
-        if value < 1:
-            raise InputError(f"{name}: must be at least 1, got {value}")
+    check_count("gpus", gpus, most=MOST_GPUS)
+    check_count("memory", memory, most=2**63 - 1)
+    check_count("tokens", batch_tokens)
+    check_count("seq_len", seq_len)
     if optimizer == "adafactor" and gpus > 1:
         raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
     hardware = hardware or Hardware()
@@ -164,7 +169,10 @@ def _divisions(model: CausalLM, ranks: int, context: int, tensor: int) -> Iterat
 
 
 def _divisors(number: int) -> Iterator[int]:
-    return (n for n in range(1, number + 1) if number % n == 0)
+    """From 1 up."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    yield from small
+    yield from (number // n for n in reversed(small) if n * n != number)
 
 
 def _largest_that_fit(
@@ -222,4 +230,4 @@ def _refusal(
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size:,} bytes"

@@ -45,23 +45,32 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
 
     Raises, before the model is changed:
         ConfigError: the degrees do not make up the number of ranks, or do not divide the model.
-        InputError: there is no process group; the model has quantised weights; or another plan than the one by which a
-            part has been spread.
+        InputError: there is no native decoder in the model, or no process group; the model has quantised weights; or
+            another plan than the one by which a part has been spread.
     """
+    if not isinstance(plan, ParallelPlan | None):
+        raise InputError(
+            f"plan: must be a ParallelPlan, got a {type(plan).__name__}; ParallelPlan(tensor=2), say, makes one"
+        )
+    if not isinstance(model, nn.Module):
+        raise InputError(f"parallelize: takes a model, got a {type(model).__name__}")
     check_unquantized(model, "parallelize", "quantised weights cannot be sharded; each rank may load a whole model")
     before = parallelism_of(model)
     plan = plan or (before.plan if before else ParallelPlan())
     if before is not None and before.plan != plan:
         raise InputError("plan: a part of the model has been spread by another one; give the same")
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
+    if not decoders:
+        raise InputError(
+            f"parallelize: takes a native CausalLM or a model around one, got a {type(model).__name__} without; "
+            "accelerate spreads models of transformers, and lm.from_transformers(model) makes a native one"
+        )
     for decoder in decoders:
         check_tensor_parallel(decoder.config, plan.tensor)
         if plan.context > 1:
             check_context_parallel(decoder)
     if plan.expert > 1:
         check_expert_parallel(model, plan.expert)
-    if plan.context > 1 and not decoders:
-        raise ConfigError(f"context: a {type(model).__name__} has no native decoder, whose sequences could be divided")
     _check_compile(decoders, plan)
     _join_for(model)
     plan.degrees(world_size())

@@ -72,7 +72,10 @@ class ParallelPlan(BaseModel):
         told = " x ".join(f"{name} {size}" for name, size in found.items() if name != "shard" and size > 1) or "1"
         if self.shard == -1:
             if world_size % others:
-                raise ConfigError(f"shard: {told} does not divide the {world_size} ranks, so that nothing is left")
+                raise ConfigError(
+                    f"{told}: does not divide the number of ranks, which is {world_size}; start the program by "
+                    f"torchrun --nproc-per-node N, N a multiple of {others}"
+                )
             found["shard"] = world_size // others
         elif others * self.shard != world_size:
             rest, left = divmod(world_size, others)

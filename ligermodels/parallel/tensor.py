@@ -72,6 +72,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         else:
             linears.divide(module, kind, mesh)
     bases[0].decoder._tensor_ranks = ranks
+    divide_tokens(bases[0].decoder, mesh)
     _keep_random_states(mesh)
 
 
@@ -84,7 +85,6 @@ def _keep_random_states(mesh: DeviceMesh) -> None:
     """
     if _random.is_rng_supported_mesh(mesh) and not _random._rng_tracker:  # CPUs have none
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
-    divide_tokens(bases[0].decoder, mesh)
 
 
 def tensor_placements(model: nn.Module, ranks: int) -> dict[int, int]:

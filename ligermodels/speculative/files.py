@@ -222,8 +222,8 @@ def _found(folder: Path, opened: ExitStack) -> Heads:
         nearest = min(found, key=lambda name: PROFILES[name].distance(found[name], names, config))
         profile = PROFILES[nearest]
         return Heads(profile, *found[nearest], profile.has_biases(names), reader)
-    examples = ", ".join(f"{p.linear.format(head=0, layer=0, part='weight')!r}" for p in PROFILES.values())
-    raise NoHeadsError(f"{folder}: no Medusa heads: no tensor is named like one of {examples}")
+    examples = dict.fromkeys(repr(p.linear.format(head=0, layer=0, part="weight")) for p in PROFILES.values())
+    raise NoHeadsError(f"{folder}: no Medusa heads: no tensor is named like one of {', '.join(examples)}")
 
 
 @contextmanager

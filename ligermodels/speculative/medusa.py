@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.arguments import check_count
+from ligermodels.archs.native import check_native
+from ligermodels.arguments import MOST_HEADS, check_count
+from ligermodels.convert.input_files import folder_to_write
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.memory import memory_for
@@ -24,12 +25,9 @@ from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.files import open_heads, save_heads
 from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import heads_folder
-from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_base, check_decay
+from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import Tree, default_tree
-
-MOST = 1000
-"""Most heads, and layers of each: formats number them by three digits."""
 
 
 class MedusaModel(MultiHeadModel):
@@ -48,9 +46,9 @@ class MedusaModel(MultiHeadModel):
     ) -> None:
         """New heads: identity ResBlocks and, with own lm_heads, copies of the base's. See `from_base`."""
         super().__init__()
-        check_base(base)
-        num_heads = check_count("num_heads", num_heads, most=MOST)
-        num_layers = check_count("num_layers", num_layers, most=MOST)
+        check_native(base, "base")
+        num_heads = check_count("num_heads", num_heads, most=MOST_HEADS)
+        num_layers = check_count("num_layers", num_layers, most=MOST_HEADS)
         if lm_head not in ("own", "shared"):
             raise InputError(f"lm_head must be 'own' or 'shared', got {short(lm_head)}")
         self.base, self.lm_head, self.decay = base, lm_head, check_decay(decay)
@@ -174,7 +172,7 @@ class MedusaModel(MultiHeadModel):
             base_model = spec.hf_config.get("_name_or_path") or None
         base = spec if chosen.prefix else None
         options: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-        save_heads(Path(folder), chosen, self.shape, state, base_model=base_model, base=base, **options)
+        save_heads(folder_to_write(folder), chosen, self.shape, state, base_model=base_model, base=base, **options)
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -13,9 +12,11 @@ from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.mtp import mtp_block
-from ligermodels.arguments import MTP_STEPS, check_count
+from ligermodels.archs.native import check_native
+from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count
 from ligermodels.convert import hub
 from ligermodels.convert.export_spec import Keep
+from ligermodels.convert.input_files import folder_to_write
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers.initialization import allocate, initialize, skip_init
@@ -27,7 +28,7 @@ from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.mtp_drafter import MTPDrafter
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
-from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_base, check_decay
+from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_decay
 from ligermodels.speculative.tree import Tree, chain
 
 DECAY = 0.6
@@ -50,10 +51,11 @@ class MTPModel(MultiHeadModel):
     def __init__(self, base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1) -> None:
         """A head of random weights. See `from_base` and `from_pretrained`."""
         super().__init__()
-        check_base(base)
-        check_count("num_layers", num_layers)
-        num_steps = max(MTP_STEPS, num_layers) if num_steps is None else num_steps
-        check_count("num_steps", num_steps)
+        check_native(base, "base")
+        num_layers = check_count("num_layers", num_layers, most=MOST_HEADS)
+        num_steps = check_count(
+            "num_steps", max(MTP_STEPS, num_layers) if num_steps is None else num_steps, most=MOST_HEADS
+        )
         self.base, self.num_heads, self.decay = base, num_steps, check_decay(decay)
         self.layout = Layout.of(base, num_layers)
         with torch.device("meta"), skip_init():
@@ -118,7 +120,7 @@ class MTPModel(MultiHeadModel):
             base = from_pretrained(base, **options)
         elif options:
             raise InputError(f"{next(iter(options))}: is for loading the base model, which is given already")
-        check_base(base)
+        check_native(base, "base")
         if head is None:
             source = base.require_export_spec().source
             if source is None:
@@ -227,4 +229,4 @@ class MTPModel(MultiHeadModel):
     def save_head(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the head alone, under the names that it has in a checkpoint, for `from_pretrained`: config.json and
         model.safetensors. Errors are those of `CausalLM.save_pretrained`."""
-        save_head(self.base, self.head, self.layout, Path(folder), overwrite=overwrite)
+        save_head(self.base, self.head, self.layout, folder_to_write(folder), overwrite=overwrite)

@@ -284,14 +284,6 @@ class MultiHeadModel(nn.Module):
         return out if return_stats else out.sequences
 
 
-def check_base(base: Any) -> None:
-    """InputError unless `base` is a native model."""
-    if not isinstance(base, CausalLM):
-        raise InputError(
-            f"base: must be a native CausalLM, such as ligermodels.from_pretrained gives, got {type(base).__name__}"
-        )
-
-
 def check_decay(decay: Any) -> float:
     """`decay`; InputError unless it is a number that is at least 0."""
     return float(check_number("decay", decay))

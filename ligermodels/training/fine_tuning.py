@@ -16,7 +16,7 @@ from ligermodels.archs.adapter import save_adapter, write_adapter
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.lora import add_lora, lora_layers
 from ligermodels.data.batches import Batch
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, ConfigError, arguments_named
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.speculative.evaluation import evaluate, perplexity
 from ligermodels.training.base import Base
@@ -43,6 +43,7 @@ def fine_tune(
 
     Arguments and errors are those of `run_job`; the outcome's evaluation is a `LossEvaluation`.
     """
+    FineTuningRecipe.check_kind(recipe)
     return run_job(FineTuningJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
 
 
@@ -111,13 +112,14 @@ class FineTuningJob:
     def prepare(recipe: FineTuningRecipe, model: CausalLM) -> None:
         """Add LoRA, if the recipe trains it."""
         if recipe.lora_rank is not None:
-            add_lora(
-                model,
-                recipe.lora_rank,
-                lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
-                lora_dropout=recipe.lora_dropout,
-                target_modules=recipe.lora_targets or "all-linear",
-            )
+            with arguments_named(r="lora_rank", target_modules="lora_targets"):
+                add_lora(
+                    model,
+                    recipe.lora_rank,
+                    lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
+                    lora_dropout=recipe.lora_dropout,
+                    target_modules=recipe.lora_targets or "all-linear",
+                )
 
     def __init__(self, recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> None:
         self.model = model

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -16,6 +18,9 @@ from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import BY_CONTENT, Content
 from ligermodels.training.recipe import TrainingRecipe
+
+if TYPE_CHECKING:
+    from ligermodels.training.base import Base
 
 RECIPE = "recipe.yaml"
 CONTENT = "content.json"
@@ -44,6 +49,14 @@ def alone_in(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error}; give another folder") from error
         yield
+
+
+def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
+    """CheckpointError when the result would be written over what the run reads, and reads again when it is resumed."""
+    heads = getattr(recipe, "start_from", None)
+    for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), ("start_from", heads)):
+        if folder is not None and os.path.isdir(folder) and os.path.samefile(folder, out):
+            raise CheckpointError(f"{out}: is the run's {name}, which its result would replace; give another folder")
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

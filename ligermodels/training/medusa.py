@@ -37,6 +37,7 @@ def train_heads(
 
     Arguments and errors are those of `run_job`; the outcome's evaluation is a `HeadsEvaluation`.
     """
+    MedusaRecipe.check_kind(recipe)
     return run_job(MedusaJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
 
 

@@ -35,6 +35,7 @@ def train_mtp(
 
     Arguments and errors are those of `run_job`; the outcome's evaluation is a `HeadsEvaluation`.
     """
+    MTPRecipe.check_kind(recipe)
     return run_job(MTPJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
 
 

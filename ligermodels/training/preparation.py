@@ -6,6 +6,7 @@ import torch
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.float8 import float8
+from ligermodels.errors import arguments_named
 from ligermodels.ops import Float8Recipe
 from ligermodels.training.job import JobFactory
 from ligermodels.training.recipe import R
@@ -17,4 +18,5 @@ def prepare_model(make_job: JobFactory[R], recipe: R, model: CausalLM) -> None:
         own(recipe, model)
     if recipe.float8:
         gradients = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}[recipe.float8_gradients]
-        float8(model, Float8Recipe(gradient_dtype=gradients), exclude=recipe.float8_exclude)
+        with arguments_named(exclude="float8_exclude"):
+            float8(model, Float8Recipe(gradient_dtype=gradients), exclude=recipe.float8_exclude)

@@ -78,7 +78,7 @@ class TrainingRecipe(BaseModel):
     base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
     data: tuple[str, ...] = Field((), description="Text, or .jsonl with a text or a chat in each line.")
     validation_fraction: float = Field(
-        0.05, ge=0, le=1, description="Fraction of the data in the validation split; 0: none."
+        0.05, ge=0, le=1, lt=1, description="Fraction of the data in the validation split; 0: none."
     )
     validation_tokens: int | None = Field(None, ge=1, description="Tokens of it to evaluate on.  [default: all]")
     max_bad_lines: int = Field(0, ge=0, description="Unusable lines that are skipped, each with a message.")
@@ -150,6 +150,16 @@ class TrainingRecipe(BaseModel):
         Raises ConfigError, which names the file, when it cannot be read, and as `changed`.
         """
         return cls().changed(recipe_settings(name_or_path, cls.kind), str(name_or_path))
+
+    @classmethod
+    def check_kind(cls, recipe: object) -> None:
+        """ConfigError unless `recipe` is one of this kind."""
+        if not isinstance(recipe, cls):
+            name = cls.__name__
+            raise ConfigError(
+                f"recipe: must be a {name}, got a {type(recipe).__name__}; {name}(**settings) makes one, and "
+                f"{name}.read(file)"
+            )
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ligermodels.convert.config_json import dtype_of, read_json
+from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
@@ -28,7 +29,7 @@ from ligermodels.parallel.ranks import DATA, data_share, join, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.extension import check_longer, continue_schedule, warmup_steps
-from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare
+from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_apart
 from ligermodels.training.inputs import content_of, documents_of, length_changes, require_same_content, same_recipe
 from ligermodels.training.interruption import AgreedStop, Interrupted, stop_signals, until
 from ligermodels.training.job import Evaluation, JobFactory
@@ -110,16 +111,19 @@ def run_job(
         KeyboardInterrupt: Ctrl-C, after the checkpoint of the step has been written.
         InputError: the data cannot be read, has more unusable lines than allowed, or is not what the run started with.
         CheckpointError: the base, its tokenizer or template, or every checkpoint of the run is unusable; or the base is
-            not the one that the run started with; or another run has the folder, or it cannot be written.
+            not the one that the run started with; or `out` cannot be written, another run has it, or it holds what the
+            run starts from: base, tokenizer, heads.
         TrainingError: the loss is not finite, or there is nothing to learn in the data; or another rank has ended.
     """
+    TrainingRecipe.check_kind(recipe)
+    folder = folder_to_write(out)
     joined, held = join(device), ExitStack()
     try:
         ranks = Ranks.of_group()
-        with ranks.step(str(out), ""):
+        with ranks.step(str(folder), ""):
             if ranks.writes:
-                held.enter_context(alone_in(Path(out)))
-        run = _Run(recipe, Path(out), resume, console or Console())
+                held.enter_context(alone_in(folder))
+        run = _Run(recipe, folder, resume, console or Console())
         run.load(job, device, attention)
         outcome = run.train()
         if joined:
@@ -168,6 +172,7 @@ class _Run:
             recipe = recipe.model_copy(update={"date": today})
         self.recipe = recipe
         self.base = Base.find(recipe)
+        self._first(lambda: require_apart(out, self.base, recipe))
         if recipe.dtype is None and dtype_of(read_json(self.base.config)) == torch.float16:
             raise ConfigError(
                 "dtype: the checkpoint's is float16, in which gradients and second moments underflow; give bfloat16 or "
