@@ -228,7 +228,7 @@ def _sdpa(
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks, request.softmax_scale)
         mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
-    if q.shape[2] != k.shape[2] and _needs_equal_heads(request, mask):
+    if q.is_cuda and q.shape[2] != k.shape[2] and _needs_equal_heads(q, mask):
         k, v = _for_each_query_head(q, k, v)
     causal = False
     if mask is None and request.query_length > 1:  # a branch, for SDPA takes no symbolic bool from a compiler
@@ -248,12 +248,11 @@ def _sdpa(
     return out if sinks is None else out[:, 1:, :, :value_dim]
 
 
-def _needs_equal_heads(request: AttentionRequest, mask: Tensor | None) -> bool:
-    """Whether the kernel of a GPU that may take this call wants as many key and value heads as query heads: the
-    memory-efficient one, for 32 bits, wide heads and, where cuDNN's is not used, masks. If heads are not repeated for
-    it, SDPA falls back to its composite, which computes all scores in fp32 and keeps them for the backward pass."""
-    small = request.dtype in (torch.bfloat16, torch.float16) and request.head_dim <= _FLASH_HEAD_DIM
-    return request.device == "cuda" and not (small and mask is None)
+def _needs_equal_heads(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether the call may go to a GPU's memory-efficient kernel, which wants as many key and value heads as query
+    heads: those with masks, which flash kernels refuse and cuDNN takes on some GPUs, in 32 bits, or of wide heads. If
+    heads are not repeated for it, SDPA falls back to its composite, which keeps all scores in fp32."""
+    return mask is not None or q.dtype.itemsize > 2 or q.shape[3] > _FLASH_HEAD_DIM
 
 
 def _for_each_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ligermodels.ops.linear_attention.delta_chunks_backward import (
     within_chunks_kernel,
 )
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, states_kernel
-from ligermodels.ops.runtime.dispatch import INTERPRETED, power_of_2_above, shared_memory, tl
+from ligermodels.ops.runtime.dispatch import INTERPRETED, power_of_2_above, tl
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
@@ -56,43 +56,30 @@ channels (`with_states_kernel`). In loops over chunks there are both: the second
 BLOCK_V channels, and the first is in registers or is pipelined, so that its place in shared memory changes from chunk
 to chunk, and no descriptor shares it."""
 
-PIPELINE_BYTES = 200 * 1024  # shared memory, from which on loops are pipelined
-HOPPER, BLACKWELL = 9, 10
-"""Compute capabilities. For Blackwell, Triton 3.7.1 fails to compile `with_states_kernel`, and makes wrong code of
-pipelined sums of several products (triton-lang/triton#10821)."""
-
-
-class Limits(NamedTuple):
-    """What a device allows: the kernels at all; several chunks of a loop in shared memory; operands of float32."""
-
-    compiled: bool
-    pipelined: bool
-    float32: bool
+HOPPER = 9
+"""The compute capability of the GPUs that run the kernels. They were not tested on earlier ones; for Blackwell, Triton
+3.7.1 fails to compile `with_states_kernel`, and makes wrong code of pipelined sums of several products
+(triton-lang/triton#10821)."""
 
 
 @torch.compiler.assume_constant_result
-def limits(device: torch.device) -> Limits:
-    """Of a device; all of the interpreter."""
-    return _limits(device)
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run on a device; the interpreter runs them all."""
+    return device.type != "cuda" or _is_hopper(device)
 
 
 @functools.cache
-def _limits(device: torch.device) -> Limits:
-    if device.type != "cuda":
-        return Limits(True, True, True)
-    memory, (major, _) = shared_memory(device), torch.cuda.get_device_capability(device)
-    return Limits(major < BLACKWELL, memory >= PIPELINE_BYTES, major >= HOPPER)
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def refuses(q: Tensor) -> str | None:
     """Why the kernels cannot serve a call, or None."""
-    width, can = q.shape[3], limits(q.device)
-    if not can.compiled:
-        return "Triton does not compile them for Blackwell and later GPUs"
+    width = q.shape[3]
+    if not runs_on(q.device):
+        return "its kernels run on NVIDIA GPUs of compute capability 9 alone"
     if width > MAX_KEY_DIM:
         return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
-    if q.is_cuda and q.dtype == torch.float32 and not can.float32:
-        return "of float32 it needs a Hopper GPU"
     if q.is_cuda and q.dtype != torch.float32 and width % ALIGNED:
         return f"queries and keys of 16 bits and {width} channels: not a multiple of {ALIGNED}"
     return None
@@ -137,7 +124,7 @@ class Launch:
             "PACKED": first is not None, "HALF": half and getattr(tl, str(half).removeprefix("torch.")),
             "NARROW": q.dtype == half, "PLANES": self.planes, "CHUNK": CHUNK,
         }  # fmt: skip
-        self.pipelined = limits(q.device).pipelined and half is not None
+        self.pipelined = half is not None
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]

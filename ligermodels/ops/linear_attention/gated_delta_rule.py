@@ -34,7 +34,8 @@ from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 
 CHUNK = 64
-"""Tokens that are computed at once: of a text of T tokens memory is T * CHUNK for each head, and T / CHUNK states."""
+"""Tokens that the reference computes at once: of a text of T tokens memory is T * CHUNK for each head, and T / CHUNK
+states."""
 
 BACKENDS = ("auto", "triton", "fla", "reference")
 
@@ -75,14 +76,15 @@ def gated_delta_rule(
         cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each
             starts from a state of zero, but for the first one where there is an `initial_state`.
         final_state: whether the state after the last token is wanted.
-        backend: "reference"; "triton", the kernels (see `delta_chunks`), for GPUs before Blackwell and q and k of up to
-            128 channels, a multiple of 16 if they have 16 bits; float32 needs Hopper;
-            "fla", flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands; or "auto", the
-            first of triton and fla that serves the call, unless `set_backend("reference")` holds.
+        backend: "reference"; "triton", the kernels (see `delta_chunks`), for CUDA tensors on GPUs of compute capability
+            9 and q and k of up to 128 channels, a multiple of 16 if they have 16 bits, none in float64; "fla",
+            flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands; or "auto", the first of
+            triton, fla and reference that serves the call, and reference while `set_backend("reference")` holds.
 
     Returns o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for operands of
     fp64), in which the reference computes all; empty if it is not wanted. A token with g = 0 and beta = 0 leaves the
-    state as it is. Differentiable in all tensors but cu_seqlens. With "triton" and "reference" equal bits in every run,
+    state as it is. Differentiable in all tensors but cu_seqlens, by triton and
+    fla once. With "triton" and "reference" equal bits in every run,
     and no wait for the device.
 
     Raises InputError if shapes, dtypes or devices do not fit, BackendError if the named backend is unknown or cannot
@@ -116,7 +118,8 @@ def _choose(
         return "reference"
     refusals = {}
     if backend != "fla":
-        refusals["triton"] = delta_chunks.refuses(q) if kernels else "it needs CUDA tensors, none of them float64"
+        missing = 'it needs Triton, CUDA tensors, none of them float64, and no set_backend("reference")'
+        refusals["triton"] = delta_chunks.refuses(q) if kernels else missing
     if backend != "triton":
         gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta))
         compiling = torch.compiler.is_compiling()

@@ -102,5 +102,5 @@ def _inputs(x, x_row, k, m, M, K, ONE: tl.constexpr, WHOLE: tl.constexpr):
         v = tl.broadcast_to(v[:, :, None], (k.shape[0], k.shape[1], m.shape[0]))
     else:
         there = ((k < K) | WHOLE)[:, :, None] & (m < M)[None, None, :]
-        v = tl.load(x + k[:, :, None] + m[None, None, :] * x_row, mask=there, other=0.0)
+        v = tl.load(x + k[:, :, None] + m.to(tl.int64)[None, None, :] * x_row, mask=there, other=0.0)
     return v

@@ -1,8 +1,9 @@
 """A linear layer whose frozen weight is quantised: y = x W^T + b and dx = dy W, with W as `dequantize_weight` has it.
 
 Up to 64 rows of x in bfloat16 or float16 are served by kernels that dequantise W as they multiply. More, other dtypes,
-the backward pass, and devices without Triton take W in pieces, each of which is dequantised, multiplied and let go:
-memory holds the codes and one piece.
+the backward pass, and devices without Triton or its instructions for these codes (float8 below compute capability 8.9,
+int4 below 8.0 and on ROCm) take W in pieces, each of which is dequantised, multiplied and let go: memory holds the
+codes and one piece.
 """
 
 import functools
@@ -42,6 +43,7 @@ def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
     if bias is not None:
         check_tensor(name, "bias", bias, (codes.shape[0],), x.device)
         bias = bias.to(x.dtype)
+    codes, scales = codes.contiguous(), scales.contiguous()
     y: Tensor = _QuantizedLinear.apply(x.reshape(x.shape[:-1].numel(), features), codes, scales, bias)
     return y.view(*x.shape[:-1], codes.shape[0])
 
@@ -85,7 +87,12 @@ def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_fea
 
 def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
     """What computes the product without a dequantised copy of the weight, if anything does."""
-    if not 0 < x.shape[0] <= MORE_ROWS or x.dtype.itemsize != 2 or not use_kernels(x, codes):
+    if (
+        not 0 < x.shape[0] <= MORE_ROWS
+        or 0 in (codes.shape[0], x.shape[1])
+        or x.dtype.itemsize != 2
+        or not use_kernels(x, codes)
+    ):
         return None
     if not _supported(codes.dtype, x.device):
         return None

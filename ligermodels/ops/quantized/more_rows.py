@@ -53,7 +53,7 @@ def _more_rows_kernel(
     low_step = tl.program_id(1) * steps // tl.num_programs(1)
     high_step = (tl.program_id(1) + 1) * steps // tl.num_programs(1)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    rows, row_there = x + m[None, :] * x_row, (m < M)[None, :]
+    rows, row_there = x + m.to(tl.int64)[None, :] * x_row, (m < M)[None, :]
     if INT4:
         byte = tl.arange(0, 64)
         scale = tl.load(scales + channel * steps + low_step)
