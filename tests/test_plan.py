@@ -83,6 +83,16 @@ def test_every_family_can_be_asked(name: str) -> None:
         assert adapted.optimizer_states == whole.optimizer_states and adapted.activations < whole.activations
 
 
+def test_float8_forms_of_frozen_weights_are_kept_by_one_process_alone() -> None:
+    model = on_meta({**MODELS["llama-3.2-1b"], "num_hidden_layers": 4})
+    lm.float8(model)
+    lm.add_lora(model, 4)
+    model.activation_checkpointing = "full"
+    frozen = sum(p.numel() for p in model.decoder.blocks.parameters() if p.ndim == 2 and not p.requires_grad)
+    one, two = (step_memory(model, 1, 64, shard=n) for n in (1, 2))
+    assert 0.9 * frozen < one.activations - two.activations < 1.1 * frozen
+
+
 def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
     model = on_meta(MODELS["llama-3.2-1b"])
     whole, sharded = (step_memory(model, 1, 256, shard=n) for n in (1, 8))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,6 +23,8 @@ from ligermodels.layers import token_parts
 from ligermodels.ops import Float8Recipe, Float8Tensor
 
 INPUT = "input"
+planned_processes: ContextVar[bool | None] = ContextVar("planned_processes", default=None)
+"""Whether a step that is only planned runs in several processes; None where nothing is planned."""
 
 
 def in_float8(module: nn.Module) -> bool:
@@ -45,7 +48,10 @@ class FrozenWeight:
     def get(self, weight: Tensor, recipe: Float8Recipe) -> Float8Tensor | None:
         """None for a weight that is trained, that was made in inference mode, or in a group of processes, which may
         shard it."""
-        if weight.requires_grad or weight.is_inference() or (dist.is_available() and dist.is_initialized()):
+        several = planned_processes.get()
+        if several is None:
+            several = dist.is_available() and dist.is_initialized()
+        if several or weight.requires_grad or weight.is_inference():
             self.clear()
             return None
         of = (weight.data_ptr(), weight._version, weight.device, recipe)

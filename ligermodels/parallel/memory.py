@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import nn
@@ -10,7 +12,7 @@ from torch import nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.parallel.shares import Share, Shares
-from ligermodels.parallel.trace import trace
+from ligermodels.parallel.trace import Trace, trace
 
 LOSS_WORKSPACE = 2**30
 """Bytes for logits of a chunk, the `memory_budget` of `ops.linear_cross_entropy`."""
@@ -95,9 +97,17 @@ class StepTrace:
             raise InputError(f"expert_load: must be from 1, balanced, to expert, {expert}, got {expert_load}")
         self.model, self.context = model, context
         self.shares = Shares(model, tensor=tensor, expert=expert)
-        self._trace = trace(
-            model, batch_size, seq_len, shares=self.shares, context=context, load=expert_load, workspace=LOSS_WORKSPACE
-        )
+        self._in_float8 = any(getattr(module, "float8", None) is not None for module in model.modules())
+        self._trace = functools.cache(
+            partial(
+                trace, model, batch_size, seq_len, shares=self.shares, context=context, load=expert_load,
+                workspace=LOSS_WORKSPACE,
+            )
+        )  # fmt: skip
+        self._traced(context)  # which raises now
+
+    def _traced(self, divided: int) -> Trace:
+        return self._trace(several=self._in_float8 and divided * self.shares.tensor > 1)
 
     def memory(self, *, shard: int = 1, expert: int | None = None, optimizer: str = "adamw") -> StepMemory:
         """With so many shards, and experts over another number of ranks: where they are spread, as many rows come to
@@ -116,7 +126,9 @@ class StepTrace:
             return share.sharded(divided // shares.expert if share.of_experts else divided)
 
         sharded = [kept(share) for share in shares]
-        activations, peak = self._trace.replay(np.array([share.nbytes for share in shares]), np.array(sharded))
+        activations, peak = self._traced(divided).replay(
+            np.array([share.nbytes for share in shares]), np.array(sharded)
+        )
         states = (_state_bytes(s.parameter, kept(s), optimizer) for s in shares if s.parameter.requires_grad)
         return StepMemory(
             weights=sum(sharded),

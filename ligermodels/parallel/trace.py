@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers.context_parallel import check_context_parallel
+from ligermodels.layers.float8 import planned_processes
 from ligermodels.parallel.shares import Shares
 from ligermodels.parallel.tensor_part import tensor_part
 
@@ -54,7 +55,15 @@ class Trace:
 
 
 def trace(
-    model: CausalLM, batch_size: int, seq_len: int, *, shares: Shares, context: int, load: float, workspace: int
+    model: CausalLM,
+    batch_size: int,
+    seq_len: int,
+    *,
+    shares: Shares,
+    context: int,
+    load: float,
+    workspace: int,
+    several: bool,
 ) -> Trace:
     """The step of the first rank over `batch_size` sequences of `seq_len` tokens, without FSDP2.
 
@@ -63,6 +72,7 @@ def trace(
         context: ranks that each sequence is divided over.
         load: rows that come to the rank's experts, relative to an equal part of all.
         workspace: the most bytes that the head's loss takes.
+        several: whether it runs in several processes, where float8 forms of frozen weights are not kept.
 
     Gradients of the model are cleared.
     """
@@ -70,14 +80,20 @@ def trace(
     exchanged = 0
     if shares.tensor > 1:
         model = tensor_part(model, FirstRank(shares.tensor))
-        if model.decoder._token_mesh is not None:
+        # What plain linear layers gather and sum within an op; others do it by ops of their own, which are followed.
+        fused = any(type(module) is nn.Linear for module in model.decoder.blocks.modules())
+        if fused and model.decoder._token_mesh is not None:
             exchanged = 2 * ids.numel() // context * model.config.hidden_size * model.dtype.itemsize
         shares = Shares(model)
-    with _on_first_rank(model, shares, context, load), _Allocations(model) as allocations:
-        loss = cast(Tensor, model(ids, labels=ids).loss)
-        forward = len(allocations.events)
-        loss.backward()
-        del loss
+    token = planned_processes.set(several)
+    try:
+        with _on_first_rank(model, shares, context, load), _Allocations(model) as allocations:
+            loss = cast(Tensor, model(ids, labels=ids).loss)
+            forward = len(allocations.events)
+            loss.backward()
+            del loss
+    finally:
+        planned_processes.reset(token)
     model.zero_grad(set_to_none=True)
     storages, changes = np.array(allocations.events, dtype=np.int64).T
     place_of = np.full(storages.max() + 1, -1)
