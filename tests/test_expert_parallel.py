@@ -91,7 +91,9 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         total, ranks = sum(p.numel() for p in plain.parameters()), 4 // plan.replicate
         rows = sum(p[:1].numel() for p in plain.parameters())
         assert sum(read) <= total / ranks + rows
-        assert all(p.to_local().numel() <= -(-len(p) // ranks) * p[0].numel() for p in of_experts(model).values())
+        assert all(
+            p.to_local().numel() <= -(-len(p) // ranks) * (p.numel() // len(p)) for p in of_experts(model).values()
+        )
         check_equal(model, plain, lambda p: p.detach(), rtol=0, atol=0)
         model.save_pretrained(folder / name)
         check_training(model, plain, torch.optim.SGD, tensor=plan.context)
