@@ -238,13 +238,20 @@ def main() -> None:
                 note({"case": f"{name}, both", "provider": kind, "both_ms": milliseconds, "of_copy": share})
         measure.free()
     note(rule_limits(copy_rate))
-    for backend in BACKENDS:
+
+    def tried(case: str, make: Callable[[], dict[str, Any]], backend: str) -> bool:
+        """Whether the backend serves it: fla has no gradients on some GPUs, and kernels are not for all of them."""
         try:
-            note(rule(backend, forward_only=False))
-            note(training(backend))
-        except BackendError as error:  # fla has no gradients on some GPUs
-            note({"case": f"rule {TOKENS}, both", "provider": f"ligermodels, {backend}", "failed": str(error)})
-            note(rule(backend, forward_only=True))
+            note(make())
+        except BackendError as error:
+            note({"case": case, "provider": f"ligermodels, {backend}", "failed": str(error)})
+            return False
+        return True
+
+    for backend in BACKENDS:
+        if not tried(f"rule {TOKENS}, both", partial(rule, backend, forward_only=False), backend):
+            tried(f"rule {TOKENS}", partial(rule, backend, forward_only=True), backend)
+        tried(f"layer {TOKENS}x{HIDDEN}", partial(training, backend), backend)
         measure.free()
 
 
