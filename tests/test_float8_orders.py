@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from accelerate import Accelerator
 from float8_models import FAMILIES, LLAMA, MODELS, SIZES, agreement, build, family, gradients, in_place_of, tokens
 from runs import STAGE_2, losses
 from runs import recipe_for as medusa_recipe
@@ -109,7 +107,10 @@ SAME: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "hf_state_dict": (lambda _: from_hf_state(lm.float8(build()).hf_state_dict()), lambda _: lm.float8(build())),
     "to(bfloat16)": (lambda _: lm.float8(build()).to(torch.bfloat16), lambda _: lm.float8(build().to(torch.bfloat16))),
     "half": (lambda _: lm.float8(build()).half(), lambda _: lm.float8(build().half())),
-    "accelerate": (lambda _: Accelerator(cpu=True).prepare(lm.float8(build())), lambda _: lm.float8(build())),
+    "accelerate": (
+        lambda _: pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(lm.float8(build())),
+        lambda _: lm.float8(build()),
+    ),
 }
 
 
@@ -256,6 +257,7 @@ def test_inference_mode_before_training() -> None:
 
 def test_peft_after_float8() -> None:
     """Its layers around those in float8 are given what they can read, and the frozen products stay float8."""
+    peft = pytest.importorskip("peft")
     model = lm.float8(build())
     wanted = model(tokens(), labels=tokens()).loss
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["qkv", "down"], r=4), model)
