@@ -62,7 +62,7 @@ def _with_update(linear: LoRALinear, x: Tensor, weight: Tensor, bias: Tensor | N
 
 def _columns(linear: nn.Linear, x: Tensor) -> Tensor:
     parts = token_parts.current()
-    if parts is None or isinstance(linear, _KEEPS_INPUT):
+    if parts is None or isinstance(linear, GATHERED_BEFORE):
         return _gathered_columns(linear, used_in_parts(linear, x))
     return parts.gathered_linear(x, local(linear, linear.weight), local(linear, linear.bias))
 
@@ -77,7 +77,7 @@ def _columns_to_all(linear: nn.Linear, x: Tensor) -> Tensor:
 
 def _rows(linear: nn.Linear, x: Tensor) -> Tensor:
     parts, weight, bias = token_parts.current(), local(linear, linear.weight), local(linear, linear.bias)
-    if parts is None or isinstance(linear, _KEEPS_INPUT):
+    if parts is None or isinstance(linear, GATHERED_BEFORE):
         y = sum_over_ranks(linear, _product(linear, x, weight, None, 1), linear.weight)
     else:
         y = parts.summed_linear(x, weight)
@@ -88,8 +88,8 @@ def _replicated(linear: nn.Linear, x: Tensor) -> Tensor:
     return _product(linear, x, local(linear, linear.weight), local(linear, linear.bias), None)
 
 
-_KEEPS_INPUT = (Float8Linear, LoRALinear)
-"""Linear layers that are given all tokens, rather than gathering them themselves."""
+GATHERED_BEFORE = (Float8Linear, LoRALinear)
+"""Linear layers whose input is gathered by an op of its own; the others gather, and sum, within their product."""
 _FORWARD: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
     "columns": _columns,
     "gathered_columns": _gathered_columns,

@@ -18,6 +18,7 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.float8 import planned_processes
+from ligermodels.parallel.linears import GATHERED_BEFORE
 from ligermodels.parallel.shares import Shares
 from ligermodels.parallel.tensor_part import tensor_part
 
@@ -80,8 +81,8 @@ def trace(
     exchanged = 0
     if shares.tensor > 1:
         model = tensor_part(model, FirstRank(shares.tensor))
-        # What plain linear layers gather and sum within an op; others do it by ops of their own, which are followed.
-        fused = any(type(module) is nn.Linear for module in model.decoder.blocks.modules())
+        linears = (module for module in model.decoder.blocks.modules() if isinstance(module, nn.Linear))
+        fused = not all(isinstance(linear, GATHERED_BEFORE) for linear in linears)  # ops of their own are followed
         if fused and model.decoder._token_mesh is not None:
             exchanged = 2 * ids.numel() // context * model.config.hidden_size * model.dtype.itemsize
         shares = Shares(model)

@@ -182,9 +182,9 @@ def test_kernels_make_no_copy_of_the_weight(
     def never(*_: Any) -> Tensor:
         raise AssertionError("dequantised")
 
-    given = operands(where, kind, (70, 1100), (rows,), bias=True)
     if where.place == "reference" or where.dtype == torch.float32:
-        return
+        pytest.skip("no kernels serve it")
+    given = operands(where, kind, (70, 1100), (rows,), bias=True)
     wanted = quantized_linear(**given)
     monkeypatch.setattr(linear, "dequantize_weight", never)
     around = torch.full((rows + 2, 1100 + 48), float("nan"), device=where.device, dtype=where.dtype)
@@ -200,6 +200,7 @@ def test_kernels_make_no_copy_of_the_weight(
     monkeypatch.setattr(linear, "more_rows", never)
     exact = quantized_linear_reference(**{**given, "x": given["x"].double(), "bias": given["bias"].double()})
     eps = torch.finfo(where.dtype).eps  # each weight is rounded, by half of it at most, and so is the result
+    assert (wanted.double() - exact).norm() <= eps * exact.norm()
     assert (quantized_linear(**given).double() - exact).norm() <= eps * exact.norm()
 
 

@@ -9,7 +9,7 @@ maximum, the scale is NaN, and with it all that is computed from x.
 import torch
 from torch import Tensor
 
-from ligermodels.ops.runtime.dispatch import HAS_TRITON, INTERPRETED, tl, triton, use_kernels
+from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAX_EXPONENT = {E4M3: 8, E5M2: 15}  # the greatest number is 1.75 * 2 ** of this: 448, 57344
@@ -19,7 +19,6 @@ QUADS = 32  # of rows in a tile; four rows share a word of 32 bits in the transp
 COLUMNS = 64  # of a tile
 TILE_ROWS = 4 * QUADS
 TILE = {"QUADS": QUADS, "COLUMNS": COLUMNS, "num_warps": 4}
-IN_INTERPRETER = tl.constexpr(INTERPRETED) if HAS_TRITON else INTERPRETED  # as kernels can read it
 
 
 def use_float8_kernels(x: Tensor, *others: Tensor | None) -> bool:

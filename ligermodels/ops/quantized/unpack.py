@@ -3,8 +3,7 @@
 In assembly int4 takes 12 instructions for eight numbers, two in a register at a time: Triton's own code for the same
 takes each by itself. Triton's interpreter has no assembly."""
 
-from ligermodels.ops.float8.scaling import IN_INTERPRETER
-from ligermodels.ops.runtime.dispatch import tl, triton
+from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton
 
 
 @triton.jit

@@ -26,6 +26,8 @@ else:
     HAS_TRITON = True
 
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides it when a kernel is defined
+IN_INTERPRETER = tl.constexpr(INTERPRETED) if HAS_TRITON else INTERPRETED
+"""The same, as kernels can read it."""
 
 Backend = Literal["reference", "triton"]
 _backend: Backend | None = None

@@ -20,7 +20,7 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
     assert isinstance(parameter, DTensor)
     if not partial or not all(placement.is_replicate() for placement in parameter.placements):
         return _to_local(parameter, parameter.placements)
-    return _to_local(with_summed_gradient(parameter), [Partial()] * parameter.device_mesh.ndim)
+    return _to_local(_with_summed_gradient(parameter), [Partial()] * parameter.device_mesh.ndim)
 
 
 def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def gather_last(x: Tensor, parameter: Tensor, *, partial: bool = False) -> Tenso
     return _to_local(parts.redistribute(placements=[Replicate()] * mesh.ndim), [Partial()] * mesh.ndim)
 
 
-def with_summed_gradient(parameter: Tensor) -> DTensor:
+def _with_summed_gradient(parameter: Tensor) -> DTensor:
     """The DTensor itself; its gradient passes the redistribution, which brings it to the parameter's placements."""
     assert isinstance(parameter, DTensor)
     return parameter.redistribute(placements=parameter.placements)
