@@ -3,7 +3,8 @@
 The peers have transformers' backbone (Liger's with its kernels) and the same heads in plain torch, whose losses are
 torch's own over fp32 logits, or Liger's fused linear cross entropy, one a head. "ligermodels shared" has the model's
 own lm_head for all heads; "ligermodels stage 2" trains the model too, its norms and activations recomputed; with
-"float8" among its words, the linear layers of the model's blocks compute in float8.
+"float8" among its words, the linear layers of the model's blocks compute in float8. "liger + torchao float8" has the
+backbone of transformers in torchao's float8, its blocks compiled, and Liger's losses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import ligermodels as lm
 from benchmarks import measure
 from benchmarks.floor import medusa_floor
 from benchmarks.models import CONFIGS
-from benchmarks.peers import PROVIDERS
+from benchmarks.peers import PROVIDERS, TORCHAO
 from ligermodels.layers import shift_labels
 from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training.fused_adamw import FusedAdamW
@@ -65,6 +66,14 @@ def _liger_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
+PEERS: dict[str, tuple[str, Loss]] = {
+    "torch": ("transformers", _eager_loss),
+    "liger": ("transformers + liger", _liger_loss),
+    "liger + torchao float8": (TORCHAO, _liger_loss),
+}
+"""Provider -> that of its backbone, and the loss of a head."""
+
+
 def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
     """The loss of ids and labels, and the optimizer of the heads."""
     if provider.startswith("ligermodels"):
@@ -78,8 +87,8 @@ def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callabl
         optimizer = FusedAdamW(medusa.parameters() if joint else medusa.head_parameters(), lr=1e-5)
         model = JointMedusa(medusa) if joint else medusa
         return lambda ids, labels: model(ids, labels=labels).loss, optimizer
-    peer = PROVIDERS["transformers + liger" if provider == "liger" else "transformers"](config, None)
-    heads = TorchHeads(peer, num_heads, _liger_loss if provider == "liger" else _eager_loss)
+    backbone, loss = PEERS[provider]
+    heads = TorchHeads(PROVIDERS[backbone](config, None), num_heads, loss)
     trained = [p for p in heads.parameters() if p.requires_grad]
     return heads, torch.optim.AdamW(trained, lr=1e-5, fused=True)
 

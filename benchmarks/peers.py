@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,11 +43,31 @@ def transformers(config: dict[str, Any], folder: Path | None, dtype: torch.dtype
 
 
 def _liger(config: dict[str, Any], folder: Path | None) -> nn.Module:
+    return _with_liger(transformers(config, folder))
+
+
+def _with_liger(model: Any, **kernels: bool) -> nn.Module:
+    """Liger's kernels in a model of transformers, all that it has for it but those that are False."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
+    _apply_liger_kernel_to_instance(model=model, **kernels)
+    return cast(nn.Module, model)
+
+
+def _torchao(config: dict[str, Any], folder: Path | None) -> nn.Module:
+    """The linear layers of the blocks in torchao's float8, tensor-wise scales found anew in each step, but the small
+    ones, which its own filter leaves out as slower so; each block compiled, which fuses the casts with what is around
+    them, for static shapes; and of Liger the linear cross entropy alone, for the logits would take more memory."""
+    float8 = importlib.import_module("torchao.float8")  # a peer, which may be missing
     model = transformers(config, folder)
-    _apply_liger_kernel_to_instance(model=model)
-    return model
+    recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
+    if measure.DEVICE == "cpu":
+        recipe = replace(recipe, emulate=True)  # products of the rounded values, where no GEMM takes float8
+    large = float8._auto_filter_for_recipe("tensorwise", filter_fqns=["lm_head"])
+    float8.convert_to_float8_training(model, module_filter_fn=large, config=recipe)
+    for block in model.model.layers:
+        block.compile(dynamic=False)
+    return _with_liger(model, **dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False))
 
 
 def _compiled(make: Callable[..., nn.Module], **options: Any) -> Callable[[dict[str, Any], Path | None], nn.Module]:
@@ -58,6 +80,8 @@ def _compiled(make: Callable[..., nn.Module], **options: Any) -> Callable[[dict[
 
 FLOAT8 = "ligermodels + float8"
 """Ours with the linear layers of the blocks in float8."""
+TORCHAO = "transformers + torchao float8 + torch.compile"
+"""transformers with the linear layers of the blocks in float8."""
 
 PROVIDERS: dict[str, Callable[[dict[str, Any], Path | None], nn.Module]] = {
     "ligermodels": ours,
@@ -66,6 +90,7 @@ PROVIDERS: dict[str, Callable[[dict[str, Any], Path | None], nn.Module]] = {
     "transformers": transformers,
     "transformers + torch.compile": _compiled(transformers),
     "transformers + nativize": lambda config, folder: lm.nativize(transformers(config, folder)),
+    TORCHAO: _torchao,
     "transformers + liger": _liger,
 }
 """Liger comes last: it changes transformers for the whole process."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ import ligermodels as lm
 from benchmarks import measure
 from benchmarks.floor import floor
 from benchmarks.models import CONFIGS, LOSS_ALONE, NOT_IN_FP32, few_layers
-from benchmarks.peers import FLOAT8, PROVIDERS, ours, transformers
+from benchmarks.peers import FLOAT8, PROVIDERS, TORCHAO, ours, transformers
 from benchmarks.profile import profile
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.training.fused_adamw import FusedAdamW
 
-ERROR_LIMIT = {FLOAT8: 0.3}
+ERROR_LIMIT = {FLOAT8: 0.3, TORCHAO: 0.3}
 """Of providers that are meant to be coarse; 0.05 of others."""
 WARM_UP, STEPS = 2, 5
 COLUMNS = ("step_ms", "tokens_per_s", "of_floor", "peak_gib", "error")
@@ -74,6 +74,16 @@ CASES = [
     Case("gemma-4-e4b", 1, 4096, ignored=0.75),
     Case("ministral-3-8b", 2, 4096),
 ]
+
+
+def chosen(parts: Sequence[str]) -> list[Case]:
+    """The cases with one of the names, or with a part in theirs that is no case's whole name; all without parts."""
+    names = {case.name for case in CASES}
+    return [
+        case
+        for case in CASES
+        if not parts or any(part == case.name if part in names else part in case.name for part in parts)
+    ]
 
 
 def _loss_and_gradient(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -124,8 +134,8 @@ def with_lora(model: nn.Module, rank: int) -> nn.Module:
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def run(case: Case, provider: str, profiled: bool = False) -> dict[str, Any]:
-    """Median step time and most memory allocated over STEPS steps, and the kernels of one more by class."""
+def run(case: Case, provider: str, profiled: bool = False, steps: int = STEPS) -> dict[str, Any]:
+    """Median step time and most memory allocated over some steps, and the kernels of one more by class."""
     config = CONFIGS[case.model]
     torch.manual_seed(0)
     plain = provider == FLOAT8 and case.lora_rank is not None  # float8 comes after LoRA
@@ -151,7 +161,7 @@ def run(case: Case, provider: str, profiled: bool = False) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    found = timed(step)
+    found = timed(step, steps)
     found["tokens_per_s"] = case.batch * case.length / found["step_ms"] * 1e3
     if profiled:
         found["profile_ms"] = profile(step)
@@ -160,17 +170,19 @@ def run(case: Case, provider: str, profiled: bool = False) -> dict[str, Any]:
     return found
 
 
-def timed(step: Callable[[], None]) -> dict[str, Any]:
+def timed(step: Callable[[], None], steps: int) -> dict[str, Any]:
     """Median time of steps that follow one another, as in training, without a wait between them; and most memory."""
     for _ in range(WARM_UP):
         step()
     measure.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    step_ms = measure.one_after_another(step, STEPS)
+    step_ms = measure.one_after_another(step, steps)
     return {"step_ms": step_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def record_of(case: Case, provider: str, verifier: Verifier, least: dict[str, float], profiled: bool) -> dict[str, Any]:
+def record_of(
+    case: Case, provider: str, verifier: Verifier, least: dict[str, float], profiled: bool, steps: int = STEPS
+) -> dict[str, Any]:
     """What is found of a provider; `failed` says what went wrong."""
     record: dict[str, Any] = {"case": case.name, "provider": provider, **asdict(case), **least}
     try:
@@ -178,7 +190,7 @@ def record_of(case: Case, provider: str, verifier: Verifier, least: dict[str, fl
         record["held_before_gib"] = measure.free()
         if not record["error"] < ERROR_LIMIT.get(provider, 0.05):
             raise ValueError(f"wrong by {record['error']:.2g}")
-        record |= run(case, provider, profiled and provider in ("ligermodels", FLOAT8))
+        record |= run(case, provider, profiled and provider in ("ligermodels", FLOAT8), steps)
         if least:
             record["of_floor"] = least["floor_ms"] / record["step_ms"]
     except Exception as failure:  # What a peer cannot do, running out of memory included, is a result.
@@ -191,22 +203,26 @@ def record_of(case: Case, provider: str, verifier: Verifier, least: dict[str, fl
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
-    parser.add_argument("cases", nargs="*", help="parts of the names of cases (all)")
+    parser.add_argument("cases", nargs="*", help="names of cases, or parts of them (all)")
     parser.add_argument("--providers", nargs="*", default=["ligermodels", "transformers + liger"], choices=PROVIDERS)
     parser.add_argument("--activation-checkpointing", help="ours, in place of what the cases say")
     parser.add_argument("--in-backward", action="store_true", help="ours runs the optimizer in the backward pass")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps that a time is the median of")
     parser.add_argument("--floor", action="store_true", help="measure the floor of each case first")
     parser.add_argument("--profile", action="store_true", help="profile a step of ours")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: at least 1")
+    if not chosen(arguments.cases):
+        parser.error(f"no case of {arguments.cases}; there are: {', '.join(case.name for case in CASES)}")
     cases = [
         replace(
             c,
             in_backward=arguments.in_backward,
             activation_checkpointing=arguments.activation_checkpointing or c.activation_checkpointing,
         )
-        for c in CASES
-        if not arguments.cases or any(part in c.name for part in arguments.cases)
+        for c in chosen(arguments.cases)
     ]
     common, records = measure.facts(), []
     floors: dict[Case, dict[str, float]] = {}
@@ -221,7 +237,8 @@ def main() -> None:
         verifier = Verifier(folder)
         for provider in (p for p in PROVIDERS if p in arguments.providers):
             for case in cases:
-                record = record_of(case, provider, verifier, floors.get(case, {}), arguments.profile)
+                least = floors.get(case, {})
+                record = record_of(case, provider, verifier, least, arguments.profile, arguments.steps)
                 records.append(record)
                 measure.write(arguments.out, [{**record, **common}])
                 cells = [f"{record[c]:.4g}" if c in record else "-" for c in COLUMNS]

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import shlex
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ import ligermodels as lm  # noqa: E402
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
 from benchmarks import attention, chunked_log_probs, cpu_decoding, floor, losses, measure, ops, peers, profile, training  # noqa: E402
+from benchmarks import medusa as medusa_benchmark  # noqa: E402
 from benchmarks import needed_tokens as needed_tokens_benchmark  # noqa: E402
 from benchmarks.case import Case, Passes  # noqa: E402
 from benchmarks.measure import one_after_another, sustained  # noqa: E402
@@ -377,6 +379,50 @@ def test_training_steps_of_ours_and_of_transformers(tmp_path: Path, monkeypatch:
     assert "wrong by" in record["failed"]
 
 
+def test_the_peer_in_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao's, on the large linear layers of compiled blocks, alone; beside LoRA too."""
+    pytest.importorskip("torchao.float8")
+    sizes = SIZES | {"hidden_size": 1040, "intermediate_size": 1056, "num_attention_heads": 65, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 5}
+    monkeypatch.setitem(CONFIGS, "llama-3-8b", CONFIGS["llama-3-8b"] | sizes)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    left_out: dict[str, bool] = {}
+    monkeypatch.setattr(peers, "_with_liger", lambda model, **kernels: (model, left_out.update(kernels))[0])
+    model = peers.PROVIDERS[peers.TORCHAO](CONFIGS["llama-3-8b"], None)
+    kinds = {name.rpartition(".")[2]: type(m).__name__ for name, m in model.named_modules() if hasattr(m, "weight")}
+    projections = {name for name, kind in kinds.items() if kind == "Float8Linear"}
+    assert projections == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} and kinds["lm_head"] == "Linear"
+    assert left_out == dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
+    assert all(block._compiled_call_impl is not None for block in cast(Any, model).model.layers)
+    case, verifier = training.Case("llama-3-8b", 2, 24), training.Verifier(tmp_path)
+    ranks = (None, 4) if importlib.util.find_spec("peft") else (None,)
+    for rank in ranks:
+        record = training.record_of(dataclasses.replace(case, lora_rank=rank), peers.TORCHAO, verifier, {}, False)
+        assert "failed" not in record, record["failed"]
+        assert 0.02 < record["error"] < 0.3  # of float8, not of bf16
+
+
+def test_a_peer_that_is_missing_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "llama-3-8b", CONFIGS["llama-3-8b"] | SIZES)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    case, verifier = training.Case("llama-3-8b", 2, 24), training.Verifier(tmp_path)
+    record = training.record_of(case, peers.TORCHAO, verifier, {}, False)
+    assert record["failed"].startswith("ModuleNotFoundError") and "step_ms" not in record
+    with pytest.raises(ModuleNotFoundError, match="torchao"):
+        medusa_benchmark.make("liger + torchao float8", CONFIGS["llama-3-8b"], 2)
+
+
+def test_a_case_is_chosen_by_its_name_or_by_parts() -> None:
+    def names(*parts: str) -> list[str]:
+        return [case.name for case in training.chosen(parts)]
+
+    assert names("llama-3-8b 4x4096") == ["llama-3-8b 4x4096"]  # not that with LoRA
+    assert names("1b", "LoRA") == [
+        *("llama-3.2-1b 4x4096", "llama-3.2-1b 4x4096 50% ignored", "llama-3-8b 4x4096 LoRA 16")
+    ]
+    assert len(names()) == len(training.CASES) and names("gpt-5") == []
+
+
 def test_steps_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The median of what follows a first call, which the device may have to wait for."""
     durations, clock = iter([100.0, 1.0, 9.0, 2.0]), [0.0]
@@ -463,7 +509,13 @@ def test_every_command_of_the_whole_is_one_that_its_benchmark_takes(monkeypatch:
         with pytest.raises(KeyboardInterrupt):
             importlib.import_module("benchmarks.__main__" if module == "benchmarks" else module).main()
     assert len(parsed) == len(lines)
-    known = {*peers.PROVIDERS, "ligermodels shared", "ligermodels stage 2", "torch", "liger"}
+    known = {
+        *peers.PROVIDERS,
+        *medusa_benchmark.PEERS,
+        "ligermodels shared",
+        "ligermodels stage 2",
+        "ligermodels float8",
+    }
     assert all(set(getattr(found, "providers", None) or ()) <= known for found in parsed)
 
 
