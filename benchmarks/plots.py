@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks import speed_ups
-from benchmarks.runs import broadest_run, is_peer
+from benchmarks.runs import broadest_run, is_float8, is_peer
 
 Record = dict[str, Any]
 
@@ -66,18 +66,37 @@ PLOTS = {
             Panel(("backward_tflops",), "speed: backward, TFLOP/s"),
         ),
     ),
-    "training": Plot("training", (SPEED, MEMORY), lambda record: record["provider"] != "bare step"),
+    "training": Plot(
+        "training",
+        (SPEED, MEMORY),
+        lambda record: record["provider"] != "bare step" and not is_float8(record["provider"]),
+    ),
+    "float8": Plot(
+        "training",
+        (SPEED, MEMORY),
+        lambda record: record["provider"] == "ligermodels" or is_float8(record["provider"]),
+        reference="ligermodels",
+    ),
     "nativize": Plot("nativize", (SPEED, MEMORY)),
     "decoding": Plot("decoding", (Panel(("step_ms",), "speed: a decoding step, ms", lower=True),), reference="gemms"),
-    "medusa": Plot("medusa", (SPEED, MEMORY)),
+    "quantized": Plot(
+        "quantized", (Panel(("step_ms",), "speed: a decoding step, ms", lower=True),), reference="ligermodels bf16"
+    ),
+    "medusa": Plot("medusa", (SPEED, MEMORY), lambda record: not is_float8(record["provider"])),
 }
 """Name of the picture -> what it shows."""
+REFERENCES = {"gemms": "the GEMMs alone", "ligermodels": "ours in bf16", "ligermodels bf16": "ours in bf16"}
+"""What is at 1 where that is not the best peer, in words."""
 BENCHMARK_OF = {**{name: plot.benchmark for name, plot in PLOTS.items()}, "demo": "demo"}
 """Of every picture."""
 
 COLOURS = {
     "ligermodels": "#d62728",
     "ligermodels + torch.compile": "#ff9896",
+    "ligermodels bf16": "#d62728",
+    "ligermodels float8": "#2ca02c",
+    "ligermodels + float8": "#2ca02c",
+    "ligermodels int4": "#17becf",
     "ligermodels shared": "#8c1b1b",
     "ligermodels stage 2": "#c49c94",
     "ligermodels without a graph": "#ff9896",
@@ -92,6 +111,7 @@ COLOURS = {
     "torch.compile": "#9467bd",
     "transformers": "#ff7f0e",
     "transformers + torch.compile": "#9467bd",
+    "transformers + torchao float8 + torch.compile": "#5254a3",
     "quack": "#2ca02c",
     "flash-attn-4": "#17becf",
     "sdpa cudnn": "#1b9e77",
@@ -163,7 +183,7 @@ def _picture(name: str, plot: Plot, shown: list[Group], path: Path) -> None:
         _draw_panel(axes, plot, panel, shown)
     panels[0][0].set_yticks(range(len(shown)), [group.case for group in shown], fontsize=8)
     panels[0][0].set_ylim(len(shown) - 0.5, -0.5)
-    of = "the best peer" if plot.reference is None else "the GEMMs alone"
+    of = "the best peer" if plot.reference is None else REFERENCES[plot.reference]
     figure.suptitle(f"{name}, over {of} of the same run (at 1; right of it is better): {origin(shown)}", fontsize=10)
     entries = {label: dot for axes in panels[0] for dot, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=6, fontsize=8)

@@ -14,14 +14,14 @@ from benchmarks.runs import of_one_measure, why_not
 
 Record = dict[str, Any]
 DOCS = RESULTS.parent.parent / "docs"
-NAMES = ("ops", "attention", "delta", "training", "nativize", "decoding", "medusa", "demo", "loading")
+NAMES = ("ops", "attention", "delta", "training", "nativize", "decoding", "quantized", "medusa", "demo", "loading")
 """The benchmarks, whose results are in NAME-GPU.jsonl."""
 
 
 def read(folder: Path, gpu: str) -> dict[str, list[Record]]:
     """The records of each benchmark that may be reported, in order, and none of those that were never run."""
     found = {name: _lines(folder, name, gpu) for name in NAMES}
-    return {name: [_named(r) for r in every if why_not(r) is None] for name, every in found.items()}
+    return {name: [_named(name, r) for r in every if why_not(r) is None] for name, every in found.items()}
 
 
 def left_out(folder: Path, gpu: str) -> list[str]:
@@ -38,9 +38,11 @@ def _lines(folder: Path, name: str, gpu: str) -> list[Record]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def _named(record: Record) -> Record:
+def _named(name: str, record: Record) -> Record:
     """With a case and a provider, which not every benchmark calls so."""
     record = of_one_measure(record)
+    if name == "quantized":
+        return {**record, "model": record["case"], "case": f"{record['case']} {_size(record)}"}
     if "provider" in record and "case" in record:
         return record
     if "what" not in record:
@@ -49,6 +51,13 @@ def _named(record: Record) -> Record:
     if "tree" not in record["what"] and "step_ms" in record:  # How many tokens a tree yields depends on the heads.
         named["tokens_per_s"] = record["batch"] / record["step_ms"] * 1e3
     return named
+
+
+def _size(record: Record) -> str:
+    """Of a record of `benchmarks.quantized_decoding`, what its case leaves out."""
+    if "linear" in record:
+        return record["linear"] + (f", {record['rows']} tokens" if "rows" in record else "")
+    return f"tree of {record['tree']}" if "tree" in record else f"batch {record['batch']}"
 
 
 def write(results: Path, gpu: str, out: Path) -> list[Path]:

@@ -50,6 +50,11 @@ def broadest_run(records: Iterable[Record], key: str) -> list[Record]:
     return max(latest_first, key=lambda run: sum(is_peer(r["provider"]) for r in run), default=[])
 
 
+def is_float8(provider: str) -> bool:
+    """Whether it computes its products in float8, beside others that compute them in bf16."""
+    return "float8" in provider
+
+
 def is_peer(provider: str) -> bool:
     """Whether it is someone else's: neither one of ours nor a part of a computation."""
     return OURS.match(provider) is None

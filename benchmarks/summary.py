@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.runs import broadest_run, is_peer, last_run
+from benchmarks.runs import broadest_run, is_float8, is_peer, last_run
 
 Record = dict[str, Any]
 
 
 class Row(NamedTuple):
     """A case of a benchmark, by a provider of ours, and the command that measures it. `key` is what is compared: tokens
-    per second, or a time. `front`: the row is in the README too."""
+    per second, or a time. `front`: the row is in the README too. In bf16 ours is beside peers in bf16, in float8 beside
+    all of them."""
 
     what: str
     benchmark: str
@@ -26,6 +27,8 @@ class Row(NamedTuple):
 
 TOKENS = "tokens_per_s"
 STEP = "full fine-tuning step, {}"
+FLOAT8 = "ligermodels + float8"
+BESIDE = '--providers "ligermodels + float8" "transformers + liger" "transformers + torchao float8 + torch.compile"'
 ROWS = (
     Row(STEP.format("Llama-3-8B 4 x 4096"), "training", "llama-3-8b 4x4096", TOKENS, 'training "llama-3-8b 4x4096"',
         front=True),
@@ -34,8 +37,18 @@ ROWS = (
         'training "llama-3.2-1b 4x4096"', front=True),
     Row(STEP.format("Gemma-2-2B 2 x 4096"), "training", "gemma-2-2b 2x4096", TOKENS, 'training "gemma-2-2b 2x4096"',
         front=True),
+    *(
+        Row(f"full fine-tuning step in float8, {name}", "training", case, TOKENS, f'training "{case}" {BESIDE}',
+            ours=FLOAT8, front=case == "llama-3-8b 4x4096")
+        for name, case in (
+            ("Llama-3-8B 4 x 4096", "llama-3-8b 4x4096"), ("Llama-3-8B 1 x 4096", "llama-3-8b 1x4096"),
+            ("Qwen2.5-7B 2 x 4096", "qwen2.5-7b 2x4096"), ("Llama-3.2-1B 4 x 4096", "llama-3.2-1b 4x4096"),
+        )
+    ),
     Row("LoRA step of rank 16, Llama-3-8B 4 x 4096", "training", "llama-3-8b 4x4096 LoRA 16", TOKENS,
         'training "llama-3-8b 4x4096 LoRA 16"', front=True),
+    Row("same, float8 base", "training", "llama-3-8b 4x4096 LoRA 16", TOKENS,
+        f'training "llama-3-8b 4x4096 LoRA 16" {BESIDE}', ours=FLOAT8),
     Row("`lm.nativize`d transformers model, Llama-3-8B 4 x 4096", "nativize", "llama-3-8b 4x4096", TOKENS,
         'training "llama-3-8b 4x4096" --providers "transformers + nativize" "transformers + liger"',
         ours="transformers + nativize", front=True),
@@ -43,6 +56,9 @@ ROWS = (
         "medusa", front=True),
     Row("same, half of the labels ignored", "medusa", "llama-3-8b 5 heads 4x4096 50% ignored", TOKENS,
         "medusa --ignored 0.5"),
+    Row("Medusa stage 1 as above, float8 backbone", "medusa", "llama-3-8b 5 heads 4x4096 0% ignored", TOKENS,
+        'medusa --ignored 0 --providers "ligermodels float8" liger "liger + torchao float8"',
+        ours="ligermodels float8"),
     Row("greedy decoding, Llama-3-8B, one sequence, beside transformers' `generate` as it is", "decoding",
         "llama-3-8b batch 1", "step_ms",
         "decoding --transformers"),
@@ -98,7 +114,8 @@ def results(found: Mapping[str, list[Record]]) -> list[Result]:
 
 def _measured(row: Row, records: list[Record]) -> Result | None:
     lower = row.key != TOKENS
-    run = {r["provider"]: r for r in broadest_run((r for r in records if r["case"] == row.case), row.key)}
+    kept = (r for r in records if r["case"] == row.case and (is_float8(row.ours) or not is_float8(r["provider"])))
+    run = {r["provider"]: r for r in broadest_run(kept, row.key)}
     ours, peers = run.get(row.ours), [r for provider, r in run.items() if is_peer(provider)]
     if ours is None or not peers:
         return None
@@ -155,7 +172,40 @@ def page(found: Mapping[str, list[Record]]) -> str:
         key: " and ".join(sorted({str(r.ours[key]) for r in measured if key in r.ours}))
         for key in ("gpu", "torch", "triton", "transformers")
     }
-    return HEAD.format(**versions) + "\n".join(lines) + "\n" + _demo(found.get("demo", [])) + TAIL
+    return (
+        HEAD.format(**versions)
+        + "\n".join(lines)
+        + "\n"
+        + _quantised(found.get("quantized", []))
+        + _demo(found.get("demo", []))
+        + TAIL
+    )
+
+
+def _quantised(records: Sequence[Record]) -> str:
+    """Decoding by the format of the weights, in Markdown; empty without records."""
+    steps = [r for r in records if "step_ms" in r]
+    if not steps:
+        return ""
+    last = {(r["provider"], r["case"]): r for r in last_run(steps)}
+    cases = list(dict.fromkeys(case for _, case in last))
+    rows = ["| greedy decoding, weights in |" + "".join(f" {case} |" for case in cases)]
+    rows.append("|---|" + "---|" * len(cases))
+    for provider in dict.fromkeys(provider for provider, _ in last):
+        cells = (last.get((provider, case)) for case in cases)
+        rows.append(f"| {provider.removeprefix('ligermodels ')} |" + "".join(f" {_step(r)} |" for r in cells))
+    note = (
+        f"`python -m benchmarks.quantized_decoding --no-linears`, commit {_short(steps[-1].get('commit', ''))}; in "
+        "brackets, the share of the rate\nat which a large copy reads the weights. A tree is Medusa's, of one sequence."
+    )
+    return "\n" + "\n".join(rows) + f"\n\n{note}\n"
+
+
+def _step(record: Record | None) -> str:
+    if record is None:
+        return ""
+    speed = f"{record['tokens_per_s']:,.0f} tok/s" if "tokens_per_s" in record else f"{record['step_ms']:.3g} ms"
+    return f"{speed} ({record['of_limit']:.2f})"
 
 
 def _demo(records: Sequence[Record]) -> str:

@@ -53,6 +53,18 @@ AGAINST_TRANSFORMERS = ("qwen3.5-9b 1x4096", "gemma-4-e4b 1x4096", "ministral-3-
 OF_THE_GEMMS = {"llama-3-8b": 0.85, "qwen3.5-9b": 0.8, "gemma-4-e4b": 0.8}
 """Model -> share of the speed of its GEMMs alone, decoding one sequence."""
 
+FLOAT8_OVER_BF16 = {
+    "llama-3-8b 4x4096": 1.40,
+    "llama-3-8b 1x4096": 1.30,
+    "qwen2.5-7b 2x4096": 1.35,
+    "llama-3.2-1b 4x4096": 1.12,
+}
+"""Case -> tokens/s of training in float8 over those in bf16."""
+FLOAT8_SPEED = {"llama-3-8b 4x4096": (17_500, 18_800), "llama-3-8b 4x4096 LoRA 16": (24_000,)}
+"""Case -> tokens/s of training in float8."""
+QUANTISED_SPEED = {"float8": 360, "int4": 500}
+"""Format of the weights -> tokens/s of decoding one sequence with Llama-3-8B."""
+
 LARGE_LOSSES = ("8192x4096x128256", "32768x4096x128256", "16384x2048x128256", "8192x2304x256000")
 
 
@@ -74,14 +86,16 @@ class Results:
         record = self.records.get((case, provider), {})
         return float(record[key]) if key in record else None
 
-    def ratio(self, case: str, key: str, provider: str, of: str | None = None) -> float | None:
+    def ratio(
+        self, case: str, key: str, provider: str, of: str | None = None, ours: str = "ligermodels"
+    ) -> float | None:
         """Ours over that of a provider, in the same case or in the case `of`, of the last run of both; None if
         one failed there."""
-        pair = ((case, "ligermodels"), (of or case, provider))
+        pair = ((case, ours), (of or case, provider))
         for run in self.runs:
-            ours, theirs = (self.of_runs.get((*each, run)) for each in pair)
-            if ours is not None and theirs is not None:
-                return float(ours[key]) / float(theirs[key]) if key in ours and theirs.get(key) else None
+            upper, lower = (self.of_runs.get((*each, run)) for each in pair)
+            if upper is not None and lower is not None:
+                return float(upper[key]) / float(lower[key]) if key in upper and lower.get(key) else None
         return None
 
 
@@ -89,6 +103,7 @@ def targets(found: Mapping[str, list[Record]]) -> list[Target]:
     """Those that there are results for."""
     ops, training, decoding, medusa = (Results(found[name]) for name in ("ops", "training", "decoding", "medusa"))
     every = [*_ops(ops), *_attention(latest(found["attention"])), *_training(training), *_generation(decoding)]
+    every += _float8(training, medusa, Results(found.get("quantized", [])))
     every += [*_medusa(medusa), *_demo(last_run(found.get("demo", []))), *_loading(latest(found["loading"]))]
     return [Target(*row[:3], row[3], *row[4:]) for row in every if row[3] is not None]
 
@@ -169,6 +184,25 @@ def _training(results: Results) -> Iterator[Row]:
     for case, provider in results.records:
         if provider == "ligermodels":
             yield f"{case}, share of the floor", "≥", 0.95, results.value(case, "of_floor")
+
+
+def _float8(training: Results, medusa: Results, quantised: Results) -> Iterator[Row]:
+    ours = "ligermodels + float8"
+    for case, bound in FLOAT8_OVER_BF16.items():
+        share = training.ratio(case, "tokens_per_s", "ligermodels", ours=ours)
+        yield f"{case} in float8, tokens/s over bf16", "≥", bound, share
+    for case, bounds in FLOAT8_SPEED.items():
+        for bound in bounds:
+            yield f"{case} in float8, tokens/s", "≥", bound, training.value(case, "tokens_per_s", ours)
+    case = "llama-3-8b 4x4096"
+    share, gib = training.ratio(case, "peak_gib", "ligermodels", ours=ours), training.value(case, "peak_gib", ours)
+    yield f"{case} in float8, MiB beyond those of bf16", "≤", 0, share and gib and 1024 * gib * (1 - 1 / share)
+    case = "llama-3-8b 5 heads 4x4096 0% ignored"
+    speed = medusa.value(case, "tokens_per_s", "ligermodels float8")
+    yield f"Medusa stage 1, {case}, in float8, tokens/s", "≥", 25_000, speed
+    for kind, bound in QUANTISED_SPEED.items():
+        speed = quantised.value("llama-3-8b batch 1", "tokens_per_s", f"ligermodels {kind}")
+        yield f"decoding, llama-3-8b batch 1, {kind}, tokens/s", "≥", bound, speed
 
 
 def _generation(results: Results) -> Iterator[Row]:

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import demo, measure, plots, report, speed_ups, summary, targets
+from benchmarks import demo, measure, peers, plots, report, speed_ups, summary, targets
 from benchmarks.runs import why_not
 
 
@@ -156,6 +156,72 @@ def test_the_report_of_a_gpu_demo(tmp_path: Path) -> None:
     assert "| stage 2, greedy | 1.90 (32 of 32) | 1.75 (32 of 32) | 1.15 (32 of 32) |" in summary.page(found)
     found["demo"][-2]["same"] = 31
     assert [target.met for target in targets.targets({**found, "training": []})] == [True, False]
+
+
+def test_float8_is_beside_all_and_bf16_beside_bf16(tmp_path: Path) -> None:
+    """In one run with a peer in float8; targets of both speeds and of memory."""
+    names = ("ligermodels", "ligermodels + float8", "transformers + liger", peers.TORCHAO)
+    speeds = dict(zip(names, (100.0, 150.0, 80.0, 120.0), strict=True))
+    case = {"case": "llama-3-8b 4x4096", "commit": "abcdef1", "gpu": "G"}
+    records = [case | {"provider": p, "tokens_per_s": 125 * v, "peak_gib": 10.0} for p, v in speeds.items()]
+    records[1]["peak_gib"] = 10.25
+    measure.write(tmp_path / "training-h200.jsonl", records)
+    case = {"case": "llama-3-8b 5 heads 4x4096 0% ignored", "commit": "abcdef1", "provider": "ligermodels float8"}
+    measure.write(tmp_path / "medusa-h200.jsonl", [case | {"tokens_per_s": 26_000.0}])
+    found = report.read(tmp_path, "h200")
+    compared = {r.ours["provider"]: (r.peer["provider"], r.speed) for r in summary.results(found)}
+    assert compared == {"ligermodels": ("transformers + liger", 1.25), "ligermodels + float8": (peers.TORCHAO, 1.25)}
+    reached = [(t.what.split(", ", 1)[1], t.measured, t.met) for t in targets.targets(found) if "float8" in t.what]
+    assert reached == [
+        ("tokens/s over bf16", 1.5, True),
+        ("tokens/s", 18_750.0, True),
+        ("tokens/s", 18_750.0, False),
+        ("MiB beyond those of bf16", pytest.approx(256), False),
+        ("llama-3-8b 5 heads 4x4096 0% ignored, in float8, tokens/s", 26_000.0, True),
+    ]
+    shown = {name: plots.groups(plots.PLOTS[name], found["training"]) for name in ("training", "float8")}
+    ratios = {name: plots.ratios(plots.PLOTS[name], plots.SPEED, group)[0] for name, (group,) in shown.items()}
+    assert ratios == {
+        "training": {"ligermodels": 1.25, "transformers + liger": 1.0},
+        "float8": {"ligermodels": 1.0, "ligermodels + float8": 1.5, peers.TORCHAO: 1.2},
+    }
+
+
+def test_decoding_with_quantised_weights(tmp_path: Path) -> None:
+    """A case for each batch, tree, and linear layer; a table of the last run; targets; a picture."""
+    facts = {"case": "llama-3-8b", "commit": "abcdef1", "gpu": "NVIDIA H200", "date": "2026-01-01"}
+    steps = {"ligermodels bf16": 4.0, "ligermodels float8": 2.5, "ligermodels int4": 2.5}
+    records = [
+        facts | {"provider": p, "batch": n, "step_ms": ms, "tokens_per_s": n / ms * 1e3, "of_limit": 0.75}
+        for p, ms in steps.items()
+        for n in (1, 8)
+    ]
+    records.append(facts | {"provider": "ligermodels int4", "tree": 64, "step_ms": 3.0, "of_limit": 0.5})
+    linear = facts | {"provider": "torchao int4", "linear": "mlp.down", "shape": [8, 16]}
+    records += [linear | {"rows": 4, "ms": 0.02, "of_limit": 0.3}, linear | {"failed": "no torchao"}]
+    old = [{**records[0], "commit": "0000000", "tokens_per_s": 9e9}]
+    measure.write(tmp_path / "quantized-h200.jsonl", [*old, *records])
+    found = report.read(tmp_path, "h200")
+    cases = dict.fromkeys(r["case"] for r in found["quantized"])
+    assert list(cases) == [
+        f"llama-3-8b {size}" for size in ("batch 1", "batch 8", "tree of 64", "mlp.down, 4 tokens", "mlp.down")
+    ]
+    reached = [(t.what, t.measured, t.met) for t in targets.targets(found)]
+    assert reached == [
+        ("decoding, llama-3-8b batch 1, float8, tokens/s", 400.0, True),
+        ("decoding, llama-3-8b batch 1, int4, tokens/s", 400.0, False),
+    ]
+    written = report.write(tmp_path, "h200", tmp_path / "out")
+    assert [path.name for path in written] == ["benchmark-tables.md", "results.md", "quantized.png"]
+    page = written[0].read_text()
+    assert "| llama-3-8b tree of 64 | ligermodels int4 | 3 |" in page
+    assert "| llama-3-8b mlp.down | torchao int4 |  |  |  |  | no torchao |" in page
+    case = {"case": "llama-3-8b 4x4096", "gpu": "G", "commit": "abcdef1", "tokens_per_s": 1.0}
+    found["training"] = [case | {"provider": provider} for provider in ("ligermodels", "transformers")]
+    text = summary.page(found)
+    assert "weights in | llama-3-8b batch 1 | llama-3-8b batch 8 | llama-3-8b tree of 64 |" in text
+    assert "| bf16 | 250 tok/s (0.75) | 2,000 tok/s (0.75) |  |" in text
+    assert "| int4 | 400 tok/s (0.75) | 3,200 tok/s (0.75) | 3 ms (0.50) |" in text
 
 
 def test_targets_of_newer_families(tmp_path: Path) -> None:
