@@ -152,7 +152,8 @@ def ratios(plot: Plot, panel: Panel, group: Group) -> tuple[dict[str, float], st
     if len(values) < 2 or not peers:
         return {}, ""
     best = min(peers) if panel.lower else max(peers)
-    ours = next((values[p] for p in values if p.startswith("ligermodels") or p.endswith("nativize")), None)
+    named = [p for p in values if p.startswith("ligermodels") or p.endswith("nativize")]
+    ours = next((values[p] for p in named if p != plot.reference), None)
     text = " · ".join(_number(value) for value in (ours, best) if value is not None)
     return {p: best / value if panel.lower else value / best for p, value in values.items()}, text
 

@@ -181,6 +181,7 @@ def test_float8_is_beside_all_and_bf16_beside_bf16(tmp_path: Path) -> None:
     ]
     shown = {name: plots.groups(plots.PLOTS[name], found["training"]) for name in ("training", "float8")}
     ratios = {name: plots.ratios(plots.PLOTS[name], plots.SPEED, group)[0] for name, (group,) in shown.items()}
+    assert plots.ratios(plots.PLOTS["float8"], plots.SPEED, shown["float8"][0])[1] == "18,750 · 12,500"
     assert ratios == {
         "training": {"ligermodels": 1.25, "transformers + liger": 1.0},
         "float8": {"ligermodels": 1.0, "ligermodels + float8": 1.5, peers.TORCHAO: 1.2},
