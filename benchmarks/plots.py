@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from benchmarks import speed_ups
+from benchmarks import loss_curves, speed_ups
 from benchmarks.runs import broadest_run, is_peer
 
 Record = dict[str, Any]
@@ -72,7 +72,7 @@ PLOTS = {
     "medusa": Plot("medusa", (SPEED, MEMORY)),
 }
 """Name of the picture -> what it shows."""
-BENCHMARK_OF = {**{name: plot.benchmark for name, plot in PLOTS.items()}, "demo": "demo"}
+BENCHMARK_OF = {**{name: plot.benchmark for name, plot in PLOTS.items()}, "demo": "demo", "float8-loss": "float8-loss"}
 """Of every picture."""
 
 COLOURS = {
@@ -151,6 +151,9 @@ def draw(found: Mapping[str, list[Record]], folder: Path) -> list[str]:
     if records := found.get("demo"):
         speed_ups.draw(records, folder / "demo.png")
         drawn.append("demo")
+    if loss_curves.of_seeds(records := found.get("float8-loss", [])):
+        loss_curves.draw(records, folder / "float8-loss.png")
+        drawn.append("float8-loss")
     return drawn
 
 

@@ -14,7 +14,7 @@ from benchmarks.runs import of_one_measure, why_not
 
 Record = dict[str, Any]
 DOCS = RESULTS.parent.parent / "docs"
-NAMES = ("ops", "attention", "delta", "training", "nativize", "decoding", "medusa", "demo", "loading")
+NAMES = ("ops", "attention", "delta", "training", "nativize", "decoding", "medusa", "demo", "loading", "float8-loss")
 """The benchmarks, whose results are in NAME-GPU.jsonl."""
 
 
