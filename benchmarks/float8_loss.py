@@ -78,7 +78,7 @@ def tokenised(s: TrainingSettings) -> Data:
     share = min(1.0, FOR_TOKENIZER / sum(map(len, training)))
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = train_tokenizer(training[: round(share * len(training))], s.vocab_size, Path(folder))
-    end = int(tokenizer.backend.token_to_id(END) or 0)  # The first of its tokens.
+    (end,) = tokenizer.backend.encode(END).ids
     return Data(_ids(tokenizer, training, end), _ids(tokenizer, held_out, end), end)
 
 

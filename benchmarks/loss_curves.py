@@ -55,22 +55,18 @@ def draw(records: Sequence[Record], path: Path) -> None:
     found, last = of_seeds(records), records[-1]
     figure, (losses, differences) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
     for i, (seed, curves) in enumerate(found.items()):
-        style = ("-", "--", ":", "-.")[i % 4]
-        for provider in (BF16, FLOAT8):
-            x, y = zip(*curves[provider], strict=True)
-            losses.plot(
-                _millions(x), y, style, color=COLOURS[provider], linewidth=1.2, label=f"{provider}, seed {seed}"
-            )
-        x = [tokens for tokens, _ in curves[BF16]]
-        y = [b - a for (_, a), (_, b) in zip(curves[BF16], curves[FLOAT8], strict=True)]
-        differences.plot(
-            _millions(x), y, style, color=COLOURS[FLOAT8], linewidth=1.2, label=f"float8 - bf16, seed {seed}"
-        )
+        options: dict[str, Any] = {"linestyle": ("-", "--", ":", "-.")[i % 4], "linewidth": 1.2}
+        tokens = _millions(count for count, _ in curves[BF16])
+        held_out = {provider: [loss for _, loss in curves[provider]] for provider in (BF16, FLOAT8)}
+        for provider, values in held_out.items():
+            losses.plot(tokens, values, color=COLOURS[provider], label=f"{provider}, seed {seed}", **options)
+        gaps = [b - a for a, b in zip(*held_out.values(), strict=True)]
+        differences.plot(tokens, gaps, color=COLOURS[FLOAT8], label=f"float8 - bf16, seed {seed}", **options)
     if len(found) > 1:
         spread = spreads(curves[BF16] for curves in found.values())
         label = "± spread of bf16's seeds (highest - lowest)"
         low = [-each for each in spread]
-        differences.fill_between(_millions(x), low, spread, color=COLOURS[BF16], alpha=0.2, linewidth=0, label=label)
+        differences.fill_between(tokens, low, spread, color=COLOURS[BF16], alpha=0.2, linewidth=0, label=label)
     differences.axhline(0.0, color="black", linewidth=0.8)
     losses.set_ylabel("held-out loss, nats a token")
     differences.set_ylabel("difference of held-out losses")
@@ -84,5 +80,5 @@ def draw(records: Sequence[Record], path: Path) -> None:
     plt.close(figure)
 
 
-def _millions(tokens: Sequence[float]) -> list[float]:
+def _millions(tokens: Iterable[float]) -> list[float]:
     return [count / 1e6 for count in tokens]
