@@ -48,6 +48,7 @@ COMMANDS = {
     ],
     "demo": ["benchmarks.demo"],
     "loading": ["benchmarks.loading {folder}"],
+    "float8-loss": ["benchmarks.float8_loss"],
 }
 """Name -> commands: module and arguments; {folder} is a temporary one, or that of --folder."""
 

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from benchmarks import speed_ups
+from benchmarks import loss_curves, speed_ups
 from benchmarks.runs import broadest_run, is_float8, is_peer
 
 Record = dict[str, Any]
@@ -87,7 +87,7 @@ PLOTS = {
 """Name of the picture -> what it shows."""
 REFERENCES = {"gemms": "the GEMMs alone", "ligermodels": "ours in bf16", "ligermodels bf16": "ours in bf16"}
 """What is at 1 where that is not the best peer, in words."""
-BENCHMARK_OF = {**{name: plot.benchmark for name, plot in PLOTS.items()}, "demo": "demo"}
+BENCHMARK_OF = {**{name: plot.benchmark for name, plot in PLOTS.items()}, "demo": "demo", "float8-loss": "float8-loss"}
 """Of every picture."""
 
 COLOURS = {
@@ -172,6 +172,9 @@ def draw(found: Mapping[str, list[Record]], folder: Path) -> list[str]:
     if records := found.get("demo"):
         speed_ups.draw(records, folder / "demo.png")
         drawn.append("demo")
+    if loss_curves.of_seeds(records := found.get("float8-loss", [])):
+        loss_curves.draw(records, folder / "float8-loss.png")
+        drawn.append("float8-loss")
     return drawn
 
 

@@ -14,7 +14,10 @@ from benchmarks.runs import of_one_measure, why_not
 
 Record = dict[str, Any]
 DOCS = RESULTS.parent.parent / "docs"
-NAMES = ("ops", "attention", "delta", "training", "nativize", "decoding", "quantized", "medusa", "demo", "loading")
+NAMES = (
+    "ops", "attention", "delta", "training", "nativize", "decoding", "quantized", "medusa", "demo",
+    "loading", "float8-loss",
+)  # fmt: skip
 """The benchmarks, whose results are in NAME-GPU.jsonl."""
 
 

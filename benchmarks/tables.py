@@ -22,6 +22,7 @@ TITLES = {
     "medusa": "Medusa",
     "demo": "The GPU demo",
     "loading": "Loading",
+    "float8-loss": "Loss curves of float8",
 }
 COLUMNS = {
     "ops": (
@@ -54,6 +55,7 @@ COLUMNS = {
     "medusa": ("step_ms", "tokens_per_s", "peak_gib", "held_gib", "gradients_gib", "floor_ms", "of_floor", "loss"),
     "demo": ("speed_up", "tokens_per_step", "tree", "plain_seconds", "seconds", "same", "prompts"),
     "loading": ("load_s", "ready_s", "host_peak_bytes", "host_after_bytes"),
+    "float8-loss": ("held_out_loss", "tokens", "epochs", "parameters", "peak_gib"),
 }
 """Of each benchmark, where any of its records has them."""
 

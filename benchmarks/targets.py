@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from benchmarks import loss_curves
 from benchmarks.runs import last_run, run_of
 
 Record = dict[str, Any]
@@ -105,6 +106,7 @@ def targets(found: Mapping[str, list[Record]]) -> list[Target]:
     every = [*_ops(ops), *_attention(latest(found["attention"])), *_training(training), *_generation(decoding)]
     every += _float8(training, medusa, Results(found.get("quantized", [])))
     every += [*_medusa(medusa), *_demo(last_run(found.get("demo", []))), *_loading(latest(found["loading"]))]
+    every += [*_float8_loss(found.get("float8-loss", []))]
     return [Target(*row[:3], row[3], *row[4:]) for row in every if row[3] is not None]
 
 
@@ -240,6 +242,11 @@ def _loading(records: list[Record]) -> Iterator[Row]:
     if {"ligermodels", "transformers"} <= by_provider.keys():
         share = by_provider["transformers"] / by_provider["ligermodels"]
         yield "loading, transformers' time over ours", "≥", 1, share
+
+
+def _float8_loss(records: list[Record]) -> Iterator[Row]:
+    what = "float8, held-out loss of the seeds' mean from that of bf16, over the spread of bf16's seeds"
+    yield what, "≤", 1, loss_curves.of_spread(records)
 
 
 def _inverse(value: float | None) -> float | None:

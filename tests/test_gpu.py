@@ -8,7 +8,9 @@ import torch
 from zoo import BASE, CONFIGS, gradients_of, make_checkpoint, relative_error, stored_as
 
 import ligermodels as lm
-from ligermodels.training import FusedAdamW
+from ligermodels.data.batches import Batch
+from ligermodels.speculative.evaluation import evaluate
+from ligermodels.training import FusedAdamW, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
 
@@ -49,6 +51,17 @@ def test_family(config: str, compiled: bool, tmp_path: Path) -> None:
     for name, truth in wanted.items():
         limit = 3 * relative_error(theirs[name], truth) + 1e-5
         assert relative_error(ours[name], truth) < limit, (name, limit)
+
+
+def test_batches_on_the_gpu_train_as_those_on_the_cpu(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", CONFIGS["llama-3.1"])
+    found = []
+    for device in ("cpu", "cuda"):
+        model = lm.from_pretrained(tmp_path / "model", device="cuda")
+        batch = Batch({"input_ids": tokens().to(device), "labels": tokens().to(device)})
+        train(model, [batch, batch], steps=2, optimizer=FusedAdamW(model.parameters(), lr=1e-3))
+        found.append(evaluate(model, [batch]))
+    assert found[0] == found[1]
 
 
 def test_bf16_is_no_worse_than_transformers(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def count_targets(model: CountsTargets, parts: Iterable[Batch]) -> Tensor:
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch on `device`; copies to a GPU are asynchronous."""
+    """The batch on `device`; copies from a CPU to a GPU are asynchronous."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+    pinned = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
