@@ -51,7 +51,9 @@ def seal(path: Path) -> str:
     with path.open("r+b") as file:
         file.seek(8)
         file.write(header)
-    _, place = _sealed(header)
+    if (sealed := _sealed(header)) is None:
+        raise OSError(f"its header has no {KEY}")
+    place = sealed[1]
     digest = digest_of(path, zeros_at=place)
     with path.open("r+b") as file:
         file.seek(place)

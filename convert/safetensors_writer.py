@@ -101,9 +101,9 @@ def save_checkpoint(
                     digests[file] = hashing.submit(digest_of if shards else seal, temporary / file)
                 del fetched
         with ranks.step(where):
-            found = {file: digest.result() for file, digest in digests.items()}
+            done = {file: digest.result() for file, digest in digests.items()}
             if shards and ranks.writes:
-                _write(temporary / INDEX, index(found))
+                _write(temporary / INDEX, index(done))
             if check is not None and ranks.writes:
                 check(temporary)
             opened.close()  # The files become those of `folder`.

@@ -364,7 +364,7 @@ def test_digests_name_what_is_not_as_it_was_written(sharded: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["model", "adapter_model"])
 def test_a_file_by_itself_holds_its_digest(tmp_path: Path, name: str) -> None:
-    tensors, file = floats("é\"ligermodels.sha256\":\"", "b"), f"{name}.safetensors"
+    tensors, file = floats('é"ligermodels.sha256":"', "b"), f"{name}.safetensors"
     contents = set()
     for i in range(12):  # The library writes metadata in an order of its own.
         save_checkpoint(tmp_path / f"{i}", lazy(tensors), name=name)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs import family_of
-from ligermodels.archs.extra_heads import MTP_TYPE
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.extra_heads import MTP_TYPE
 from ligermodels.archs.mtp import QWEN, MTPFormat
 from ligermodels.archs.state_dict import nearest_layout
 from ligermodels.convert.config_json import read_json
