@@ -210,8 +210,8 @@ def _longest(batch: Batch) -> int:
 def _warn_of_length(longest: int, context: int, step: int) -> None:
     warnings.warn(
         f"step {step}: a sequence of {longest:,} tokens is longer than the model's max_position_embeddings, "
-        f"{context:,}; the model does not know positions beyond it: make seq_len smaller, or extend the context by rope_parameters "
-        "(rope_scaling) and max_position_embeddings in config.json",
+        f"{context:,}; the model does not know positions beyond it: make seq_len smaller, or extend the "
+        "context by rope_parameters (rope_scaling) and max_position_embeddings in config.json",
         SequenceLengthWarning,
         stacklevel=3,
     )
