@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from ligermodels.convert.files import ADAPTER_CONFIG
 from ligermodels.convert.input_files import check_depth, read_json_object
 from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import ConfigError
@@ -16,7 +17,10 @@ from ligermodels.errors import short as short
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ConfigError names the file when it is missing, not JSON, or not an object."""
-    return read_json_object(path, ConfigError, "; is this the folder of what you want to open?")
+    hint = "is this the folder of what you want to open?"
+    if path.name == "config.json" and (path.parent / ADAPTER_CONFIG).is_file():
+        hint = "the folder holds an adapter: open its base model, then the adapter with load_adapter, or --adapter"
+    return read_json_object(path, ConfigError, f"; {hint}")
 
 
 def as_config(config: Mapping[Any, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.convert.digests import digest_of
+from ligermodels.convert.digests import METADATA, digest_of, seal
 from ligermodels.convert.files import CHECKPOINT, DIGESTS, INDEX
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
@@ -45,7 +45,7 @@ def save_checkpoint(
 ) -> None:
     """Write `model.safetensors`, or shards of at most `max_shard_size` and their index, named as transformers does.
 
-    The metadata of the index has the SHA-256 of each shard, see `digests.check_digests`.
+    The metadata of the index has the SHA-256 of each shard, the header of a file by itself has its own: see `digests`.
 
     Args:
         folder: created with its parents if need be.
@@ -97,13 +97,13 @@ def save_checkpoint(
             with ranks.step(where):
                 fetched = ranks.fetch({key: by_name[key][2] for key in keys})
                 if ranks.writes:
-                    _write_shard(temporary / file, fetched)
-                    if shards:
-                        digests[file] = hashing.submit(digest_of, temporary / file)
+                    _write_shard(temporary / file, fetched, {"format": "pt"} if shards else METADATA)
+                    digests[file] = hashing.submit(digest_of if shards else seal, temporary / file)
                 del fetched
         with ranks.step(where):
-            if digests:
-                _write(temporary / INDEX, index({file: digest.result() for file, digest in digests.items()}))
+            done = {file: digest.result() for file, digest in digests.items()}
+            if shards and ranks.writes:
+                _write(temporary / INDEX, index(done))
             if check is not None and ranks.writes:
                 check(temporary)
             opened.close()  # The files become those of `folder`.
@@ -118,7 +118,7 @@ def parse_size(size: int | str) -> int:
     return size if isinstance(size, int) else count
 
 
-def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write_shard(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     places: set[int] = set()
     for name, tensor in tensors.items():
         # The library refuses tensors that share memory, as a projection does that is written under several names.
@@ -126,7 +126,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
             tensors[name] = tensor.clone()
         places.add(tensor.data_ptr())
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     # The library may make the file private to its owner; the folder has the permissions that the user's umask leaves.

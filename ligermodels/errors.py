@@ -26,6 +26,10 @@ class CheckpointWarning(UserWarning):
     """The newest checkpoint of a run is damaged, and an older one is used."""
 
 
+class SequenceLengthWarning(UserWarning):
+    """A sequence is longer than the model's `max_position_embeddings`."""
+
+
 class Float8Warning(UserWarning):
     """A large part of a model's weights has no rule for float8, and stays in the model's dtype."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.decoder import DecoderConfig
-from ligermodels.archs.extra_heads import without_heads
+from ligermodels.archs.extra_heads import require_model, without_heads
 from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.quantize import quantize as quantize_weights
 from ligermodels.archs.quantized_loading import load_weights
@@ -343,6 +343,8 @@ def _open(folder: Path, dtype: torch.dtype | None, opened: ExitStack) -> _Opened
     """The checkpoint in `folder`, whose files are closed with `opened`; `dtype` is config.json's by default. Raises as
     `from_pretrained`."""
     stored_config, quantization = without_quantization(read_json(folder / "config.json"))
+    if "model_type" not in stored_config:
+        require_model(stored_config)
     hf_config, _ = without_heads(stored_config)
     family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
     # Errors of the config come before those of the weights, unless these say what the config leaves open.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from bad_calls import Place, fault
 from torch import nn
 
 import ligermodels as lm
+from ligermodels import cli
 from ligermodels.archs.adapter import save_adapter
 from ligermodels.integrations import wrap
-from ligermodels.training import FineTuningRecipe, MedusaRecipe, fine_tune, train_heads, train_mtp
+from ligermodels.training import FineTuningRecipe, MedusaRecipe, MTPRecipe, fine_tune, train_heads, train_mtp
 
+BASE = "base_model_name_or_path"
 TAKE_A_MODEL: dict[str, Any] = {
     "quantize": lambda model: lm.quantize(model, "int4"),
     "dequantize": lm.dequantize,
@@ -87,6 +90,48 @@ def trained(place: Place, out: Any, **settings: Any) -> object:
 def file_there(place: Place) -> Path:
     (place.tmp / "file").write_text("")
     return place.tmp / "file"
+
+
+def heads_alone(place: Place, form: str, base: str | None) -> Path:
+    """A folder of heads, or of an adapter, with the tokenizer of their base model."""
+    out = same(place.tmp / "alone", place.checkpoint)
+    if form == "adapter":
+        save_adapter(lm.add_lora(lm.from_pretrained(place.checkpoint), 2), out, overwrite=True)
+    elif form == "mtp":
+        lm.MTPModel.from_base(place.model).save_head(out, overwrite=True)
+        (out / "config.json").write_text(json.dumps({**json.loads((out / "config.json").read_text()), BASE: base}))
+    else:
+        lm.MedusaModel.from_base(place.model, 1).export(out, form, base_model=base, overwrite=True)
+    return out
+
+
+@fault("argument", "folders that hold heads, or an adapter, where a model is taken")
+def folders_without_a_model() -> Any:
+    run = {"data": "never.txt", "steps": 1}
+    openers: dict[str, Any] = {
+        "from_pretrained": lambda folder, out: lm.from_pretrained(folder),
+        "from_config": lambda folder, out: lm.from_config(folder),
+        "verify": lambda folder, out: cli.checkpoint.verify(folder),
+        "plan": lambda folder, out: cli.plan.plan(folder, 1, "80GB", 1024),
+        "generate": lambda folder, out: cli.models.find(folder).load(None, "cpu"),
+        "fine_tune": lambda folder, out: fine_tune(FineTuningRecipe(base=folder, **run), out),
+        "train_heads": lambda folder, out: train_heads(MedusaRecipe(base=folder, **run), out),
+        "train_mtp": lambda folder, out: train_mtp(MTPRecipe(base=folder, **run), out),
+    }
+    for name, call in openers.items():
+        for form, base, says in (
+            ("vllm", None, "heads"),
+            ("tgi", "some/base", "their base model, 'some/base',"),
+            ("fasterdecoding", "some/base", "their base model, 'some/base',"),
+            ("mtp", "some/base", "their base model, 'some/base',"),
+            ("adapter", None, "adapter"),
+        ):
+            if (name, form) != ("generate", "adapter"):  # opens its base model
+                yield (
+                    f"{name} of {form}",
+                    lambda p, call=call, form=form, base=base: call(str(heads_alone(p, form, base)), p.tmp / "out"),
+                    says,
+                )
 
 
 @fault("argument", "folders to write that are none, or hold what is read")

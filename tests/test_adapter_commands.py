@@ -398,3 +398,21 @@ def test_a_checkpoint_takes_the_place_of_an_adapter_alone(speaker: Path, adapter
         ok("lora", "merge", speaker, adapter, out, "--overwrite")
     assert (folder / "model.safetensors").is_file() and not list(folder.glob("adapter_*"))
     assert len(list(kept.glob("adapter_*"))) == 2
+
+
+def test_export_and_merge_into_its_own_input(speaker: Path, adapter: Path, tmp_path: Path) -> None:
+    """Weights are mapped from the files that are replaced: what is written is what another folder would get."""
+    ok("export", speaker, tmp_path / "same")
+    ok("lora", "merge", speaker, adapter, tmp_path / "merged")
+    inputs = {name: tmp_path / name for name in ("model", "base", "lora")}
+    for name, folder in inputs.items():
+        shutil.copytree(adapter if name == "lora" else speaker, folder)
+    assert "--overwrite" in refused("export", inputs["model"], inputs["model"])
+    ok("export", inputs["model"], inputs["model"], "--overwrite")
+    ok("lora", "merge", inputs["base"], adapter, inputs["base"], "--overwrite")
+    ok("lora", "merge", speaker, inputs["lora"], inputs["lora"], "--overwrite")
+    for name, folder in inputs.items():
+        wanted = tmp_path / ("same" if name == "model" else "merged")
+        assert {each.name for each in folder.iterdir()} == {each.name for each in wanted.iterdir()}
+        for file in wanted.iterdir():
+            assert (folder / file.name).read_bytes() == file.read_bytes(), (name, file.name)

@@ -103,9 +103,13 @@ def test_info_counts_what_the_checkpoint_holds(checkpoint: Path, broken: Path) -
     }
     assert json.loads(ok(run("info", checkpoint, "--check", "--json")).stdout) == {
         **found,
-        "files_as_written": 0,
+        "files_as_written": 0,  # transformers wrote it
         "files_without_digest": 1,
     }
+    again = broken.parent / "again"
+    model.save_pretrained(again)
+    shown = ok(run("info", again, "--check")).stdout
+    assert re.search(r"files as written +1\n", shown) and re.search(r"files without digest +0\n", shown)
     sharded = broken.parent / "sharded"
     model.save_pretrained(sharded, max_shard_size=f"{size // 2}")
     shown = ok(run("info", sharded, "--check")).stdout
@@ -114,7 +118,7 @@ def test_info_counts_what_the_checkpoint_holds(checkpoint: Path, broken: Path) -
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
     damaged = run("info", sharded, "--check")
-    assert damaged.exit_code == 1 and "1 of 3 shards" in damaged.stderr and "model-00002-of-00003" in damaged.stderr
+    assert damaged.exit_code == 1 and "1 of 3 weight files" in damaged.stderr and "00002-of-00003" in damaged.stderr
     (broken / "model.safetensors").unlink()  # A config is enough to know what a model would be.
     shown = ok(run("info", broken)).stdout
     assert f"{size // 4:,}" in shown and "tensors" not in shown

@@ -390,3 +390,19 @@ def test_the_old_name_of_the_recipe_of_heads_warns() -> None:
 
     with pytest.warns(DeprecationWarning, match="Recipe is now MedusaRecipe"):
         assert ligermodels.training.Recipe is MedusaRecipe
+
+
+@pytest.mark.parametrize("name", ["train", "medusa train", "mtp train"])
+def test_seq_len_beyond_the_context_is_told(base: Path, tmp_path: Path, name: str) -> None:
+    model = Path(shutil.copytree(base, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    (tmp_path / "text.txt").write_text("a text of some words, " * 400)
+    for seq_len, warnings in ((40, 1), (20, 0)):
+        options = {"--data": tmp_path / "text.txt", "--steps": 2, "--seq-len": seq_len, "--batch-tokens": seq_len}
+        options["--out"] = tmp_path / f"{seq_len}"
+        words = [*name.split(), model, *(each for pair in options.items() for each in pair)]
+        result = CliRunner().invoke(app, [*map(str, words), "--validation-fraction", "0"])
+        assert result.exit_code == 0, result.output
+        found = result.stderr.count("a sequence of 40 tokens is longer than the model's max_position_embeddings, 20;")
+        assert found == result.stderr.count("warning: ") == warnings, result.stderr

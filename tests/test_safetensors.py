@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import stat
@@ -36,6 +37,13 @@ def floats(*names: str, size: int = 10) -> dict[str, Tensor]:
 def tree(folder: Path) -> dict[str, bytes | None]:
     """Everything below `folder`, with the files' content."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def digest_by_itself(path: Path) -> str:
+    """SHA-256 of the file with zeros in place of the digest in its header."""
+    content = path.read_bytes()
+    head = content[: int.from_bytes(content[:8], "little") + 8]
+    return hashlib.sha256(re.sub(rb"[0-9a-f]{64}", b"0" * 64, head) + content[len(head) :]).hexdigest()
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -84,7 +92,8 @@ def test_shards_are_named_as_transformers_does(tmp_path: Path, limit: int | str,
     for name, wanted in zip(names, shards, strict=True):
         with safe_open(tmp_path / "out" / name, framework="pt") as file:
             assert sorted(file.keys()) == wanted
-            assert file.metadata() == {"format": "pt"}
+            alone = {"ligermodels.sha256": digest_by_itself(tmp_path / "out" / name)} if count == 1 else {}
+            assert file.metadata() == {"format": "pt", **alone}
     if count > 1:
         digests = {name: hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() for name in names}
         assert json.loads((tmp_path / "out" / INDEX).read_text()) == {
@@ -338,7 +347,7 @@ def test_digests_name_what_is_not_as_it_was_written(sharded: Path, tmp_path: Pat
     good = (sharded / SECOND).read_bytes()
     (sharded / SECOND).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     Checkpoint(sharded).close()  # It has the right size.
-    with pytest.raises(CheckpointError, match=rf"model: 1 of 2 shards are not those that were written.*: {SECOND};"):
+    with pytest.raises(CheckpointError, match=rf"model: 1 of 2 weight files are not those.*: {SECOND};"):
         check_digests(sharded)
     (sharded / SECOND).unlink()
     with pytest.raises(CheckpointError, match=rf"{SECOND} \(No such file"):
@@ -351,8 +360,38 @@ def test_digests_name_what_is_not_as_it_was_written(sharded: Path, tmp_path: Pat
         (sharded / INDEX).write_text(json.dumps({**index, "metadata": {"sha256": digests}}))
         with pytest.raises(CheckpointError, match=r"index\.json: metadata: sha256: must have a digest"):
             check_digests(sharded)
-    save_checkpoint(tmp_path / "alone", lazy(floats("a")))
-    assert check_digests(tmp_path / "alone") == []
+
+
+@pytest.mark.parametrize("name", ["model", "adapter_model"])
+def test_a_file_by_itself_holds_its_digest(tmp_path: Path, name: str) -> None:
+    tensors, file = floats('é"ligermodels.sha256":"', "b"), f"{name}.safetensors"
+    contents = set()
+    for i in range(12):  # The library writes metadata in an order of its own.
+        save_checkpoint(tmp_path / f"{i}", lazy(tensors), name=name)
+        contents.add((tmp_path / f"{i}" / file).read_bytes())
+        assert check_digests(tmp_path / f"{i}") == [file]
+    assert len(contents) == 1
+    good = contents.pop()
+    out, header = tmp_path / "0", int.from_bytes(good[:8], "little")
+    inside = good.index(b'"ligermodels.sha256":"') + 25
+    damaged = {
+        "first bit of the data": (8 + header, good[8 + header] ^ 1),
+        "last": (len(good) - 1, good[-1] ^ 128),
+        "a name": (good.index(b'"b"') + 1, ord("c")),
+        "the digest": (inside, ord("0") if good[inside] != ord("0") else ord("1")),
+        "the length of the header": (7, 1),
+    }
+    for at, byte in damaged.values():
+        (out / file).write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
+        with pytest.raises(CheckpointError, match=rf"1 of 1 weight files are not those that were written.*: {file}"):
+            check_digests(out)
+    (out / file).write_bytes(good[:-1])
+    with pytest.raises(CheckpointError, match="1 of 1 weight files"):
+        check_digests(out)
+    (out / file).write_bytes(good)
+    (out / file).rename(out / "renamed.safetensors")
+    save_file(load_file(out / "renamed.safetensors"), out / file)  # Another program's has none.
+    assert check_digests(out) == ["renamed.safetensors"]
 
 
 def test_dtype_that_torch_lacks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import warnings
 import weakref
 from collections.abc import Iterator
 from itertools import islice, pairwise
@@ -15,7 +16,7 @@ import ligermodels as lm
 from ligermodels.data.batches import Batch
 from ligermodels.data.documents import TokenDocuments
 from ligermodels.data.packing import PackedBatches
-from ligermodels.errors import InputError, TrainingError
+from ligermodels.errors import InputError, SequenceLengthWarning, TrainingError
 from ligermodels.speculative.evaluation import evaluate, evaluate_heads
 from ligermodels.training import FusedAdamW, adamw, train, warmup_cosine
 from ligermodels.training.medusa import head_metrics
@@ -425,3 +426,32 @@ def test_scores_of_heads_are_those_of_their_logits() -> None:
     for measure, model in ((evaluate, medusa.base), (evaluate_heads, medusa)):
         with pytest.raises(InputError, match="not a single batch"):
             measure(model, [])
+
+
+@pytest.mark.parametrize("kind", ["lm", "medusa"])
+@pytest.mark.parametrize("form", ["rows", "packed", "positions"])
+def test_sequences_longer_than_the_context_warn_once(kind: str, form: str) -> None:
+    """Of packed rows the sequences in them count, however long the row is."""
+    model = small(max_position_embeddings=12)
+    if kind == "medusa":
+        model = lm.MedusaModel.from_base(model, num_heads=2)
+
+    def batch(length: int) -> Batch:
+        ids = torch.arange(3, 3 + 26).view(2, 13)[:, :length] if form == "rows" else torch.arange(3, 29)[None]
+        found = {"input_ids": ids, "labels": ids}
+        if form == "packed":
+            found["cu_seqlens"] = torch.tensor([0, length, 16, 26], dtype=torch.int32)
+        if form == "positions":
+            found["position_ids"] = torch.cat([torch.arange(n) for n in (length, 16 - length, 10)])[None]
+        return Batch(found)
+
+    def warned(*lengths: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+            train(model, map(batch, lengths), steps=len(lengths), optimizer=optimizer)
+        return [str(each.message) for each in caught if each.category is SequenceLengthWarning]
+
+    assert warned(12, 9) == []
+    (message,) = warned(12, 13, 13)
+    assert message.startswith("step 2: a sequence of 13 tokens is longer than the model's max_position_embeddings, 12;")

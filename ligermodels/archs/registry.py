@@ -39,6 +39,7 @@ from ligermodels.archs import (
     seed_oss,
     smollm,
 )
+from ligermodels.archs.extra_heads import require_model
 from ligermodels.archs.family import Family
 from ligermodels.errors import ConfigError, ConfigWarning, short
 
@@ -59,12 +60,13 @@ def register(family: Family) -> None:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a Hugging Face config; ConfigError when its `model_type` is missing or unknown.
+    """The family of a Hugging Face config; ConfigError when its `model_type` is missing or unknown, or of heads alone.
 
     ConfigWarning when `architectures` names a model of another family: tensors of the two may have the same names.
     """
     model_type = config.get("model_type")
     if model_type is None:
+        require_model(config)
         raise ConfigError("config.json: field 'model_type' is missing")
     if not isinstance(model_type, str):
         raise ConfigError(f"config.json: field 'model_type' must be a string, got {short(model_type)}")
@@ -72,6 +74,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         for plugin in entry_points(group=ENTRY_POINTS):
             plugin.load()
     if model_type not in FAMILIES:
+        require_model(config)
         known = ", ".join(sorted(FAMILIES))
         raise ConfigError(
             f"config.json: model_type {short(model_type)} is not implemented; implemented: {known}. One of your own is "

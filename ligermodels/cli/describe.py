@@ -39,7 +39,7 @@ def info(
         bool, typer.Option("--weights", help="Of a hub id: download the weights and inspect them too.")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare the weight files with the digests in their index.")
+        bool, typer.Option("--check", help="Compare the weight files with the digests in their index or header.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

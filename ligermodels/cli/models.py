@@ -90,12 +90,16 @@ def find(path: str, adapter: str | None = None) -> Source:
     Raises CheckpointError and HubError as `hub.resolve`; InputError for two adapters, for one that names no base model,
     and for heads, which are no model.
     """
+    from ligermodels.archs.extra_heads import base_of_heads as base_of_heads_in
     from ligermodels.convert import hub
+    from ligermodels.convert.config_json import read_json
 
     folder = locate(path)
     if not is_adapter(folder):
         if holds_only_heads(folder):
-            raise InputError(f"{path}: holds heads and no model; give their base model as PATH")
+            config = folder / "config.json"
+            base = base_of_heads_in(read_json(config) if config.is_file() else {})
+            raise InputError(f"{path}: holds heads and no model; give {base}, as PATH")
         if adapter is None and holds_adapter(folder):
             say(f"{path}: the adapter in it is not applied; --adapter {path} does that")
         found = None if adapter is None else adapter_folder(adapter)
@@ -191,16 +195,16 @@ def is_adapter(folder: Path) -> bool:
 
 def holds_only_heads(folder: Path) -> bool:
     """Whether it holds heads and not their base model, going by config.json and the names of the files."""
+    from ligermodels.archs.extra_heads import MEDUSA_TYPE, MTP_TYPE
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.files import SINGLE
     from ligermodels.speculative.hub import FILES
-    from ligermodels.speculative.mtp_files import MODEL_TYPE
     from ligermodels.speculative.profiles import PROFILES
 
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}
     if "model_type" in config:
-        return config["model_type"] in ("medusa", MODEL_TYPE)
+        return config["model_type"] in (MEDUSA_TYPE, MTP_TYPE)
     says_so = any(set(profile.config) <= set(config) for profile in PROFILES.values())
     return says_so or any((folder / file).is_file() for file in FILES if file != SINGLE)
 

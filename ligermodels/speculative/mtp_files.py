@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ligermodels.archs import family_of
 from ligermodels.archs.causal_lm import CausalLM
+from ligermodels.archs.extra_heads import MTP_TYPE
 from ligermodels.archs.mtp import QWEN, MTPFormat
 from ligermodels.archs.state_dict import nearest_layout
 from ligermodels.convert.config_json import read_json
@@ -32,7 +33,7 @@ from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.speculative.mtp_head import MTPHead
 
-CONFIG, MODEL_TYPE = "config.json", "mtp"
+CONFIG, MODEL_TYPE = "config.json", MTP_TYPE
 """Beside a head alone, config.json has this `model_type`."""
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ligermodels.archs.extra_heads import require_model
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import COMPANIONS
@@ -39,7 +40,9 @@ class Base:
 
     @classmethod
     def of_checkpoint(cls, folder: Path, tokenizer: str | None = None) -> Base:
-        """The checkpoint in a local `folder`, or with the `tokenizer` of another one, a folder or a hub id."""
+        """The checkpoint in a local `folder`, or with the `tokenizer` of another one, a folder or a hub id.
+        ConfigError for heads, or an adapter, without a model."""
+        require_model(read_json(folder / "config.json"))
         return cls(folder / "config.json", _tokenizer_folder(tokenizer, folder), folder)
 
     @classmethod

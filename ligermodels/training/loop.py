@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ligermodels.data.batches import Batch, CountsTargets, count_targets, on_device
-from ligermodels.errors import InputError, TrainingError
+from ligermodels.errors import InputError, SequenceLengthWarning, TrainingError
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.clipping import clip_gradients
 from ligermodels.training.renamed import renamed_arguments
@@ -133,6 +134,8 @@ def train(
         TrainingError: loss or gradient is not finite, with the step and the batch; or there is no target in the first
             steps or in all. Checked with each report.
         InputError: the batches end too early, one has no labels, or a number is out of its range.
+
+    Warns once (SequenceLengthWarning) of a sequence that is longer than the model's `max_position_embeddings`.
     """
     if min(steps, accumulation_steps, report_every, *(every for every, _ in hooks)) < 1:
         raise InputError(f"must be at least 1: {steps=}, {accumulation_steps=}, {report_every=} and periods of hooks")
@@ -140,7 +143,7 @@ def train(
         raise InputError(f"max_grad_norm: must be above 0, or None not to clip, got {max_grad_norm}")
     device, ranks = next(iter(model.parameters())).device, DataRanks.of(model)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    source = iter(batches)
+    source, context = iter(batches), _context(model)
     model.train()
     pending: list[_Pending] = []
     began = time.perf_counter()
@@ -149,6 +152,9 @@ def train(
         if len(parts) < accumulation_steps:
             raise InputError(f"the batches ended at step {step} of {steps}: give more text, more epochs or fewer steps")
         counts = ranks.sum(count_targets(model, parts).to(device, non_blocking=True))
+        if context is not None and (longest := max(map(_longest, parts))) > context:
+            _warn_of_length(longest, context, step)
+            context = None
         items = counts.clamp(min=1)
         learning_rate = optimizer.param_groups[0]["lr"]
         options = loss_options(step) if loss_options is not None else {}
@@ -183,6 +189,32 @@ def train(
         if is_last:
             return step
     return start
+
+
+def _context(model: Any) -> int | None:
+    """The `max_position_embeddings` of a model, or of that within it; None where no config has one."""
+    modules = model.modules() if isinstance(model, nn.Module) else [model]
+    found = (getattr(getattr(each, "config", None), "max_position_embeddings", None) for each in modules)
+    return next((each for each in found if isinstance(each, int)), None)
+
+
+def _longest(batch: Batch) -> int:
+    """Tokens of the longest sequence in a batch: of packed ones by their bounds. Those on a GPU are not waited for."""
+    if (bounds := batch.get("cu_seqlens")) is not None:
+        return 0 if bounds.is_cuda or bounds.numel() < 2 else int(bounds.diff().max())
+    if (positions := batch.get("position_ids")) is not None:
+        return 0 if positions.is_cuda or not positions.numel() else int(positions.max()) + 1
+    return batch["labels"].shape[-1] if batch["labels"].ndim else 0
+
+
+def _warn_of_length(longest: int, context: int, step: int) -> None:
+    warnings.warn(
+        f"step {step}: a sequence of {longest:,} tokens is longer than the model's max_position_embeddings, "
+        f"{context:,}; the model does not know positions beyond it: make seq_len smaller, or extend the "
+        "context by rope_parameters (rope_scaling) and max_position_embeddings in config.json",
+        SequenceLengthWarning,
+        stacklevel=3,
+    )
 
 
 class _Pending(NamedTuple):
