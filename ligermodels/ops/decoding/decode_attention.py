@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
@@ -72,7 +73,13 @@ def decode_attention(
             end = max(lengths) + q.shape[1]
             if q.shape[1] == 1 and min(lengths) == max(lengths):
                 seen = slice(0 if window is None else max(0, end - window), end)
-                return attention(q, k_cache[:, seen], v_cache[:, seen], **options).contiguous()
+                k, v = k_cache[:, seen], v_cache[:, seen]
+                if softcap is not None or sinks is not None:
+                    return attention(q, k, v, **options).contiguous()
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+                gqa = q.shape[1] != k.shape[1]
+                out = F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, enable_gqa=gqa)
+                return out.transpose(1, 2).contiguous()
             k_cache, v_cache = k_cache[:, :end], v_cache[:, :end]
         options |= {"window": window, "tree_mask": tree_mask}
         return decode_attention_reference(q, k_cache, v_cache, cache_seqlens, **options)

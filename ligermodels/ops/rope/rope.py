@@ -86,7 +86,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`rope_qkv_reference`, of any strides."""
     heads = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim))
-    turned, v = heads[..., :-1, :], heads[..., -1, :]
+    turned, v = heads.split([group_size + 1, 1], dim=-2)
     if q_norm is not None or k_norm is not None:
         norm = {"eps": 1e-6} | norm
         q, k = turned.split([group_size, 1], dim=-2)
@@ -95,7 +95,8 @@ def split_heads(
         turned = torch.cat([q, k], dim=-2)
     if cos is not None and sin is not None:
         turned = _rotate_reference(turned, cos, sin)
-    return turned[..., :-1, :].flatten(2, 3), turned[..., -1, :], v
+    q, k = turned.split([group_size, 1], dim=-2)
+    return q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,9 +104,9 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half, dtype = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
     of_heads = (*cos.shape[:2], *[1] * (x.dim() - 3), half)
     cos, sin = as_dtype(cos.detach(), dtype).view(of_heads), as_dtype(sin.detach(), dtype).view(of_heads)
-    x1, x2 = as_dtype(x[..., :half], dtype), as_dtype(x[..., half : 2 * half], dtype)
-    turned = as_dtype(torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1), x.dtype)
-    return turned if 2 * half == x.shape[-1] else torch.cat([turned, x[..., 2 * half :]], dim=-1)
+    x1, x2, rest = as_dtype(x, dtype).split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    turned = [torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)]
+    return as_dtype(torch.cat([*turned, rest], dim=-1), x.dtype)
 
 
 def check_packed(
