@@ -39,6 +39,11 @@ def bf16(weight: Tensor) -> tuple[Call, Tensor, int]:
     return partial(F.linear, weight=weight), weight, weight.nbytes
 
 
+def decoding(weight: Tensor) -> tuple[Call, Tensor, int]:
+    """As it is, by `ops.decode_linear`."""
+    return partial(ops.decode_linear, weight=weight), weight, weight.nbytes
+
+
 def ours(kind: ops.Quantized, weight: Tensor) -> tuple[Call, Tensor, int]:
     """`ops.quantized_linear`."""
     codes, scales = ops.quantize_weight(weight, kind)
@@ -59,6 +64,7 @@ def torchao(config: str, options: dict[str, Any], bits: float, weight: Tensor) -
 
 WAYS: dict[str, Way] = {
     "bf16": bf16,
+    "ligermodels bf16": decoding,
     **{f"ligermodels {kind}": partial(ours, kind) for kind in KINDS},
     "torchao float8": partial(torchao, "Float8WeightOnlyConfig", {}, 8),
     "torchao int4": partial(torchao, "Int4WeightOnlyConfig", {"group_size": 128}, 4.125),

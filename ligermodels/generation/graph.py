@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ligermodels import ops
 from ligermodels.layers.async_copy import AsyncHostCopy
 
 Result = TypeVar("Result")
@@ -40,7 +41,7 @@ class Graphed(Generic[Result]):
 
     The function reads and changes tensors in place, waits for nothing, and returns tensors, whose memory the next call
     uses again, or nothing. The first call runs it as it is, which compiles its kernels. Not on a CUDA device, or not
-    `enabled`, every call does.
+    `enabled`, every call does. Of what a graph holds, linear layers are `ops.decode_linear`.
     """
 
     def __init__(self, function: Callable[[], Result], device: torch.device, enabled: bool = True) -> None:
@@ -51,12 +52,15 @@ class Graphed(Generic[Result]):
         self._result: Any = None
 
     def __call__(self) -> Result:
-        if not self._enabled or not self._warm:
-            self._warm = True
+        if not self._enabled:
             return self._function()
+        if not self._warm:
+            self._warm = True
+            with ops.DecodeLinears():
+                return self._function()
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):  # records, and does not run
+            with torch.cuda.graph(graph), ops.DecodeLinears():  # records, and does not run
                 self._result = self._function()
             self._graph = graph
         self._graph.replay()

@@ -15,6 +15,7 @@ from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.norm import float8_add_rms_norm
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from ligermodels.ops.linear.decode_linear import DecodeLinears, decode_linear
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
 from ligermodels.ops.linear_attention.causal_conv import causal_conv, causal_conv_reference, conv_sources
 from ligermodels.ops.linear_attention.conv_state import (
@@ -50,6 +51,7 @@ from ligermodels.ops.runtime.dispatch import set_backend, use_kernels
 from ligermodels.ops.runtime.host_checks import set_host_checks
 
 __all__ = [
+    "DecodeLinears",
     "Float8Recipe",
     "Float8Tensor",
     "Paths",
@@ -80,6 +82,7 @@ __all__ = [
     "cross_entropy_reference",
     "decode_attention",
     "decode_attention_reference",
+    "decode_linear",
     "delta_gates",
     "delta_gates_reference",
     "dequantize_weight",

@@ -1,10 +1,12 @@
-"""A quantised linear layer for 1 to 16 tokens, as in plain decoding and small batches: what limits it is reading W.
+"""A linear layer for 1 to 16 tokens, as in plain decoding and small batches: what limits it is reading W, quantised or
+not.
 
 A program takes some output channels. Its warps share out the inputs, step by step, so that one kernel has enough warps
 on all multiprocessors even for a layer of few channels, and no sums of programs to add. Each warp multiplies W x^T by
 tensor cores, of which 16 channels are the smallest tile: the channels of W are its rows and the few tokens its columns.
-The one token of plain decoding takes all columns. Codes become the dtype of x, exactly; scales multiply float32 sums,
-those of int4 the sum over each group; at the end the sums of the warps are added.
+The one token of plain decoding takes all columns. Codes become the dtype of x, exactly (a weight that is not quantised
+is of that dtype); scales multiply float32 sums, those of int4 the sum over each group; at the end the sums of the warps
+are added.
 """
 
 from typing import NamedTuple
@@ -29,8 +31,9 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def few_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """x (M, K), M up to 16, bfloat16 or float16 -> y (M, N), which is filled. `bias` is of x's dtype."""
+def few_rows(x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
+    """x (M, K), M up to 16, bfloat16 or float16 -> y (M, N), which is filled. `bias` is of x's dtype, and so are the
+    codes of a weight (N, K) that is not quantised, which has no scales."""
     (M, K), N = x.shape, codes.shape[0]
     x, bias = x if x.stride(1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
     int4 = codes.dtype == torch.uint8
@@ -86,8 +89,10 @@ def _few_rows_kernel(
             place = channel[None, :, None] * K + k[:, None, :]
             q = tl.load(codes + place, mask=((k < K) | WHOLE)[:, None, :], other=0.0)
             v = _inputs(x, x_row, k, m, M, K, ONE, WHOLE)
-            acc = tl.dot(float8_values(q, v.dtype), v, acc)
-        result = tl.sum(acc, axis=0) * tl.load(scales + channel)[:, None]
+            acc = tl.dot(q if scales is None else float8_values(q, v.dtype), v, acc)
+        result = tl.sum(acc, axis=0)
+        if scales is not None:
+            result = result * tl.load(scales + channel)[:, None]
     if bias is not None:
         result += tl.load(bias + channel).to(tl.float32)[:, None]
     there = (m < M)[None, :] & (n < N)[:, None]
