@@ -30,7 +30,19 @@ from zoo import GEMMA4  # noqa: E402
 import ligermodels as lm  # noqa: E402
 from benchmarks import __main__ as ops_benchmark  # noqa: E402
 from benchmarks import all as whole  # noqa: E402
-from benchmarks import attention, chunked_log_probs, cpu_decoding, floor, losses, measure, ops, peers, profile, training  # noqa: E402
+from benchmarks import (  # noqa: E402  # noqa: E402
+    attention,
+    chunked_log_probs,
+    cpu_decoding,
+    float8_loss,
+    floor,
+    losses,
+    measure,
+    ops,
+    peers,
+    profile,
+    training,
+)
 from benchmarks import medusa as medusa_benchmark  # noqa: E402
 from benchmarks import needed_tokens as needed_tokens_benchmark  # noqa: E402
 from benchmarks.case import Case, Passes  # noqa: E402
@@ -512,6 +524,7 @@ def test_every_command_of_the_whole_is_one_that_its_benchmark_takes(monkeypatch:
     known = {
         *peers.PROVIDERS,
         *medusa_benchmark.PEERS,
+        *float8_loss.PROVIDERS,
         "ligermodels shared",
         "ligermodels stage 2",
         "ligermodels float8",
