@@ -154,6 +154,31 @@ def test_inputs_that_do_not_fit_are_the_errors_of_transformers() -> None:
         hf(ids, attention_mask=mask[1:])
 
 
+IDS = torch.ones(2, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": IDS[:, :0]}, r"input_ids: has no token, \(2, 0\)"),
+        ({"input_ids": IDS[:0]}, r"input_ids: has no token, \(0, 5\)"),
+        ({"input_ids": IDS[0]}, r"input_ids: must be int32 or int64, of shape \(B, T\); got torch.int64 \(5,\)"),
+        ({"input_ids": IDS.float()}, r"input_ids: .* got torch.float32 \(2, 5\)"),
+        ({"input_ids": IDS.tolist()}, r"input_ids: must be a tensor \(B, T\), got list"),
+        ({"inputs_embeds": torch.ones(2, 5, 12)}, r"inputs_embeds: must be floating, of shape \(B, T, \d+\); got .*12"),
+        ({"input_ids": IDS, "attention_mask": IDS.tolist()}, "attention_mask: must be a tensor .*, got list"),
+        ({"input_ids": IDS, "labels": IDS[:, :4]}, r"labels: must be a tensor \(2, 5\), .* got \(2, 4\)"),
+    ],
+    ids=lambda each: None if isinstance(each, dict) else each.split(":")[0],
+)
+def test_inputs_of_wrong_shapes_are_named(inputs: dict[str, Any], message: str, training: bool) -> None:
+    model = lm.nativize(make("llama-3")).train(training)
+    for module in (model,) if "labels" in inputs else (model, model.model):
+        with pytest.raises(InputError, match=message):
+            module(**inputs)
+
+
 def test_the_cache_of_a_pass_that_kept_none_is_an_error_when_given_back() -> None:
     hf, ids = make("llama-3"), batch()["input_ids"]
     lm.nativize(hf)

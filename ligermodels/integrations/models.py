@@ -17,6 +17,7 @@ from transformers.modeling_outputs import (
 
 from ligermodels.errors import InputError
 from ligermodels.integrations.decoder import DecoderView
+from ligermodels.integrations.inputs import check_inputs
 from ligermodels.integrations.modules import has_hooks, is_ours, layer_forward, mixer_forward, part
 from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.integrations.views import AddedFeatures, GridRope, text_positions
@@ -79,6 +80,7 @@ def backbone_forward(
     With a cache, a mask for each pair of tokens, padding between tokens, dropout, hooks on what is in the layers, or a
     request for the attentions or hidden states of all layers, the class's own forward runs: see `runs_natively`.
     """
+    check_inputs(input_ids, inputs_embeds, attention_mask, text_config(backbone).hidden_size)
     options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     padding, counted_on = padding or Padding(attention_mask, inputs), native
@@ -152,8 +154,11 @@ def causal_lm_forward(
 ) -> Any:
     """As the class's own forward, on the native backbone.
 
-    In training, the loss of `labels` is computed without logits, and `logits` of the result are None.
+    In training, the loss of `labels` is computed without logits, and `logits` of the result are None. Raises InputError
+    for inputs of wrong types, shapes and sizes.
     """
+    whole = labels if isinstance(logits_to_keep, int) and not logits_to_keep else None
+    check_inputs(input_ids, inputs_embeds, attention_mask, text_config(model).hidden_size, whole)
     options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     if labels is not None:
