@@ -247,10 +247,10 @@ def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, p
 
 @dataclass
 class _Entered:
-    """How many are within `evaluating` of a model, and the training flags that its modules had before."""
+    """How many are within `evaluating` of a model, and its modules that were in training mode before."""
 
     count: int = 0
-    flags: list[tuple[Any, bool]] = field(default_factory=list)
+    training: list[Any] = field(default_factory=list)
 
 
 _LOCK = threading.Lock()
@@ -268,8 +268,9 @@ def evaluating(model: ModuleLike) -> Iterator[None]:
         entered = _ENTERED.setdefault(id(model), _Entered())
         if not entered.count:
             reshard(model)
-            entered.flags = [(module, module.training) for module in model.modules()]
-            model.eval()
+            entered.training = [module for module in model.modules() if module.training]
+            if entered.training:
+                model.eval()
         entered.count += 1
     try:
         yield
@@ -279,8 +280,8 @@ def evaluating(model: ModuleLike) -> Iterator[None]:
             if not entered.count:
                 del _ENTERED[id(model)]
                 reshard(model)
-                for module, flag in entered.flags:
-                    module.training = flag
+                for module in entered.training:
+                    module.training = True
 
 
 def until_eos(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
