@@ -223,7 +223,13 @@ def _demo(records: Sequence[Record]) -> str:
     note = (
         f"`python -m benchmarks.demo`, commit {_short(records[-1].get('commit', ''))}; in brackets, of how many prompts"
     )
-    return "\n" + "\n".join(rows) + f"\n\n{note}\nthe tokens are those of greedy decoding.\n\n![demo](demo.png)\n"
+    end = "the tokens are those of greedy decoding."
+    for r in last.values():
+        if "float32_same" in r:
+            end += (
+                f"\nIn float32 stage 1, greedy, batch 1, gives them for {r['float32_same']} of {r['float32_prompts']}."
+            )
+    return "\n" + "\n".join(rows) + f"\n\n{note}\n{end}\n\n![demo](demo.png)\n"
 
 
 def write_front(readme: Path, found: Mapping[str, list[Record]]) -> None:

@@ -53,7 +53,7 @@ COLUMNS = {
     "decoding": ("step_ms", "tokens_per_s", "of_limit", "of_plain"),
     "quantized": ("step_ms", "tokens_per_s", "ms", "of_limit", "error"),
     "medusa": ("step_ms", "tokens_per_s", "peak_gib", "held_gib", "gradients_gib", "floor_ms", "of_floor", "loss"),
-    "demo": ("speed_up", "tokens_per_step", "tree", "plain_seconds", "seconds", "same", "prompts"),
+    "demo": ("speed_up", "tokens_per_step", "tree", "plain_seconds", "seconds", "same", "prompts", "float32_same"),
     "loading": ("load_s", "ready_s", "host_peak_bytes", "host_after_bytes"),
     "float8-loss": ("held_out_loss", "tokens", "epochs", "parameters", "peak_gib"),
 }

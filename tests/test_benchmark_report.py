@@ -137,7 +137,9 @@ def test_the_report_of_a_gpu_demo(tmp_path: Path) -> None:
         for batch in (16, 1, 4)
         for kind, speed, same in (("greedy", 1.75, 32), ("typical", 2.0, 3))
     ]  # fmt: skip
-    records = demo.records_of({"decoding": decoding, "parameters": 2e8})
+    in_float32 = {"prompts": 16, "same": 12}
+    records = demo.records_of({"decoding": decoding, "parameters": 2e8, "float32": in_float32})
+    assert [r["case"] for r in records if "float32_same" in r] == ["stage 1 greedy batch 1"]
     common = {"gpu": "NVIDIA H200", "date": "2026-01-01"}
     old = [{**r, **common, "commit": "0000000", "speed_up": 9.0} for r in records]
     measure.write(tmp_path / "demo-h200.jsonl", [*old, *({**r, **common, "commit": "abcdef1"} for r in records)])
@@ -145,8 +147,9 @@ def test_the_report_of_a_gpu_demo(tmp_path: Path) -> None:
     lines = speed_ups.lines(found["demo"])
     assert len(lines) == 4
     assert [x for point in lines[1, "greedy"] for x in point] == pytest.approx([1, 1.8, 4, 1.65, 16, 1.05])
-    speed, lossless = targets.targets(found)
+    speed, lossless, exact = targets.targets(found)
     assert (speed.measured, speed.met, lossless.measured, lossless.met) == (pytest.approx(1.9), True, 1.0, True)
+    assert (exact.measured, exact.met) == (0.75, False)
     names = [path.name for path in report.write(tmp_path, "h200", tmp_path / "out")]
     assert names == ["benchmark-tables.md", "results.md", "demo.png"]
     assert (tmp_path / "out" / "demo.png").stat().st_size > 5000
@@ -154,8 +157,9 @@ def test_the_report_of_a_gpu_demo(tmp_path: Path) -> None:
     case = {"case": "llama-3-8b 4x4096", "gpu": "G", "commit": "abcdef1", "tokens_per_s": 1.0}
     found["training"] = [case | {"provider": provider} for provider in ("ligermodels", "transformers")]
     assert "| stage 2, greedy | 1.90 (32 of 32) | 1.75 (32 of 32) | 1.15 (32 of 32) |" in summary.page(found)
+    assert "In float32 stage 1, greedy, batch 1, gives them for 12 of 16.\n" in summary.page(found)
     found["demo"][-2]["same"] = 31
-    assert [target.met for target in targets.targets({**found, "training": []})] == [True, False]
+    assert [target.met for target in targets.targets({**found, "training": []})] == [True, False, False]
 
 
 def test_float8_is_beside_all_and_bf16_beside_bf16(tmp_path: Path) -> None:

@@ -129,8 +129,11 @@ def test_the_demo_on_a_gpu_measures_decoding(
     path = tmp_path / "out" / "demo.json"
     written = json.loads(path.read_text())
     assert written["decoding"] == results["decoding"] and written["finished"] is True
-    printed = [line for line in capfd.readouterr().err.splitlines() if line.lstrip().startswith("{")]
+    said = capfd.readouterr().err
+    printed = [line for line in said.splitlines() if line.lstrip().startswith("{")]
     assert [json.loads(line) for line in printed] == results["decoding"]
+    assert results["float32"]["prompts"] == results["float32"]["same"] == 3 and results["float32"]["tokens"] <= 3 * 12
+    assert "in float32 the same tokens for 3 of 3 prompts" in said
     monkeypatch.setenv("COMMIT", "abcdef1")
     monkeypatch.setattr("sys.argv", ["demo", "--json", str(path), "--out", str(tmp_path / "results/demo-tiny.jsonl")])
     demo.main()

@@ -9,6 +9,7 @@ from zoo import BASE, CONFIGS, gradients_of, make_checkpoint, relative_error, st
 
 import ligermodels as lm
 from ligermodels.data.batches import Batch
+from ligermodels.generation.graph import Graphed
 from ligermodels.speculative.evaluation import evaluate
 from ligermodels.training import FusedAdamW, train
 
@@ -118,6 +119,19 @@ def test_generation_by_graphs(config: str, tmp_path: Path) -> None:
         medusa.generate(prompts, **options, cuda_graph=False),
     ]
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_recording_a_graph_leaves_cached_memory_where_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, emptied = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    total = torch.zeros(4, device=device)
+    for free, expected in ((2**50, 0), (0, 1)):
+        torch.empty(2**20, device=device)  # cached once it is gone
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2**50))
+        step = Graphed(lambda: total.add_(1).sum(), device)
+        assert [float(step()) for _ in range(3)] == [float(total[0]) * 4 - back for back in (8, 4, 0)]
+        assert len(emptied) == expected
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 def test_an_optimizer_beside_the_backward_pass_is_in_nobodys_way() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from math import exp
@@ -22,7 +23,7 @@ from ligermodels.demo.corpus import END, installed_sources, train_tokenizer
 from ligermodels.demo.report import claim, sample, show_sample, stage, write_results
 from ligermodels.demo.steps import TrainingSettings, equally_spaced, learn, learn_jointly, llama_config
 from ligermodels.errors import InputError
-from ligermodels.speculative.benchmark import GREEDY, evaluate_continuations
+from ligermodels.speculative.benchmark import GREEDY, benchmark_decoding, evaluate_continuations
 from ligermodels.speculative.evaluation import evaluate, evaluate_heads
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.tree import Tree, grow
@@ -32,34 +33,39 @@ FOR_TOKENIZER = 10_000_000
 """Bytes of text that the tokenizer is trained on."""
 NO_END = {"eos_token_id": None, "pad_token_id": 0}
 """Every row of a batch is decoded to the same length."""
-TO_CHOOSE = 8
+TO_CHOOSE = 4
 """Prompts, or one batch, that are decoded to choose a tree."""
+FLOAT32_TOKENS = 128
+"""New tokens of each prompt, to compare in float32."""
+WARM_UP = 4
+"""New tokens of a call that compiles kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDemoSettings(TrainingSettings):
     """Sizes of the demo on a GPU of 40 GB or more. The defaults are to take about five minutes on an H200: 272 M
-    parameters, of which steps over 32768 tokens take 1.6 to 2.5 GFLOP a token."""
+    parameters, of which steps over 16384 tokens take 1.6 to 2.5 GFLOP a token."""
 
     device: str = "cuda"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    corpus_bytes: int = 60_000_000
+    corpus_bytes: int = 80_000_000
     validation_fraction: float = 0.02
     vocab_size: int = 8192
     hidden_size: int = 1536
     num_layers: int = 10
     head_dim: int = 128
     seq_len: int = 1024
-    batch_size: int = 32
-    steps: int = 500
-    learning_rate: float = 1e-3
-    head_steps: int = 200
+    batch_size: int = 16
+    steps: int = 1300
+    learning_rate: float = 6e-4
+    head_steps: int = 500
     head_learning_rate: float = 1e-3
-    joint_steps: int = 100
+    joint_steps: int = 200
     joint_learning_rate: float = 1e-4
     prompts: int = 32
     prompt_tokens: int = 128
-    new_tokens: int = 512
+    new_tokens: int = 896
+    """With the prompt as long as what the model is trained on."""
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     tree_sizes: tuple[int, ...] = (8, 16, 32, 63)
     """Candidates of a tree."""
@@ -75,6 +81,9 @@ def run_gpu_demo(
     The sources are those of the standard library and of installed packages; every fiftieth file is held out. Heads are
     measured after stage 1, on the frozen model, and after stage 2, trained with it. Both kinds of decoding run in CUDA
     graphs; times are wall time, of whole calls of `generate`.
+
+    Greedy decoding with heads is lossless up to rounding, which in bfloat16 decides between tokens that are nearly as
+    likely: with heads kernels run over other shapes. So the tokens of stage 1 are also compared in float32.
 
     Args:
         output: folder for `model`, a Hugging Face checkpoint, `medusa`, the heads of stage 1 in vLLM's format, `joint`,
@@ -147,6 +156,9 @@ def _main_job(folder: Path, s: GpuDemoSettings) -> Iterator[dict[str, Any]]:
 
     measured: list[dict[str, Any]] = []
     with stage("decoding", "decoding with the heads of stage 1 and without", seconds, STAGES):
+        float32 = _in_float32(medusa, prompts[1::2], s)
+        say(f"  in float32 the same tokens for {float32['same']} of {float32['prompts']} prompts as without heads")
+        yield {"float32": float32}
         for found in _measured(medusa, prompts, s):
             measured.append(_said({"stage": 1, **found}))
             yield {"decoding": measured}
@@ -212,12 +224,20 @@ def _measured(model: MedusaModel, prompts: Sequence[Sequence[int]], s: GpuDemoSe
             }
 
 
+def _in_float32(model: MedusaModel, prompts: Sequence[Sequence[int]], s: GpuDemoSettings) -> dict[str, int]:
+    """For how many prompts a copy of the model in float32 gives the same tokens with heads and without, one at a time;
+    the tree is the default one."""
+    new_tokens, tree = min(FLOAT32_TOKENS, s.new_tokens), model.default_tree()
+    found = benchmark_decoding(copy.deepcopy(model).float(), prompts, tree=tree, max_new_tokens=new_tokens)
+    return {"prompts": found.prompts, "same": found.same, "tokens": found.tokens, "steps": found.steps}
+
+
 def _plain(
     model: MedusaModel, prompts: Sequence[Sequence[int]], batch: int, s: GpuDemoSettings
 ) -> tuple[float, list[torch.Tensor]]:
     """Seconds of greedy decoding without heads, after a warm-up, and the sequences."""
     options: dict[str, Any] = {**GREEDY, **NO_END}
-    model.base.generate(prompts[:batch], 4, **options)
+    _warm_up(model.base.generate, prompts[:batch], s, options)
     start, sequences = _now(s), list[torch.Tensor]()
     for first in range(0, len(prompts), batch):
         sequences += model.base.generate(prompts[first : first + batch], s.new_tokens, **options).cpu()
@@ -234,7 +254,7 @@ def _speculative(
 ) -> dict[str, Any]:
     """Seconds and tokens per step with the heads, after a warm-up, and the sequences."""
     options = {"tree": tree, "return_stats": True, **options, **NO_END}
-    model.generate(prompts[:batch], 4, **options)
+    _warm_up(model.generate, prompts[:batch], s, options)
     start, sequences, steps, tokens = _now(s), list[torch.Tensor](), 0, 0
     for first in range(0, len(prompts), batch):
         out = model.generate(prompts[first : first + batch], s.new_tokens, **options)
@@ -243,6 +263,15 @@ def _speculative(
     seconds = _now(s) - start
     per_step = (tokens - len(prompts)) / steps
     return {"seconds": seconds, "steps": steps, "tokens_per_step": per_step, "sequences": sequences}
+
+
+def _warm_up(
+    generate: Callable[..., Any], prompts: Sequence[Sequence[int]], s: GpuDemoSettings, options: Mapping[str, Any]
+) -> None:
+    """Compile the kernels of calls with these prompts. Those of attention over a cache depend on its size: prompts that
+    fill it make it as large in a few steps."""
+    for fill in (0, s.new_tokens - WARM_UP):
+        generate([[*prompt, *[0] * fill] for prompt in prompts], WARM_UP, **options)
 
 
 def _now(s: GpuDemoSettings) -> float:

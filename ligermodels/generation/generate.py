@@ -247,10 +247,10 @@ def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, p
 
 @dataclass
 class _Entered:
-    """How many are within `evaluating` of a model, and the modules that were in training mode before."""
+    """How many are within `evaluating` of a model, and its modules that were in training mode before."""
 
     count: int = 0
-    trained: list[Any] = field(default_factory=list)
+    training: list[Any] = field(default_factory=list)
 
 
 _LOCK = threading.Lock()
@@ -268,8 +268,8 @@ def evaluating(model: ModuleLike) -> Iterator[None]:
         entered = _ENTERED.setdefault(id(model), _Entered())
         if not entered.count:
             reshard(model)
-            entered.trained = [module for module in model.modules() if module.training]
-            if entered.trained:
+            entered.training = [module for module in model.modules() if module.training]
+            if entered.training:
                 model.eval()
         entered.count += 1
     try:
@@ -280,7 +280,7 @@ def evaluating(model: ModuleLike) -> Iterator[None]:
             if not entered.count:
                 del _ENTERED[id(model)]
                 reshard(model)
-                for module in entered.trained:
+                for module in entered.training:
                     module.training = True
 
 

@@ -1,6 +1,8 @@
 """Keeping a GPU busy with steps of decoding: each as one CUDA graph, hundreds of kernels for a single launch, and the
 next one launched before it is known whether it is needed."""
 
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -45,7 +47,7 @@ class Graphed(Generic[Result]):
     """
 
     def __init__(self, function: Callable[[], Result], device: torch.device, enabled: bool = True) -> None:
-        self._function = function
+        self._function, self._device = function, device
         self._enabled = enabled and device.type == "cuda"
         self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -59,9 +61,44 @@ class Graphed(Generic[Result]):
             with ops.DecodeLinears():
                 return self._function()
         if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph), ops.DecodeLinears():  # records, and does not run
-                self._result = self._function()
-            self._graph = graph
+            self._graph = self._record()
         self._graph.replay()
         return self._result
+
+    def _record(self) -> torch.cuda.CUDAGraph:
+        """Record the function, without running it.
+
+        `torch.cuda.graph` would wait for the device and give back all memory that torch has cached, of the device and
+        of the host, which the next step and the next call of `generate` ask for again: that takes longer than a step.
+        """
+        make_room(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Work of other threads does not disturb a recording of mode "thread_local"; two recordings on one stream would.
+        with _RECORDING, torch.cuda.stream(_recording_stream(self._device)):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                with ops.DecodeLinears():
+                    self._result = self._function()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+_RECORDING = threading.Lock()
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: cuBLAS keeps a workspace for each stream that it was ever used on."""
+    return torch.cuda.Stream(device)
+
+
+def make_room(device: torch.device) -> None:
+    """Give back the memory that torch has cached on a CUDA device, if it is more than an eighth of what is free.
+
+    While a graph is recorded torch takes new memory, and cannot give back what it has cached if there is too little.
+    That of earlier graphs, which are gone, is in the cache too, and is of use to nothing else.
+    """
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if 8 * cached > torch.cuda.mem_get_info(device)[0]:
+        torch.cuda.empty_cache()
