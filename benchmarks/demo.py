@@ -53,6 +53,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results = run_gpu_demo(Path(folder) / "demo")
     common = measure.facts()
+    if arguments.json is not None:  # the packages are those of another machine
+        common = {name: common[name] for name in ("commit", "measure")}
     records = [{**common, **record} for record in records_of(results)]
     measure.write(arguments.out, records)
     for record in records:

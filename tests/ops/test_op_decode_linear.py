@@ -29,24 +29,25 @@ def exact_linear(*given: Tensor) -> Tensor:
     return F.linear(*(each.double() for each in given))
 
 
-def no_rounding_more(found: Tensor, exact: Tensor) -> None:
-    """Within float32 sums and one rounding to the dtype."""
+def no_rounding_more(found: Tensor, exact: Tensor, torchs: Tensor) -> None:
+    """Within float32 sums and one rounding to the dtype, or no worse than torch's own."""
     rounded = exact.to(found.dtype).double()
     slack = 8 * torch.finfo(torch.float32).eps * exact.numel() ** 0.5 * (exact.abs().max() if exact.numel() else 0)
     if found.dtype != torch.float32:  # a sum beside a tie may round to the other side
         slack += 0.125 * torch.finfo(found.dtype).eps * exact.norm()
-    assert (found.double() - exact).norm() <= 1.05 * (rounded - exact).norm() + slack
+    allowed = max(1.05 * (rounded - exact).norm(), (torchs.double() - exact).norm())
+    assert (found.double() - exact).norm() <= allowed + slack
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("rows", [(1,), (), (3,), (2, 5), (16,), (17,), (0,)], ids=str)
+@pytest.mark.parametrize("rows", [(1,), (), (3,), (2, 4), (9,), (0,)], ids=str)
 @torch.no_grad()
 def test_against_float64(where: Where, rows: tuple[int, ...], bias: bool) -> None:
     for size in SIZES:
         given = operands(where, size, rows, bias)
         found = decode_linear(*given)
         assert found.dtype == where.dtype and found.shape == (*rows, size[0])
-        no_rounding_more(found, exact_linear(*given))
+        no_rounding_more(found, exact_linear(*given), F.linear(*given))
 
 
 @torch.no_grad()
@@ -61,9 +62,14 @@ def test_strides_and_neighbours(where: Where) -> None:
     found = decode_linear(around[1:-1, 16:-32], weight)
     assert found[0].isnan().all() and torch.equal(found[1:], wanted[1:])
     columns = torch.empty(1100, 6, device=where.device, dtype=where.dtype).copy_(x.t()).t()
-    torch.testing.assert_close(decode_linear(columns, weight), wanted)
+    assert torch.equal(decode_linear(columns, weight), wanted)
     apart = weight.repeat_interleave(2, 0)[::2]
-    torch.testing.assert_close(decode_linear(x, apart), wanted)
+    close(decode_linear(x, apart), wanted)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """As results of the same sums in another order."""
+    assert (found - wanted).abs().max() <= 4 * torch.finfo(wanted.dtype).eps * wanted.abs().max()
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -112,14 +118,14 @@ def test_as_a_mode(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
         with DecodeLinears():
             y = layers(x)
     assert found == ([6, 6] if served else []) and seen == [(2, 3, 5)] * 2
-    torch.testing.assert_close(y, wanted)
+    close(y, wanted)
     with DecodeLinears():
         layers(x).sum().backward()
     assert len(found) == 2 * served and layers[0].weight.grad is not None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9])
 @pytest.mark.parametrize("size", [(4096, 4096), (28672, 4096), (4096, 14336), (1000, 5120), (256, 2560)], ids=str)
 @torch.no_grad()
 def test_sizes_of_models_in_a_graph(size: tuple[int, int], rows: int) -> None:
@@ -136,4 +142,4 @@ def test_sizes_of_models_in_a_graph(size: tuple[int, int], rows: int) -> None:
         graph.replay()
         results.append(y.clone())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-    no_rounding_more(y, exact_linear(x, weight))
+    no_rounding_more(y, exact_linear(x, weight), F.linear(x, weight))
