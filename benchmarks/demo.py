@@ -3,7 +3,8 @@
 A model of some 200 M parameters and Medusa heads are trained on Python sources; then decoding with the heads is timed
 beside decoding without them, both in CUDA graphs, at several batch sizes, on held-out prompts. `speed_up` is of the
 wall time of whole calls of `generate`; `same` counts sequences with the tokens of greedy decoding without heads, and
-`float32_same`, of `float32_prompts`, those of the model of stage 1 in float32, one prompt at a time.
+`float32_same`, of `float32_prompts`, those of the model of stage 1 in float32, one
+prompt at a time, `float32_new_tokens` each.
 `--json` takes the demo.json of a demo that was run with this commit, in place of a new one; it names the GPU, the day
 and torch. Of a demo that was cut off, it has what was measured until then.
 """
@@ -31,6 +32,7 @@ def records_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         record = {"case": case, "provider": "ligermodels", "parameters": results["parameters"], **each, **machine}
         if "float32" in results and case == "stage 1 greedy batch 1":
             record |= {f"float32_{key}": results["float32"][key] for key in ("same", "prompts")}
+            record["float32_new_tokens"] = results["float32"]["tokens"] // results["float32"]["prompts"]
         found.append(record)
     return found
 

@@ -227,7 +227,8 @@ def _demo(records: Sequence[Record]) -> str:
     for r in last.values():
         if "float32_same" in r:
             end += (
-                f"\nIn float32 stage 1, greedy, batch 1, gives them for {r['float32_same']} of {r['float32_prompts']}."
+                f"\nIn float32 stage 1, greedy, batch 1, gives them for {r['float32_same']} of {r['float32_prompts']},"
+                f" over {r['float32_new_tokens']} new tokens each."
             )
     return "\n" + "\n".join(rows) + f"\n\n{note}\n{end}\n\n![demo](demo.png)\n"
 

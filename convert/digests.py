@@ -1,13 +1,14 @@
 """SHA-256 of weight files: in the index of a checkpoint in shards, in the header of a file by itself; and compared.
 
-A file cannot hold its own digest. A file by itself holds the one that it has with zeros in the digest's place: copies
-and renames keep it, a program that writes the file anew drops it.
+A file cannot hold its own digest. A single-file checkpoint holds the SHA-256 of itself with the 64 digits replaced by
+zeros: copies and renames keep it, a program that writes the file anew drops it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import string
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -52,7 +53,7 @@ def seal(path: Path) -> str:
         file.seek(8)
         file.write(header)
     if (sealed := _sealed(header)) is None:
-        raise OSError(f"its header has no {KEY}")
+        raise OSError(f"{path.name}: its header has no {KEY}")
     place = sealed[1]
     digest = digest_of(path, zeros_at=place)
     with path.open("r+b") as file:
@@ -107,17 +108,20 @@ def _header(path: Path) -> bytes:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= HEADER_BYTES else b""
-    if len(header) != length:
+    if len(header) != length or not header.startswith(b"{") or not header.rstrip().endswith(b"}"):
         raise OSError("its header is damaged")
     return header
 
 
 def _sealed(header: bytes) -> tuple[str, int] | None:
-    """The digest that a header holds, and at which byte of the file; None where it holds none."""
+    """The digest that a header holds, and at which byte of the file; None where it holds none. Raises OSError for a
+    damaged one."""
     # In what the library writes, names have their quotes escaped: nothing but this key and its value reads like this.
     begin = f'"{KEY}":"'.encode()
     at = header.find(begin) + len(begin)
-    digest = header[at : at + len(ZEROS)]
-    if at < len(begin) or len(digest) < len(ZEROS) or not digest.isalnum():
+    if at < len(begin):
         return None
-    return digest.decode(), 8 + at
+    digest = header[at : at + len(ZEROS)].decode("ascii", "replace")
+    if len(digest) < len(ZEROS) or not set(digest) <= set(string.hexdigits):
+        raise OSError("its digest is damaged")
+    return digest, 8 + at

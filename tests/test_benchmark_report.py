@@ -137,7 +137,7 @@ def test_the_report_of_a_gpu_demo(tmp_path: Path) -> None:
         for batch in (16, 1, 4)
         for kind, speed, same in (("greedy", 1.75, 32), ("typical", 2.0, 3))
     ]  # fmt: skip
-    in_float32 = {"prompts": 16, "same": 12}
+    in_float32 = {"prompts": 16, "same": 12, "tokens": 16 * 40}
     records = demo.records_of({"decoding": decoding, "parameters": 2e8, "float32": in_float32})
     assert [r["case"] for r in records if "float32_same" in r] == ["stage 1 greedy batch 1"]
     common = {"gpu": "NVIDIA H200", "date": "2026-01-01"}
@@ -157,7 +157,9 @@ def test_the_report_of_a_gpu_demo(tmp_path: Path) -> None:
     case = {"case": "llama-3-8b 4x4096", "gpu": "G", "commit": "abcdef1", "tokens_per_s": 1.0}
     found["training"] = [case | {"provider": provider} for provider in ("ligermodels", "transformers")]
     assert "| stage 2, greedy | 1.90 (32 of 32) | 1.75 (32 of 32) | 1.15 (32 of 32) |" in summary.page(found)
-    assert "In float32 stage 1, greedy, batch 1, gives them for 12 of 16.\n" in summary.page(found)
+    assert "In float32 stage 1, greedy, batch 1, gives them for 12 of 16, over 40 new tokens each.\n" in summary.page(
+        found
+    )
     found["demo"][-2]["same"] = 31
     assert [target.met for target in targets.targets({**found, "training": []})] == [True, False, False]
 

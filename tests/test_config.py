@@ -289,8 +289,14 @@ def works(config: Config) -> None:
         assert logits.shape == (1, 7, model.config.vocab_size)
         assert model.generate(ids, max_new_tokens=2).shape[1] > 7
         model.save_pretrained(folder, overwrite=True)
-        again = lm.from_pretrained(folder)(ids).logits
-    torch.testing.assert_close(again, logits, rtol=0, atol=0, equal_nan=True)
+        again = lm.from_pretrained(folder)
+        found = again(ids).logits
+    stored, loaded = model.state_dict(), again.state_dict()
+    assert stored.keys() == loaded.keys()
+    for name, tensor in stored.items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0, equal_nan=True)
+    # Sums on a CPU go by where in memory a tensor begins.
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -168,6 +168,7 @@ IDS = torch.ones(2, 5, dtype=torch.long)
         ({"input_ids": IDS.tolist()}, r"input_ids: must be a tensor \(B, T\), got list"),
         ({"inputs_embeds": torch.ones(2, 5, 12)}, r"inputs_embeds: must be floating, of shape \(B, T, \d+\); got .*12"),
         ({"input_ids": IDS, "attention_mask": IDS.tolist()}, "attention_mask: must be a tensor .*, got list"),
+        ({"input_ids": IDS, "attention_mask": 1}, "attention_mask: must be a tensor .*, got int"),
         ({"input_ids": IDS, "labels": IDS[:, :4]}, r"labels: must be a tensor \(2, 5\), .* got \(2, 4\)"),
     ],
     ids=lambda each: None if isinstance(each, dict) else each.split(":")[0],

@@ -379,10 +379,13 @@ def test_a_file_by_itself_holds_its_digest(tmp_path: Path, name: str) -> None:
         "last": (len(good) - 1, good[-1] ^ 128),
         "a name": (good.index(b'"b"') + 1, ord("c")),
         "the digest": (inside, ord("0") if good[inside] != ord("0") else ord("1")),
+        "the digest, no digit": (inside, ord("-")),
         "the length of the header": (7, 1),
+        "the length, shorter": (0, 20),
     }
-    for at, byte in damaged.values():
-        (out / file).write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
+    contents = [good[:at] + bytes([byte]) + good[at + 1 :] for at, byte in damaged.values()]
+    for content in (*contents, b"", bytes(len(good))):
+        (out / file).write_bytes(content)
         with pytest.raises(CheckpointError, match=rf"1 of 1 weight files are not those that were written.*: {file}"):
             check_digests(out)
     (out / file).write_bytes(good[:-1])

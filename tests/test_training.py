@@ -455,3 +455,16 @@ def test_sequences_longer_than_the_context_warn_once(kind: str, form: str) -> No
     assert warned(12, 9) == []
     (message,) = warned(12, 13, 13)
     assert message.startswith("step 2: a sequence of 13 tokens is longer than the model's max_position_embeddings, 12;")
+
+
+def test_a_context_that_rotary_scaling_extends() -> None:
+    """As model cards set YaRN: with `max_position_embeddings` as it was."""
+    ids = torch.arange(3, 23)[None]
+    for factor, expected in ((2.0, 0), (1.5, 1)):
+        rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 10, "rope_theta": 1e4}
+        model = small(max_position_embeddings=10, rope_parameters=rope)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(model, [Batch({"input_ids": ids, "labels": ids})], steps=1, optimizer=adamw(model.parameters(), 1e-4))
+        assert [each.category for each in caught].count(SequenceLengthWarning) == expected
+        assert all(each.filename == __file__ for each in caught if each.category is SequenceLengthWarning)

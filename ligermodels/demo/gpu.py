@@ -43,7 +43,7 @@ WARM_UP = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDemoSettings(TrainingSettings):
-    """Sizes of the demo on a GPU of 40 GB or more. The defaults take about five minutes on an H200: 272 M
+    """Sizes of the demo on a GPU of 40 GB or more. The defaults take some six minutes on an H200: 272 M
     parameters, of which steps over 16384 tokens take 1.6 to 2.5 GFLOP a token."""
 
     device: str = "cuda"

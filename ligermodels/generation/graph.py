@@ -1,6 +1,7 @@
 """Keeping a GPU busy with steps of decoding: each as one CUDA graph, hundreds of kernels for a single launch, and the
 next one launched before it is known whether it is needed."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -43,7 +44,8 @@ class Graphed(Generic[Result]):
 
     The function reads and changes tensors in place, waits for nothing, and returns tensors, whose memory the next call
     uses again, or nothing. The first call runs it as it is, which compiles its kernels. Not on a CUDA device, or not
-    `enabled`, every call does. Of what a graph holds, linear layers are `ops.decode_linear`.
+    `enabled`, every call does. If `enabled` there, linear layers within are
+    `ops.decode_linear`.
     """
 
     def __init__(self, function: Callable[[], Result], device: torch.device, enabled: bool = True) -> None:
@@ -79,8 +81,11 @@ class Graphed(Generic[Result]):
             try:
                 with ops.DecodeLinears():
                     self._result = self._function()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # that the recording is invalid, of which this is the cause
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
 

@@ -155,9 +155,10 @@ def causal_lm_forward(
     """As the class's own forward, on the native backbone.
 
     In training, the loss of `labels` is computed without logits, and `logits` of the result are None. Raises InputError
-    for inputs of wrong types, shapes and sizes.
+    for what `check_inputs` names, and what the class's own forward raises.
     """
-    whole = labels if isinstance(logits_to_keep, int) and not logits_to_keep else None
+    usual = isinstance(logits_to_keep, int) and not logits_to_keep and model.loss_function is ForCausalLMLoss
+    whole = labels if usual and kwargs.get("shift_labels") is None else None
     check_inputs(input_ids, inputs_embeds, attention_mask, text_config(model).hidden_size, whole)
     options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ligermodels.data.batches import Batch, CountsTargets, count_targets, on_device
 from ligermodels.errors import InputError, SequenceLengthWarning, TrainingError
+from ligermodels.layers.rope import RotaryEmbedding
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.clipping import clip_gradients
 from ligermodels.training.renamed import renamed_arguments
@@ -135,7 +136,8 @@ def train(
             steps or in all. Checked with each report.
         InputError: the batches end too early, one has no labels, or a number is out of its range.
 
-    Warns once (SequenceLengthWarning) of a sequence that is longer than the model's `max_position_embeddings`.
+    Warns once (SequenceLengthWarning) of a sequence that is longer than the model's `max_position_embeddings` and than
+    its rotary scaling extends them to; bounds of packed sequences that are on a GPU are not read for that.
     """
     if min(steps, accumulation_steps, report_every, *(every for every, _ in hooks)) < 1:
         raise InputError(f"must be at least 1: {steps=}, {accumulation_steps=}, {report_every=} and periods of hooks")
@@ -192,14 +194,19 @@ def train(
 
 
 def _context(model: Any) -> int | None:
-    """The `max_position_embeddings` of a model, or of that within it; None where no config has one."""
-    modules = model.modules() if isinstance(model, nn.Module) else [model]
+    """The `max_position_embeddings` of a model, or of that within it, or what its rotary scaling extends the original
+    context to, if that is more; None where no config has one."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else [model]
     found = (getattr(getattr(each, "config", None), "max_position_embeddings", None) for each in modules)
-    return next((each for each in found if isinstance(each, int)), None)
+    context = next((each for each in found if isinstance(each, int)), None)
+    scalings = [each.config.scaling for each in modules if isinstance(each, RotaryEmbedding)]
+    extended = (getattr(each, "factor", 1) * getattr(each, "original_context", 0) for each in scalings)
+    return None if context is None else max(context, *map(int, extended), 0)
 
 
 def _longest(batch: Batch) -> int:
-    """Tokens of the longest sequence in a batch: of packed ones by their bounds. Those on a GPU are not waited for."""
+    """Tokens of the longest sequence in a batch: of packed ones by their bounds. 0 for bounds on a GPU, reading which
+    would wait for it."""
     if (bounds := batch.get("cu_seqlens")) is not None:
         return 0 if bounds.is_cuda or bounds.numel() < 2 else int(bounds.diff().max())
     if (positions := batch.get("position_ids")) is not None:
@@ -213,7 +220,7 @@ def _warn_of_length(longest: int, context: int, step: int) -> None:
         f"{context:,}; the model does not know positions beyond it: make seq_len smaller, or extend the "
         "context by rope_parameters (rope_scaling) and max_position_embeddings in config.json",
         SequenceLengthWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

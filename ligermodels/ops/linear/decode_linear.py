@@ -46,9 +46,10 @@ class DecodeLinears(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """As torch calls it, for every function of torch."""
-        if func is F.linear and not kwargs:  # torch.nn.Linear gives all by position
-            return decode_linear(*args)
-        return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        if func is F.linear and "input" not in given:
+            return decode_linear(*args, **given)
+        return func(*args, **given)
 
 
 def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -59,8 +60,9 @@ def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and type(weight) in PLAIN
         and type(bias) in PLAIN_OR_NONE
         and x.dtype == weight.dtype
+        and x.device == weight.device
         and x.dtype in (torch.bfloat16, torch.float16)
-        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
+        and (bias is None or (bias.dtype, bias.device, bias.shape) == (x.dtype, x.device, weight.shape[:1]))
         and x.dim() > 0
         and weight.dim() == 2
         and x.shape[-1] == weight.shape[1]

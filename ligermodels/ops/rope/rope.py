@@ -86,7 +86,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`rope_qkv_reference`, of any strides."""
     heads = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim))
-    turned, v = heads.split([group_size + 1, 1], dim=-2)
+    turned, v = heads[..., :-1, :], heads[..., -1, :]
     if q_norm is not None or k_norm is not None:
         norm = {"eps": 1e-6} | norm
         q, k = turned.split([group_size, 1], dim=-2)
@@ -95,8 +95,8 @@ def split_heads(
         turned = torch.cat([q, k], dim=-2)
     if cos is not None and sin is not None:
         turned = _rotate_reference(turned, cos, sin)
-    q, k = turned.split([group_size, 1], dim=-2)
-    return q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
+    q = turned[..., :-1, :]
+    return q.flatten(2, 3), turned[..., -1, :], v
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
