@@ -148,7 +148,7 @@ def check_loss_inputs(
     if torch.compiler.is_compiling() or not checked_on_host(given):
         return
     ignored = options.get("ignore_index", IGNORE_INDEX)
-    used = given if given is shift_labels else given[..., 1:]
+    used: Tensor = given[..., 1:] if shift_labels is None else given  # as the loss shifts them
     if not bool(((used == ignored) | ((used >= 0) & (used < vocab_size))).all()):
         raise InputError(f"{name}: must lie in [0, {vocab_size}), or be {ignored} to be ignored")
 

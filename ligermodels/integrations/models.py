@@ -271,10 +271,10 @@ def _check_inputs(module: Any, inputs: Inputs, attention_mask: Any, past_key_val
     check_inputs(*tokens, attention_mask, cache, text_config(module), module.device)
 
 
-def _shape(inputs: Inputs) -> torch.Size:
+def _shape(inputs: Inputs) -> tuple[int, int]:
     """(B, T)."""
     tokens: Tensor = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-    return tokens.shape[:2]
+    return tokens.shape[0], tokens.shape[1]
 
 
 def _layers_are_ours(backbone: Any) -> bool:
