@@ -231,6 +231,7 @@ def from_transformers(
             Or some of the tensors that are one parameter here (of q, k and v, say) are frozen, and others are not.
         InputError: as `from_pretrained`.
     """
+    check_flag("consume", consume)
     is_model = isinstance(hf_model, torch.nn.Module)
     if not is_model or not isinstance(getattr(hf_model, "config", None), HasConfigDict):
         raise InputError(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
 import torch
-from bad_calls import HUGE, IDS, Place, config_of, fault
+from bad_calls import CHAT, HUGE, IDS, Place, config_of, fault
 
 import ligermodels as lm
 from ligermodels.archs.adapter import save_adapter
+from ligermodels.data.chat import ChatTemplate
+from ligermodels.training import FusedAdamW
 
 
 class Streamer:
@@ -254,3 +257,70 @@ def state_dicts() -> Any:
     for other in (3, None, [], "x", {3: torch.ones(2)}):
         yield f"{other!r}", lambda place, other=other: lm.from_config(config_of(place)).load_hf_state_dict(other)
     yield "a model", lambda place: lm.from_config(config_of(place)).load_hf_state_dict(place.model)  # type: ignore
+
+
+def parameters(place: Place) -> list[torch.nn.Parameter]:
+    return list(lm.from_config(config_of(place)).parameters())
+
+
+@fault("argument", "options and state dicts of the optimizer")
+def optimizers() -> Any:
+    numbers: list[Any] = ["x", -1, float("nan"), float("inf"), None, [1]]
+    options: dict[str, list[Any]] = {
+        **dict.fromkeys(("lr", "eps", "weight_decay"), numbers),
+        "betas": [3, "x", (0.9,), (1, 0.9), (0.9, -1), ("a", "b"), (0.9, float("nan")), None],
+        "rounding": ["x", 3, []],
+    }
+    for name, values in options.items():
+        for value in values:
+            yield (
+                f"{name}: {value!r}",
+                lambda p, name=name, value=value: FusedAdamW(parameters(p), **{name: value}),
+                name,
+            )
+            if name != "rounding":
+                yield (
+                    f"{name} of a group: {value!r}",
+                    lambda p, name=name, value=value: FusedAdamW([{"params": parameters(p), name: value}]),
+                    name,
+                )
+    for params in (3, None):
+        yield f"params {params}", lambda place, params=params: FusedAdamW(params), "params: "
+    for state in (3, None, {}, {"state": 3, "param_groups": []}, {"state": {}, "param_groups": 3}):
+        yield (
+            f"state {state}",
+            lambda p, state=state: FusedAdamW(parameters(p)).load_state_dict(state),  # type: ignore[arg-type]
+            "state_dict: ",
+        )
+    yield (
+        "a group of no kind",
+        lambda p: FusedAdamW(parameters(p)).load_state_dict({"state": {}, "param_groups": [3]}),
+        "param_groups",
+    )
+
+
+@fault("template", "chats that are none, and arguments that no template has")
+def chats() -> Any:
+    for chat in (None, 3, "hello", b"x", {}, [3], [[]], ["x"], [{1: 2}], (each for each in CHAT), [None]):
+        yield (
+            f"render {chat!r}",
+            lambda place, chat=chat: ChatTemplate.from_folder(place.checkpoint).render(chat),
+            "messages: ",
+        )
+        yield (
+            f"spans of {chat!r}",
+            lambda place, chat=chat: ChatTemplate.from_folder(place.checkpoint).spans(chat, special=re.compile("x")),
+            "messages: ",
+        )
+    for name in ("continue_final_message", "tokenize", "return_tensors", "max_length", "chat_template"):
+        yield (
+            f"{name}",
+            lambda p, name=name: ChatTemplate.from_folder(p.checkpoint).render(CHAT, **{name: True}),
+            f"{name}: ",
+        )
+    for value in ("x", 1, None):
+        yield (
+            f"add_generation_prompt {value!r}",
+            lambda p, value=value: ChatTemplate.from_folder(p.checkpoint).render(CHAT, add_generation_prompt=value),
+            "add_generation_prompt: ",
+        )
