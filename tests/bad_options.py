@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from bad_calls import CHAT, HUGE, IDS, Place, config_of, fault
 
 import ligermodels as lm
+from ligermodels import losses as losses_module
 from ligermodels.archs.adapter import save_adapter
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.training import FusedAdamW
@@ -324,3 +326,41 @@ def chats() -> Any:
             lambda p, value=value: ChatTemplate.from_folder(p.checkpoint).render(CHAT, add_generation_prompt=value),
             "add_generation_prompt: ",
         )
+
+
+TOKENS = {"log_probs": torch.zeros(2, 4), "mask": torch.ones(2, 4) > 0}
+OBJECTIVES: dict[str, dict[str, torch.Tensor]] = {
+    "sequence_log_probs": TOKENS,
+    "cpo_loss": TOKENS,
+    "simpo_loss": TOKENS,
+    "orpo_loss": TOKENS,
+    "dpo_loss": {**TOKENS, "ref_log_probs": torch.zeros(2, 4)},
+    "kto_loss": {**TOKENS, "ref_log_probs": torch.zeros(2), "label": torch.ones(2) > 0, "kl": torch.tensor(0.0)},
+    "grpo_loss": {**TOKENS, "advantages": torch.ones(2)},
+    "generalized_jsd_loss": {
+        name: torch.zeros(2, 4) for name in ("hidden", "weight", "teacher_hidden", "teacher_weight")
+    },
+}
+"""Objectives of `ligermodels.losses` with arguments that fit."""
+
+
+@fault("tensor", "objectives of log-probabilities, given what is no tensor, of another shape, or no number")
+def objectives() -> Any:
+    others: list[Any] = ["x", [1], object(), torch.zeros(3), torch.full((2, 4), HUGE % 97)]
+    for name, given in OBJECTIVES.items():
+        function = getattr(losses_module, name)
+        for argument, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            for value in (*others, None) if parameter.default is parameter.empty else others:
+                if name != "generalized_jsd_loss" or not isinstance(value, torch.Tensor):
+                    yield (
+                        f"{name} {argument}: {str(value)[:20]}",
+                        lambda _, function=function, given=given, argument=argument, value=value: function(
+                            **{**given, argument: value}
+                        ),
+                        argument,
+                    )
+        if "beta" in inspect.signature(function).parameters:
+            for beta in (float("nan"), -1, "0.1"):
+                yield f"{name} beta {beta}", lambda _, f=function, given=given, beta=beta: f(**given, beta=beta), "beta"
