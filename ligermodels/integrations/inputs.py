@@ -79,8 +79,9 @@ def _check_mask(mask: Any, shape: tuple[int, int], has_cache: bool, config: Any,
 
 
 def check_within_vocabulary(input_ids: Tensor | None, embedding: Any) -> None:
-    """Raises InputError, where it can without a sync, unless ids (B, T) are rows of the embedding."""
-    size = getattr(embedding, "num_embeddings", None)
+    """Raises InputError, where it can without a sync, unless ids (B, T) are rows of the embedding, or of the one within
+    an adapter of PEFT."""
+    size = getattr(getattr(embedding, "base_layer", embedding), "num_embeddings", None)
     if input_ids is not None and size is not None and not torch.compiler.is_compiling() and checked_on_host(input_ids):
         check_token_ids(input_ids, size)
 

@@ -26,7 +26,7 @@ from ligermodels.integrations.inputs import (
     check_positions,
     check_within_vocabulary,
 )
-from ligermodels.integrations.modules import has_hooks, is_ours, layer_forward, mixer_forward, part, within_adapter
+from ligermodels.integrations.modules import has_hooks, is_ours, layer_forward, mixer_forward, part
 from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.integrations.views import AddedFeatures, GridRope, text_positions
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
@@ -90,7 +90,7 @@ def backbone_forward(
     """
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     _check_inputs(backbone, inputs, attention_mask, past_key_values)
-    check_within_vocabulary(input_ids, within_adapter(backbone.embed_tokens))
+    check_within_vocabulary(input_ids, backbone.embed_tokens)
     if input_ids is not None or inputs_embeds is not None:
         check_embeddings(inputs_embeds, backbone)
         check_positions(position_ids, _shape(inputs), text_config(backbone), backbone.device)
