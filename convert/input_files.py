@@ -96,6 +96,8 @@ def open_file(path: Path, kind: Kind, most: int | None = None, hint: str = "") -
         if error.errno == errno.ENOENT:
             raise kind(f"{shown(path)}: no such file{hint}") from None
         raise kind(f"{shown(path)}: cannot be read: {error.strerror or error}{hint}") from None
+    except LigerModelsError:  # which may be a ValueError
+        raise
     except ValueError as error:  # null bytes and half characters
         raise kind(f"{shown(path)}: no path: {error}") from None
     finally:

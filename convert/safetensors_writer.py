@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ligermodels.arguments import check_flag
 from ligermodels.convert.digests import METADATA, digest_of, seal
 from ligermodels.convert.files import CHECKPOINT, DIGESTS, INDEX
 from ligermodels.convert.input_files import folder_to_write
@@ -61,8 +62,9 @@ def save_checkpoint(
     Raises:
         CheckpointError: `folder` is a file, is not empty, or cannot be written (a full disk); nothing is left behind.
             Or another rank failed.
-        InputError: `max_shard_size` is not a size.
+        InputError: `max_shard_size` is not a size, or `overwrite` neither True nor False.
     """
+    check_flag("overwrite", overwrite)
     folder, ranks = folder_to_write(folder), ranks or Ranks()
     where = os.fspath(folder)
     limit, found, files = parse_size(max_shard_size), list(tensors), files or {}

@@ -38,6 +38,19 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> Any:
     return value
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """`value`; InputError, naming the argument, unless it is True or False: any other text would count as True."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}: must be True or False, got {short(value)}")
+    return value
+
+
+def check_function(name: str, value: Any) -> None:
+    """InputError, naming the argument, unless `value` is None or can be called."""
+    if value is not None and not callable(value):
+        raise InputError(f"{name}: must be a function, got {short(value)}")
+
+
 def check_token_id(name: str, value: Any) -> int:
     """`value` as an int; InputError unless it is a whole number within int64."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)

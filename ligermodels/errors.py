@@ -74,7 +74,7 @@ def arguments_named(**names: str) -> Iterator[None]:
 def short(value: Any) -> str:
     """`value` for a message: one line of bearable length, however long or deep it is."""
     try:
-        return _SHORT.repr(value)
+        return " ".join(_SHORT.repr(value).splitlines())  # a tensor has several
     except (ValueError, RecursionError):  # Python writes no whole numbers of thousands of digits.
         return f"a {type(value).__name__} too long to show"
 

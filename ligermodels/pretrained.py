@@ -21,7 +21,7 @@ from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.archs.quantize import quantize as quantize_weights
 from ligermodels.archs.quantized_loading import load_weights
 from ligermodels.archs.state_dict import move_state_dict, nearest_layout
-from ligermodels.arguments import Quantized, check_format
+from ligermodels.arguments import Quantized, check_flag, check_format, check_function
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import as_config, dtype_of, read_json
 from ligermodels.convert.dequantize import dequantized
@@ -113,6 +113,9 @@ def from_pretrained(
         InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
             Also as `lm.quantize`; where a `plan` is given with it; and for `quantize_exclude` without it.
     """
+    check_flag("mapped", mapped)
+    check_function("progress", progress)
+    check_function("prepare", prepare)
     if quantize is not None:
         check_format("quantize", quantize)
     elif quantize_exclude:
@@ -175,6 +178,7 @@ def from_config(
     Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached; InputError as
     `from_pretrained`.
     """
+    check_function("prepare", prepare)
     place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     about = None
     if isinstance(config, Mapping):
@@ -227,6 +231,7 @@ def from_transformers(
             Or some of the tensors that are one parameter here (of q, k and v, say) are frozen, and others are not.
         InputError: as `from_pretrained`.
     """
+    check_flag("consume", consume)
     is_model = isinstance(hf_model, torch.nn.Module)
     if not is_model or not isinstance(getattr(hf_model, "config", None), HasConfigDict):
         raise InputError(

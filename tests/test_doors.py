@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 
 import bad_arguments as bad_arguments  # adds its own
+import bad_options as bad_options
 import bad_values as bad_values
 import pytest
 import torch

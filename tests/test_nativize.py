@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,38 +147,162 @@ def test_padding_between_tokens_counts_for_positions_as_in_transformers(name: st
 
 def test_inputs_that_do_not_fit_are_the_errors_of_transformers() -> None:
     hf, inputs = lm.nativize(make("llama-3")), batch()
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ids = inputs["input_ids"]
     for given in ({}, {"input_ids": ids, "inputs_embeds": hf.get_input_embeddings()(ids)}):
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
             hf(**given)
-    with pytest.raises(IndexError):  # a mask of one row for two
-        hf(ids, attention_mask=mask[1:])
 
 
-IDS = torch.ones(2, 5, dtype=torch.long)
+IDS = torch.full((2, 5), 4)
+ROWS = torch.arange(5)[None]
+
+
+def bad_inputs(hidden: int, vocab: int) -> dict[str, tuple[dict[str, Any], str]]:
+    """Inputs, with IDS where they have no tokens, and the message: of a backbone too, unless of a loss or logits."""
+    dtypes = (torch.int32, torch.int16, torch.uint8, torch.float32, torch.bool, torch.complex64)
+    embeds = torch.zeros(2, 5, hidden)
+    keep = {"logits_to_keep": 2, "labels": IDS}
+    bounds = torch.tensor([0, 2, 10])
+    found: dict[str, tuple[dict[str, Any], str]] = {
+        **{f"labels of {kind}": ({"labels": IDS.to(kind)}, f"labels: .* got {kind}") for kind in dtypes},
+        "labels as a list": ({"labels": IDS.tolist()}, "labels: must be a tensor .*, got list"),
+        "labels in numpy": ({"labels": IDS.numpy()}, "labels: must be a tensor .*, got ndarray"),
+        "labels of padding as a list": ({"labels": [1], "attention_mask": IDS * 0 + 1}, "labels: .*, got list"),
+        "labels of another length": ({"labels": IDS[:, :4]}, r"labels: must be .* 10; got torch.int64 \(2, 4\)"),
+        "labels of no axis": ({"input_ids": IDS[:1, :1], "labels": IDS[0, 0]}, r"labels: must be .* 1; got .* \(\)"),
+        "labels beyond": ({"labels": IDS + vocab}, rf"labels: must lie in \[0, {vocab}\), or be -100"),
+        "labels below": ({"labels": IDS - 5}, "labels: must lie in"),
+        "labels that were ignored": (
+            {"labels": IDS, "ignore_index": 7, "shift_labels": IDS - 104},
+            "shift_labels: .* be 7",
+        ),
+        "labels without values": ({"labels": IDS.to("meta")}, "labels: is on the meta device"),
+        "labels of all tokens for two": (keep, r"labels: must be .* 4; got .* \(2, 5\)"),
+        "shifted labels as a list": ({"labels": IDS, "shift_labels": IDS.tolist()}, "shift_labels: .*, got list"),
+        "count as text": ({"labels": IDS, "num_items_in_batch": "4"}, "num_items_in_batch: must be a number"),
+        "count of NaN": ({"labels": IDS, "num_items_in_batch": float("nan")}, "num_items_in_batch: "),
+        "two counts": ({"labels": IDS, "num_items_in_batch": IDS[0, :2]}, "num_items_in_batch: must be one number"),
+        "logits kept: below 0": ({"logits_to_keep": -2}, "logits_to_keep: "),
+        "logits kept: half": ({"logits_to_keep": 1.5}, "logits_to_keep: "),
+        "logits kept: beyond": (
+            {"logits_to_keep": torch.tensor([5])},
+            "logits_to_keep: must be indices of the 5 tokens",
+        ),
+        "logits kept: a list": ({"logits_to_keep": [0]}, "logits_to_keep: "),
+        "ids without a token": ({"input_ids": IDS[:, :0]}, r"input_ids: has no token, \(2, 0\)"),
+        "ids without a row": ({"input_ids": IDS[:0]}, r"input_ids: has no token, \(0, 5\)"),
+        "ids of one axis": ({"input_ids": IDS[0]}, r"input_ids: must be .* \(B, T\); got torch.int64 \(5,\)"),
+        **{f"ids of {kind}": ({"input_ids": IDS.to(kind)}, f"input_ids: .* got {kind}") for kind in dtypes[1:]},
+        "ids as a list": ({"input_ids": IDS.tolist()}, r"input_ids: must be a tensor \(B, T\), got list"),
+        "ids beyond": ({"input_ids": IDS + vocab}, rf"input_ids: .* \[0, {vocab}\), but \[0, 0\] is {vocab + 4}"),
+        "ids beyond int32": ({"input_ids": IDS + 2**62}, "input_ids: token ids must lie in"),
+        "ids below": ({"input_ids": IDS.int() - 9}, r"input_ids: .* but \[0, 0\] is -5"),
+        "ids beyond, with a cache": ({"input_ids": IDS + vocab, "use_cache": True}, "input_ids: token ids must lie in"),
+        "ids beyond, as padding": ({"input_ids": IDS - 5, "attention_mask": (ROWS > 1).repeat(2, 1)}, "input_ids: "),
+        "ids without values": ({"input_ids": IDS.to("meta")}, "input_ids: is on the meta device"),
+        "ids, sparse": ({"input_ids": IDS.to_sparse()}, "input_ids: must be a dense tensor"),
+        "embeddings of another size": ({"inputs_embeds": torch.ones(2, 5, 12)}, r"inputs_embeds: .*, of shape .*12"),
+        "embeddings of int64": ({"inputs_embeds": embeds.long()}, "inputs_embeds: must be floating"),
+        "embeddings of bfloat16": (
+            {"inputs_embeds": embeds.bfloat16()},
+            "inputs_embeds: .* the model is torch.float32",
+        ),
+        "embeddings without values": ({"inputs_embeds": embeds.to("meta")}, "inputs_embeds: is on the meta device"),
+        "mask as a list": ({"attention_mask": IDS.tolist()}, "attention_mask: must be a tensor .*, got list"),
+        "mask as a number": ({"attention_mask": 1}, "attention_mask: must be a tensor .*, got int"),
+        "mask in numpy": ({"attention_mask": IDS.numpy()}, "attention_mask: must be a tensor .*, got ndarray"),
+        "mask as a dict": ({"attention_mask": {"full_attention": None}}, "attention_mask: of this model is no dict"),
+        **{
+            f"mask of shape {list(shape)}": ({"attention_mask": torch.ones(shape)}, "attention_mask: must be .* got .*")
+            for shape in ((), (5,), (1, 5), (3, 5), (2, 4), (2, 6), (2, 5, 5), (2, 1, 4, 5), (2, 1, 5, 4), (3, 1, 5, 5))
+        },
+        **{
+            f"mask of {value}": ({"attention_mask": torch.full((2, 5), value)}, "attention_mask: may hold only 1 .* 0")
+            for value in (2, -1, 0.5, float("nan"), float("-inf"))
+        },
+        "mask of complex": ({"attention_mask": torch.ones(2, 5) + 0j}, "attention_mask: .* got torch.complex64"),
+        "mask, sparse": ({"attention_mask": torch.ones(2, 5).to_sparse()}, "attention_mask: must be a dense tensor"),
+        "mask without values": ({"attention_mask": torch.ones(2, 5, device="meta")}, "attention_mask: is on the meta"),
+        "positions as a list": ({"position_ids": [0, 1, 2, 3, 4]}, "position_ids: must be a tensor .*, got list"),
+        "positions of bool": ({"position_ids": ROWS > 2}, "position_ids: .* got torch.bool"),
+        **{
+            f"positions of shape {list(shape)}": (
+                {"position_ids": torch.ones(shape).long()},
+                "position_ids: must be .* of",
+            )
+            for shape in ((), (5,), (1, 4), (1, 6), (3, 5), (3, 2, 5))
+        },
+        "bounds as a list": ({"cu_seq_lens_q": [0, 2, 10]}, "cu_seq_lens_q: must be a tensor .*, got list"),
+        "bounds of floats": ({"cu_seq_lens_q": bounds.float()}, "cu_seq_lens_q: .* got torch.float32"),
+        "bounds beyond": ({"cu_seq_lens_q": bounds + 1}, "cu_seq_lens_q: must rise from 0 to the row's length, 10"),
+        "cache as a number": ({"past_key_values": 3}, "past_key_values: must be a cache .*, got int"),
+    }
+    return {
+        name: (given if given.keys() & {"input_ids", "inputs_embeds"} else {"input_ids": IDS, **given}, message)
+        for name, (given, message) in found.items()
+    }
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+def test_inputs_that_no_model_takes_are_named(training: bool) -> None:
+    """By the causal language model, and by its backbone; afterwards it computes what it did before."""
+    model = lm.nativize(make("llama-3")).train(training)
+    loss = {"labels", "shift_labels", "logits_to_keep"}
+    wanted = model(IDS, labels=IDS).loss
+    for name, (inputs, message) in bad_inputs(model.config.hidden_size, model.config.vocab_size).items():
+        for module in (model,) if inputs.keys() & loss else (model, model.model):
+            with pytest.raises(InputError) as caught:
+                module(**inputs)
+            assert re.match(message, str(caught.value)), (name, str(caught.value))
+    assert torch.equal(model(IDS, labels=IDS).loss, wanted)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    "given",
     [
-        ({"input_ids": IDS[:, :0]}, r"input_ids: has no token, \(2, 0\)"),
-        ({"input_ids": IDS[:0]}, r"input_ids: has no token, \(0, 5\)"),
-        ({"input_ids": IDS[0]}, r"input_ids: must be int32 or int64, of shape \(B, T\); got torch.int64 \(5,\)"),
-        ({"input_ids": IDS.float()}, r"input_ids: .* got torch.float32 \(2, 5\)"),
-        ({"input_ids": IDS.tolist()}, r"input_ids: must be a tensor \(B, T\), got list"),
-        ({"inputs_embeds": torch.ones(2, 5, 12)}, r"inputs_embeds: must be floating, of shape \(B, T, \d+\); got .*12"),
-        ({"input_ids": IDS, "attention_mask": IDS.tolist()}, "attention_mask: must be a tensor .*, got list"),
-        ({"input_ids": IDS, "attention_mask": 1}, "attention_mask: must be a tensor .*, got int"),
-        ({"input_ids": IDS, "labels": IDS[:, :4]}, r"labels: must be a tensor \(2, 5\), .* got \(2, 4\)"),
+        {"labels": IDS.flatten()},
+        {"labels": IDS.flatten(), "attention_mask": torch.ones(2, 5)},
+        {"labels": IDS.T},
+        {"labels": IDS.tolist(), "shift_labels": IDS},
+        {"labels": IDS - 104, "shift_labels": IDS},
+        {"labels": torch.tensor([[4, 2, 4, 4, 2]]).repeat(2, 1), "ignore_index": 2},
+        {"labels": torch.cat([IDS[:, :1] - 50, IDS[:, 1:]], dim=1), "output_hidden_states": True},  # no target
+        {"labels": IDS[:, 3:], "logits_to_keep": 2},
+        {"labels": IDS[:, 3:], "logits_to_keep": torch.tensor([3, -1], dtype=torch.int32)},
+        {"labels": IDS[:, 3:], "logits_to_keep": ROWS[0] > 2},
+        {"attention_mask": torch.ones(1, 1, 5, 5).tril().bool()},
+        {"attention_mask": torch.ones(2, 1, 1, 5).bool()},
+        {"position_ids": ROWS / 2},
+        {"position_ids": ROWS + 2**40},
+        {"num_items_in_batch": torch.tensor([7]), "labels": IDS},
     ],
-    ids=lambda each: None if isinstance(each, dict) else each.split(":")[0],
+    ids=lambda given: ", ".join(
+        f"{name} {getattr(x, 'dtype', x)} {list(getattr(x, 'shape', ()))}" for name, x in given.items()
+    ),
 )
-def test_inputs_of_wrong_shapes_are_named(inputs: dict[str, Any], message: str, training: bool) -> None:
-    model = lm.nativize(make("llama-3")).train(training)
-    for module in (model,) if "labels" in inputs else (model, model.model):
-        with pytest.raises(InputError, match=message):
-            module(**inputs)
+def test_unusual_inputs_that_transformers_takes_give_its_numbers(given: dict[str, Any], training: bool) -> None:
+    hf = make("llama-3").train(training)
+    ids = batch()["input_ids"][:, 6:11]
+    wanted = hf(ids, **given)
+    found = lm.nativize(hf)(ids, **given)
+    assert (found.loss is None) == (wanted.loss is None)
+    if wanted.loss is not None:
+        assert_close(found.loss, wanted.loss.view_as(found.loss), rtol=1e-5, atol=1e-6)
+    if found.logits is not None:
+        assert zoo.relative_error(found.logits, wanted.logits) < 1e-5
+
+
+def test_a_pass_without_values_leaves_the_model_as_it_was() -> None:
+    """As of a model on the meta device, whose weights come later."""
+    with torch.device("meta"):
+        hf = make("llama-3")
+    shapes = lm.nativize(hf)(IDS.to("meta")).logits.shape
+    assert shapes == (2, 5, hf.config.vocab_size)
+    loaded = make("llama-3")
+    hf.to_empty(device="cpu").load_state_dict(loaded.state_dict())
+    hf.model.rotary_emb = loaded.model.rotary_emb
+    assert zoo.relative_error(hf(IDS).logits, loaded(IDS).logits) < 1e-5
 
 
 def test_the_cache_of_a_pass_that_kept_none_is_an_error_when_given_back() -> None:

@@ -28,6 +28,7 @@ from ligermodels.archs.lora import (
 )
 from ligermodels.archs.registry import family_of
 from ligermodels.archs.state_dict import layout_in_memory
+from ligermodels.arguments import LARGEST, check_flag
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json, short
 from ligermodels.convert.export_spec import as_json
@@ -40,7 +41,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.layers.lora import LoRALinear, LoRAPart
+from ligermodels.layers.lora import MOST_RANKS, LoRALinear, LoRAPart
 from ligermodels.layers.sharding import reshard
 
 ONE_FILE = 2**63 - 1
@@ -142,6 +143,7 @@ def load_adapter(
         InputError: as `add_lora`.
     """
     check_adaptable(model, "load_adapter")
+    check_flag("is_trainable", is_trainable)
     options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder = hub.resolve_adapter(name_or_path, revision=revision, **options)
     with open_adapter(folder) as (config, checkpoint):
@@ -274,7 +276,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         if not isinstance(pattern, dict) or not all(
             _positive(value, name == "rank_pattern") for value in pattern.values()
         ):
-            raise refuse(name, "must be an object of numbers above 0")
+            raise refuse(name, f"must be an object of numbers above 0 (ranks: whole ones of at most {MOST_RANKS})")
         for key in pattern:
             try:
                 re.compile(key)
@@ -284,7 +286,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise refuse("use_rslora", "must be true or false")
     for name in ("r", "lora_alpha"):
         if not _positive(config.get(name, 8), name == "r"):
-            raise refuse(name, "must be a number above 0")
+            raise refuse(name, f"must be a number above 0 (a rank: a whole one of at most {MOST_RANKS})")
 
 
 def _layers(
@@ -304,8 +306,8 @@ def _layers(
 
 
 def _positive(value: Any, whole: bool) -> bool:
-    kinds = int if whole else int | float
-    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+    kinds, most = (int, MOST_RANKS) if whole else (int | float, LARGEST)
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= most
 
 
 def _part(path: str, target: Target, config: Mapping[str, Any]) -> LoRAPart:

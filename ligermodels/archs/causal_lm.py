@@ -98,7 +98,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
     @recompute.setter
     def recompute(self, what: str) -> None:
         warnings.warn("model.recompute is now model.activation_checkpointing", DeprecationWarning, stacklevel=2)
-        if what not in _RECOMPUTE:
+        if not isinstance(what, str) or what not in _RECOMPUTE:
             raise InputError(f"recompute: must be one of {', '.join(_RECOMPUTE)}, got {what!r}")
         self.activation_checkpointing = _RECOMPUTE[what]
 

@@ -15,6 +15,7 @@ from ligermodels.archs.generation_options import (
     without_none,
 )
 from ligermodels.convert.export_spec import ExportSpec
+from ligermodels.errors import InputError
 from ligermodels.generation import DecodingModel, generate, stream
 from ligermodels.generation.prompts import TokenIds
 
@@ -56,6 +57,10 @@ class GenerationMixin:
         Options and errors are those of `generate`, but for `on_token` and `streamer`. Until the iterator is exhausted
         or closed the model is in eval mode.
         """
+        if wrong := sorted(options.keys() & {"on_token", "streamer"}):
+            raise InputError(
+                f"{wrong[0]}: stream gives the tokens of each step itself; iterate over it, or use generate"
+            )
         return stream(cast(DecodingModel, self), input_ids, **self._options(max_new_tokens, renamed_options(options)))
 
     def _options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:

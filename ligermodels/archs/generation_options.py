@@ -132,6 +132,8 @@ def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any
     called = where == "generate"
     neutral = set()
     for name, value in options.items():
+        if not isinstance(name, str) or (name == "generation_config" and not called):
+            raise ConfigError(f"{where}: {short(name)} is no name of an option")
         if name in UNUSED:
             neutral.add(name)
         elif name in INSTEAD:

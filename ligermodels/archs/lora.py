@@ -15,7 +15,7 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.native import check_native
 from ligermodels.archs.registry import family_of
 from ligermodels.archs.state_dict import layout_in_memory
-from ligermodels.arguments import check_count, check_number
+from ligermodels.arguments import check_count, check_flag, check_number
 from ligermodels.convert.mappings import TensorView
 from ligermodels.convert.placement import DtypeLike, resolve_dtype
 from ligermodels.convert.weight_map import WeightMap
@@ -23,14 +23,11 @@ from ligermodels.errors import InputError, short
 from ligermodels.layers import MoE
 from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.lora import LoRALinear, LoRAPart
+from ligermodels.layers.lora import MOST_RANKS, LoRALinear, LoRAPart
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
 
 Model = TypeVar("Model", bound=CausalLM)
-
-MOST_RANKS = 65536
-"""Highest rank: no layer of a language model has a larger side that ranks could make use of."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module has its hooks."""
@@ -76,8 +73,7 @@ def add_lora(
         ConfigError: the model was composed by hand and has no `export_spec`, which has the names.
     """
     check_adaptable(model, "add_lora")
-    if not isinstance(use_rslora, bool):
-        raise InputError(f"use_rslora: must be True or False, got {use_rslora!r}")
+    check_flag("use_rslora", use_rslora)
     r = check_count("r", r, most=MOST_RANKS)
     check_number("lora_alpha", lora_alpha, positive=True)
     found = targets(model, transformers_layout(model))

@@ -14,7 +14,7 @@ from ligermodels.archs.registry import family_of
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, short
 from ligermodels.layers.initialization import persistent_tensors
 
 if TYPE_CHECKING:
@@ -58,8 +58,22 @@ def export_state_dict(model: nn.Module, weight_map: WeightMap) -> dict[str, Tens
 def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     """Fill `model` from a state dict in one of the layouts of its family; see `CausalLM.load_hf_state_dict`."""
     state = persistent_tensors(model)
+    _check(state_dict)
     weight_map = nearest_layout(family_of(model.hf_config).weight_maps(model.config), state_dict, state)
     weight_map.load(StateDict(state_dict), state)
+
+
+def _check(state_dict: Any) -> None:
+    """CheckpointError unless it maps names to dense tensors with values."""
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointError(f"state_dict: must map names to tensors, got a {type(state_dict).__name__}")
+    for name, tensor in state_dict.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"state_dict: has the key {short(name)}, which is no name")
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"state_dict: {short(name)} is no tensor, but a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise CheckpointError(f"state_dict: {name} has no dense values: {tensor.layout} on {tensor.device}")
 
 
 def nearest_layout(layouts: Sequence[WeightMap], headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> WeightMap:

@@ -53,6 +53,8 @@ def device_named(name: str | None) -> str:
         kind = torch.device(name).type
     except RuntimeError:
         raise typer.BadParameter(f"{name!r} is not a torch device", param_hint="--device") from None
+    if kind == "meta":
+        raise typer.BadParameter("the meta device has no values, and computes nothing", param_hint="--device")
     if kind == "cuda" and not torch.cuda.is_available():
         raise BackendError(f"device {name!r}: torch finds no CUDA device here")
     return name

@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
+from ligermodels.arguments import check_flag
 from ligermodels.convert.config_json import read_json, short
 from ligermodels.convert.input_files import as_path, is_present, read_text, shown
 from ligermodels.convert.journal import settle
@@ -27,6 +28,12 @@ PROBE = "\ufdd2"
 
 AT_ONCE = 1 << 22
 """Characters of versions of a chat that are rendered together."""
+
+OF_TRANSFORMERS = frozenset({
+    "chat_template", "continue_final_message", "conversation", "max_length", "padding", "return_assistant_tokens_mask",
+    "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+})  # fmt: skip
+"""Arguments of transformers' `apply_chat_template` that are no variables of templates."""
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens in templates."""
@@ -92,13 +99,20 @@ class ChatTemplate:
 
         If the template supports no system turn, one at the start is prepended to the user's first turn.
 
-        Raises InputError when the template refuses the chat.
+        Raises InputError when the template refuses the chat, for what is no list of turns, and for arguments of
+        transformers' `apply_chat_template` that are no variables.
         """
         text = self._render(self._fitting(messages), add_generation_prompt, variables)
         return text.replace(START, "").replace(END, "")
 
     def _fitting(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The chat, with its system turn merged into the user's if the template supports none."""
+        """The chat, with its system turn merged into the user's if the template supports none. InputError for what is
+        no list of turns."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise InputError(f"{self.name}: messages: must be a list of turns, got {short(messages)}")
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
+                raise InputError(f"{self.name}: messages: turn {number} must be a dict with names as keys")
         roles = [message.get("role") for message in messages[:2] if isinstance(message.get("content"), str)]
         if roles != ["system", "user"] or self._takes_system:
             return messages
@@ -132,6 +146,11 @@ class ChatTemplate:
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> dict[str, Any]:
         """All variables of the template."""
+        check_flag("add_generation_prompt", add_generation_prompt)
+        if wrong := sorted(OF_TRANSFORMERS & variables.keys()):
+            raise InputError(
+                f"{wrong[0]}: is no variable of a chat template, but an argument of transformers; leave it out"
+            )
         known = {"tools": None, "documents": None, **self.tokens, **variables}
         # As in transformers: OpenAI's API and columns of tables have null where a key is missing, and templates do not
         # expect it (they write "None").

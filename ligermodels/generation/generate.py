@@ -18,6 +18,7 @@ from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
 from ligermodels.layers.memory import memory_for
+from ligermodels.layers.packing import check_plain
 from ligermodels.layers.sharding import (
     ModuleLike,
     chosen_together,
@@ -53,8 +54,9 @@ def generate(
         Long (B, T + n) on the model's device: the prompts, padded on the left, then the n <= max_new_tokens new tokens
         of the row that ran longest. The model's training flags are left as they were.
     """
-    if streamer is not None and not isinstance(streamer, TokenStreamer):
-        raise InputError(f"streamer: must have put(tokens) and end(), got {type(streamer).__name__}")
+    check_values(on_token=on_token)
+    if streamer is not None and (isinstance(streamer, type) or not isinstance(streamer, TokenStreamer)):
+        raise InputError(f"streamer: must be an object with put(tokens) and end(), got {type(streamer).__name__}")
     decoding = Decoding(model, input_ids, max_new_tokens, **options)
     if streamer is not None:
         streamer.put(decoding.prompts.ids.cpu())
@@ -108,7 +110,8 @@ class Decoding:
         generator: source of randomness, on the model's device.
         cuda_graph: on a GPU, record a step once and replay it; not done where parameters are sharded. Then all ranks
             call this with the same max_new_tokens, and decode until the sequences of all ranks are done. Sampling and
-            `logits_processor` run between replays.
+            `logits_processor` run between replays. With and without a graph other kernels may compute the linear
+            layers: in 16-bit dtypes, of logits that are equal but for rounding, another may be the largest.
 
     Raises:
         InputError: an empty prompt, a token id outside the vocabulary, a mask that does not fit the ids, an option out
@@ -140,13 +143,13 @@ class Decoding:
         generator: torch.Generator | None = None,
         cuda_graph: bool = True,
     ) -> None:
-        check_values(
-            do_sample=do_sample, repetition_penalty=repetition_penalty, num_return_sequences=num_return_sequences
-        )
+        check_values(do_sample=do_sample, cuda_graph=cuda_graph, generator=generator)
+        check_values(repetition_penalty=repetition_penalty, num_return_sequences=num_return_sequences)
         self.model, self.eos_ids = model, as_eos_ids(eos_token_id)
         self.pad_id = as_pad_id(pad_token_id, self.eos_ids)
         self.prompts = prepare_prompts(input_ids, attention_mask, self.pad_id, model.config.vocab_size)
         self.max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, self.prompts.ids.shape[1])
+        check_values(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         if do_sample:
             check_sampling(temperature, top_k, top_p, min_p)
         elif num_return_sequences > 1:
@@ -154,6 +157,7 @@ class Decoding:
         with memory_for(f"num_return_sequences = {num_return_sequences}", self.prompts.ids.device):
             self.prompts = self.prompts.repeated(num_return_sequences)
         self.penalty, self.cuda_graph, self.samples = float(repetition_penalty), cuda_graph, do_sample
+        self.generator = generator
         self.choose: Callable[[Tensor], Tensor] = greedy
         if do_sample:
             shape = {"temperature": float(temperature), "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -175,6 +179,8 @@ class Decoding:
         with evaluating(model):
             require_same_on_ranks(model, "max_new_tokens", self.max_new_tokens, advice)
             state = model.new_state(len(before), max(1, length + self.max_new_tokens - 1))
+            if self.samples and self.generator is not None and self.generator.device.type != state.device.type:
+                raise InputError(f"generator: is on {self.generator.device}, and the model on {state.device}")
             self.prompts = self.prompts.to(state.device)
             choose = chosen_together(model, self.choose)
             step = Step(model, state, self.max_new_tokens, self.eos_ids, choose, self._process())
@@ -223,15 +229,26 @@ class Decoding:
 
 def as_eos_ids(eos_token_id: int | Sequence[int] | Tensor | None) -> list[int]:
     """EOS tokens as a list, empty for None; InputError for what is no token's id."""
-    found = eos_token_id.tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
+    found = _values("eos_token_id", eos_token_id)
     ids = list(found) if isinstance(found, Sequence) and not isinstance(found, str | bytes) else [found]
     return [] if found is None else [check_token_id("eos_token_id", each) for each in ids]
 
 
 def as_pad_id(pad_token_id: int | None, eos_ids: Sequence[int]) -> int | None:
     """What fills rows: by default the first EOS token; InputError for what is no token's id."""
-    found = pad_token_id.item() if isinstance(pad_token_id, Tensor) and pad_token_id.numel() == 1 else pad_token_id
+    found = _values("pad_token_id", pad_token_id)
+    found = found[0] if isinstance(pad_token_id, Tensor) and isinstance(found, list) and len(found) == 1 else found
     return next(iter(eos_ids), None) if found is None else check_token_id("pad_token_id", found)
+
+
+def _values(name: str, given: Any) -> Any:
+    """What a tensor holds; anything else as it is."""
+    if not isinstance(given, Tensor):
+        return given
+    check_plain(name, given)
+    if given.is_meta:
+        raise InputError(f"{name}: has no values, on the meta device")
+    return given.tolist()
 
 
 def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_length: int) -> int:

@@ -1,13 +1,13 @@
 """What runs on the host between steps of decoding: logits processors, stopping criteria and streamers by transformers'
 protocols, and stop strings."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.generation.prompts import Prompts
 from ligermodels.generation.step import new_tokens
 
@@ -47,9 +47,11 @@ class Processors:
         scores = logits.to(torch.float32, copy=True)  # a processor may change them in place
         for number, processor in enumerate(self._processors):
             scores = processor(ids, scores)
-            if not isinstance(scores, Tensor) or scores.shape != logits.shape:
+            if not isinstance(scores, Tensor) or scores.shape != logits.shape or scores.device != logits.device:
                 found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-                raise InputError(f"logits_processor[{number}]: must return scores {tuple(logits.shape)}, got {found}")
+                place = f" on {scores.device}" if isinstance(scores, Tensor) else ""
+                expected = f"{tuple(logits.shape)}, got {found}{place}; logits are on {logits.device}"
+                raise InputError(f"logits_processor[{number}]: must return scores {expected}")
         return scores
 
 
@@ -64,9 +66,7 @@ class Stopping:
         prompts: Prompts,
     ) -> None:
         self._criteria, self._tokenizer = _functions("stopping_criteria", criteria), tokenizer
-        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
-        if not all(isinstance(each, str) and each for each in strings):
-            raise InputError(f"stop_strings: must be a text or a list of texts, none empty, got {stop_strings!r}")
+        strings = _texts("stop_strings", stop_strings)
         if strings and not callable(getattr(tokenizer, "decode", None)):
             raise InputError("stop_strings: need a tokenizer, to read the text: give tokenizer=... too")
         self._strings = strings
@@ -102,6 +102,21 @@ class Stopping:
         differs = (place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
         known = next(differs, min(len(before), len(after)))
         return any(after.rfind(each) + len(each) > known for each in self._strings if each in after)
+
+
+def _texts(name: str, given: Any) -> list[str]:
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    if given is None:
+        return []
+    is_list = isinstance(given, str | Iterable) and not isinstance(given, Mapping)
+    if not is_list or not all(isinstance(each, str) and each for each in found):
+        raise InputError(f"{name}: must be a text or a list of texts, none empty, got {short(given)}")
+    for each in found:
+        try:
+            each.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{name}: {short(each)} is no Unicode, and no tokens decode to it") from None
+    return found
 
 
 def _functions(name: str, given: Any) -> list[Any]:

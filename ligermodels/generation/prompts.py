@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError, short
+from ligermodels.layers.packing import check_plain
 
 TokenIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -23,7 +24,9 @@ class Prompts(NamedTuple):
         return self if count == 1 else Prompts(*(each.repeat_interleave(count, dim=0) for each in self))
 
     def to(self, device: torch.device) -> "Prompts":
-        """On a device."""
+        """On a model's device; InputError for one without values."""
+        if device.type == "meta":
+            raise InputError("the model is on the meta device, without weights: load it on another to generate")
         return Prompts(self.ids.to(device), self.mask.to(device))
 
 
@@ -60,8 +63,11 @@ def _from_tensor(ids: Tensor, attention_mask: Tensor | None) -> Prompts:
         raise InputError(f"input_ids must have shape (B, T) or (T,), got {tuple(ids.shape)}")
     if ids.numel() == 0:
         raise InputError(f"input_ids are empty (shape {tuple(ids.shape)}): a prompt needs at least one token")
-    if not isinstance(attention_mask, Tensor | None):
-        raise InputError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
+    if attention_mask is not None:
+        check_plain("attention_mask", attention_mask)
+        if attention_mask.is_meta or attention_mask.is_complex() or attention_mask.is_quantized:
+            kind = f"{attention_mask.dtype} on {attention_mask.device}"
+            raise InputError(f"attention_mask: must be bool or numbers with values, got {kind}")
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
     if mask.shape != ids.shape:
         raise InputError(f"attention_mask has shape {tuple(mask.shape)}, input_ids have {tuple(ids.shape)}")

@@ -90,12 +90,16 @@ def sample(
 
 MOST = 999_999_999
 """Tokens, or samples, of a call."""
-VALUES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "do_sample": (bool, lambda value: True, "True or False"),
+VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("do_sample", "cuda_graph", "return_stats"), (bool, lambda value: True, "True or False")),
+    **dict.fromkeys(("on_token", "on_tokens"), (Callable, lambda value: True, "a function")),
+    "generator": (torch.Generator, lambda value: True, "a torch.Generator"),
     "temperature": (Real, lambda value: 0 <= value < LARGEST, "a number above 0"),
     "top_k": (Integral, lambda value: value >= 0, "1 or more (None or 0 to keep every token)"),
     **dict.fromkeys(("top_p", "min_p"), (Real, lambda value: 0 <= value <= 1, "a number in [0, 1]")),
-    "repetition_penalty": (Real, lambda value: 0 < value < LARGEST, "a number above 0"),
+    **dict.fromkeys(
+        ("repetition_penalty", "epsilon", "delta"), (Real, lambda value: 0 < value < LARGEST, "a number above 0")
+    ),
     **dict.fromkeys(
         ("max_new_tokens", "max_length", "num_return_sequences"),
         (Integral, lambda value: 1 <= value <= MOST, f"a whole number from 1 to {MOST:,}"),

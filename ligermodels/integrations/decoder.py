@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +65,10 @@ class DecoderView:
         device = next(each.device for each in (input_ids, inputs.get("inputs_embeds")) if each is not None)
         native = self._backbone.native.ropes
         if self.ropes is native and any(rope.frequencies.device != device for rope in native):
-            native.to(device)
+            if device.type == "meta":  # frequencies have no way back from there
+                self.ropes = copy.deepcopy(native).to(device)
+            else:
+                native.to(device)
         return Decoder.forward(self, input_ids, **inputs)  # type: ignore[arg-type]
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -17,7 +17,15 @@ from transformers.modeling_outputs import (
 
 from ligermodels.errors import InputError
 from ligermodels.integrations.decoder import DecoderView
-from ligermodels.integrations.inputs import check_inputs
+from ligermodels.integrations.inputs import (
+    check_document_bounds,
+    check_embeddings,
+    check_inputs,
+    check_logits_to_keep,
+    check_loss_inputs,
+    check_positions,
+    check_within_vocabulary,
+)
 from ligermodels.integrations.modules import has_hooks, is_ours, layer_forward, mixer_forward, part
 from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.integrations.views import AddedFeatures, GridRope, text_positions
@@ -80,9 +88,14 @@ def backbone_forward(
     With a cache, a mask for each pair of tokens, padding between tokens, dropout, hooks on what is in the layers, or a
     request for the attentions or hidden states of all layers, the class's own forward runs: see `runs_natively`.
     """
-    check_inputs(input_ids, inputs_embeds, attention_mask, text_config(backbone).hidden_size)
-    options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+    _check_inputs(backbone, inputs, attention_mask, past_key_values)
+    check_within_vocabulary(input_ids, backbone.embed_tokens)
+    if input_ids is not None or inputs_embeds is not None:
+        check_embeddings(inputs_embeds, backbone)
+        check_positions(position_ids, _shape(inputs), text_config(backbone), backbone.device)
+        check_document_bounds(cu_seq_lens_q, _shape(inputs), backbone.device)
+    options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     padding, counted_on = padding or Padding(attention_mask, inputs), native
     native = native and runs_natively(backbone, inputs, padding, options) and _layers_are_ours(backbone)
     native = native and not (padding.exists and backbone.native.rope_by_length)
@@ -90,6 +103,8 @@ def backbone_forward(
     native = native and (per_layer_inputs is None) == (input_ids is not None or not by_token)
     in_grid = position_ids is not None and position_ids.ndim == 3
     native = native and not (in_grid and not _reads_grids(backbone))
+    # Positions between whole ones interpolate, in transformers; natively documents would begin there.
+    native = native and (position_ids is None or in_grid or not position_ids.is_floating_point())
     # The last layer may compute some tokens alone.
     added = deepstack_visual_embeds or ()
     native = native and len(added) < len(backbone.layers) and not (added and visual_pos_masks is None)
@@ -157,16 +172,21 @@ def causal_lm_forward(
     In training, the loss of `labels` is computed without logits, and `logits` of the result are None. Raises InputError
     for what `check_inputs` names, and what the class's own forward raises.
     """
-    usual = isinstance(logits_to_keep, int) and not logits_to_keep and model.loss_function is ForCausalLMLoss
-    whole = labels if usual and kwargs.get("shift_labels") is None else None
-    check_inputs(input_ids, inputs_embeds, attention_mask, text_config(model).hidden_size, whole)
-    options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+    _check_inputs(model, inputs, attention_mask, past_key_values)
+    options: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+    if input_ids is not None or inputs_embeds is not None:
+        rows, length = _shape(inputs)
+        kept = check_logits_to_keep(logits_to_keep, length)
+        if labels is not None and model.loss_function is ForCausalLMLoss:
+            check_loss_inputs(labels, rows * kept, text_config(model).vocab_size, model.device, kwargs)
     if labels is not None:
         padding = Padding(attention_mask, inputs, labels)
         if padding.is_labelled:
             options["native"] = False
-        elif _loss_is_fused(model, inputs, padding, logits_to_keep, options):
+        elif getattr(labels, "shape", None) == _shape(inputs) and _loss_is_fused(
+            model, inputs, padding, logits_to_keep, options
+        ):
             kind = MoeCausalLMOutputWithPast if _gives_router_logits(model) else CausalLMOutputWithPast
             kind = model.native.output or kind
             loss = _loss(model, inputs, padding, labels, options)
@@ -207,11 +227,14 @@ class Padding:
         real = attention_mask != 0
         starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
         labelled = real.new_zeros(())
-        if labels is not None and labels.shape == real.shape:
+        if isinstance(labels, Tensor) and labels.shape == real.shape:
             counts = labels != IGNORE_INDEX
             labelled = (counts & ~real).any() | (counts[:, 1:] & ~real[:, :-1]).any()
-        found = torch.stack([(starts <= 1).all(), ~real.all(), labelled])
-        self.at_ends, self.exists, self.is_labelled = found.tolist()
+        is_mask = (~real | (attention_mask == 1)).all()
+        found = torch.stack([(starts <= 1).all(), ~real.all(), labelled, is_mask])
+        self.at_ends, self.exists, self.is_labelled, is_mask = found.tolist()
+        if not is_mask:
+            raise InputError("attention_mask: may hold only 1 (a token) and 0 (padding)")
 
     def unpadding(self) -> Unpadding | None:
         """What takes it out of a batch; None without any."""
@@ -242,10 +265,16 @@ def with_all_positions(inputs: Inputs) -> Inputs:
     return inputs if positions is None else {**inputs, "position_ids": positions.expand(_shape(inputs)[0], -1)}
 
 
-def _shape(inputs: Inputs) -> torch.Size:
+def _check_inputs(module: Any, inputs: Inputs, attention_mask: Any, past_key_values: Any) -> None:
+    cache = None if isinstance(past_key_values, NoCache) else past_key_values  # `runs_natively` refuses it
+    tokens = inputs["input_ids"], inputs["inputs_embeds"]
+    check_inputs(*tokens, attention_mask, cache, text_config(module), module.device)
+
+
+def _shape(inputs: Inputs) -> tuple[int, int]:
     """(B, T)."""
     tokens: Tensor = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-    return tokens.shape[:2]
+    return tokens.shape[0], tokens.shape[1]
 
 
 def _layers_are_ours(backbone: Any) -> bool:

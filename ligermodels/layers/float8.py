@@ -105,7 +105,17 @@ class Float8Linear(nn.Linear):
         return self.product(x, self.weight, self.bias)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with a part of the weight, of a rank of tensor parallelism, in place of it."""
+        """weight x + bias, by parameters that are given: those of the layer, or the parts of them that a rank of tensor
+        parallelism has.
+
+        Args:
+            x: (..., in), a tensor, or a Float8Tensor that its producer has cast.
+            weight: (out, in), of any floating dtype; in float8 `out` and `in`, which may be of a rank's part, must be
+                multiples of 16 (InputError).
+            bias: (out,) or None.
+
+        Returns (..., out) in the dtype of x.
+        """
         if not in_float8(self):
             return F.linear(x, weight, bias)
         frozen = self._frozen.get(weight, self.float8)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.arguments import check_number
+from ligermodels.arguments import check_flag, check_number
 from ligermodels.errors import InputError
+from ligermodels.layers.packing import check_plain
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, on_all_ranks
 
 
@@ -47,17 +48,27 @@ def named_results(found: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(zip(names, found if len(names) > 1 else (found,), strict=True))
 
 
-def check_loss_options(options: Mapping[str, Any], needed: Tensor | None, needs: str = "labels") -> None:
-    """InputError for a name that is not among LOSS_OPTIONS (nor `num_items_in_batch`), and for any option without the
-    `needed` tensor, called `needs`."""
+def check_loss_options(
+    options: Mapping[str, Any], needed: Tensor | None, needs: str = "labels", *, of_heads: bool = False
+) -> None:
+    """InputError for a name that is not among LOSS_OPTIONS (nor `num_items_in_batch`), for any option without the
+    `needed` tensor, called `needs`, and for values of wrong types. `of_heads`: `num_items_in_batch` may be several."""
     for name, value in options.items():
         if name not in (*LOSS_OPTIONS, "num_items_in_batch"):
             raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
         if needed is None and value is not None:
             raise InputError(f"{name}: is an option of a loss, which needs {needs}")
+        if name in ("label_smoothing", "z_loss") and value is not None:
+            check_number(name, value)
+        elif name == "memory_budget" and value is not None:
+            check_number(name, value, positive=True)
+        elif name in ("token_weights", "class_weights") and value is not None:
+            check_plain(name, value)
+        elif name == "token_scaling" and value is not None:
+            check_flag(name, value)
     items = options.get("num_items_in_batch")
     if items is not None and not isinstance(items, Tensor):
-        for each in items if isinstance(items, list | tuple) else [items]:
+        for each in items if of_heads and isinstance(items, list | tuple) else [items]:
             check_number("num_items_in_batch", each)
 
 
@@ -71,6 +82,8 @@ def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) ->
         raise InputError("return_log_probs: are of labels; give them")
     for name, value in options.items():
         if name in LOG_PROB_OPTIONS or value is None:
+            if name == "memory_budget" and value is not None:
+                check_number(name, value, positive=True)
             continue
         if name not in (*LOSS_OPTIONS, *LOSS_RETURNS, "num_items_in_batch"):
             raise InputError(f"{name}: no such argument; options of log-probabilities: {', '.join(LOG_PROB_OPTIONS)}")

@@ -19,6 +19,9 @@ from ligermodels.layers.float8 import Float8Linear, FrozenWeight, in_float8
 from ligermodels.layers.initialization import skip_init
 from ligermodels.ops import Float8Recipe
 
+MOST_RANKS = 65536
+"""Highest rank: no layer of a language model has a larger side that ranks could make use of."""
+
 
 @dataclass(frozen=True)
 class LoRAPart:
@@ -127,8 +130,19 @@ class LoRALinear(nn.Linear):
         b: Tensor,
         drop: Callable[[Tensor, float], Tensor] = F.dropout,
     ) -> Tensor:
-        """The same with a part of the weight, of a rank of tensor parallelism, in place of it, and the columns of A or
-        the rows of B, in the native order, that go with it. drop: dropout of x by a probability."""
+        """weight x + bias + scaling * b a dropout(x), by parameters that are given: those of the layer, or the parts of
+        them that a rank of tensor parallelism has.
+
+        Args:
+            x: (..., in).
+            weight: (out, in), of any dtype; with a `float8` recipe, in training, it must need no gradient (InputError).
+            bias: (out,) or None.
+            a: (R, in), the A of all parts, R the sum of their ranks; cast to the dtype of x.
+            b: (out, R), their B in the native order: see `native_b`; cast to the dtype of x.
+            drop: dropout of x by a probability.
+
+        Returns (..., out) in the dtype of x. `out` and `in` may be of a rank's part.
+        """
         dropped = drop(x, self.dropout) if self.training and self.dropout else None
         a, b, scaling = a.to(x.dtype), b.to(x.dtype), self.parts[0].scaling
         if self.float8 is not None and in_float8(self):

@@ -13,7 +13,14 @@ from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
 from ligermodels.layers.context_parallel import SequenceShard
 from ligermodels.layers.lm_head import LOSS_RETURNS, named_results
-from ligermodels.layers.packing import Unpadding, assert_async, check_same_tokens, document_bounds, document_of
+from ligermodels.layers.packing import (
+    Unpadding,
+    assert_async,
+    check_plain,
+    check_same_tokens,
+    document_bounds,
+    document_of,
+)
 from ligermodels.ops.loss.chunks import SKIP_BELOW
 
 IGNORE_INDEX = -100
@@ -44,6 +51,9 @@ def count_targets(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """How many `labels` (B, T) each of K losses counts, long (K,); `ahead` as of `Targets`, the rest of a model."""
+    check_plain("labels", labels, torch.int64)
+    if labels.ndim != 2:
+        raise InputError(f"labels: must be (batch, tokens), got shape {tuple(labels.shape)}")
     if attention_mask is not None:
         check_same_tokens(labels, attention_mask=attention_mask)
         unpad = Unpadding(attention_mask)

@@ -1,11 +1,12 @@
 """Distillation on the teacher's whole distribution: `ops.linear_distillation` under the names of GKD."""
 
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.ops.loss.divergences import Divergence
 
 ENDS: dict[float, Divergence] = {0.0: "forward_kl", 1.0: "reverse_kl"}
@@ -31,7 +32,7 @@ def generalized_jsd_loss(
         the limits of the divergence over beta, and over 1 - beta; the divergence itself vanishes there.
     Raises InputError for another beta, and as `ops.linear_distillation` does.
     """
-    if not 0 <= beta <= 1:
-        raise InputError(f"generalized_jsd_loss: beta must be in [0, 1], got {beta}")
+    if not isinstance(beta, Real) or not 0 <= beta <= 1:
+        raise InputError(f"generalized_jsd_loss: beta must be in [0, 1], got {short(beta)}")
     chosen: dict[str, Any] = {"divergence": ENDS[beta]} if beta in ENDS else {"divergence": "jsd", "beta": beta}
     return ops.linear_distillation(hidden, weight, teacher_hidden, teacher_weight, mask, **chosen, **options)

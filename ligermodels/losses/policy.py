@@ -6,9 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flag
 from ligermodels.errors import InputError
-from ligermodels.losses.sequences import check_choice, check_positive, check_tokens, check_used, lengths, masked
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.losses.sequences import (
+    check_choice,
+    check_finite,
+    check_positive,
+    check_rows_or_sequences,
+    check_tokens,
+    check_used,
+    lengths,
+    masked,
+)
 
 OP = "grpo_loss"
 LEVELS = ("token", "sequence")
@@ -138,7 +147,7 @@ def grpo_loss(
     Raises InputError if shapes do not fit, for values out of range, and for an option that is missing or not used.
     """
     check_tokens(OP, log_probs, mask, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
-    check_tensor(OP, "advantages", advantages, mask.shape[: 2 if advantages.dim() == 2 else 1], mask.device)
+    check_rows_or_sequences(OP, "advantages", advantages, mask)
     check_choice(OP, "importance_sampling_level", importance_sampling_level, LEVELS)
     given = dict(
         epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, sapo_temperature_pos=sapo_temperature_pos,
@@ -146,6 +155,8 @@ def grpo_loss(
         num_items_in_batch=num_items_in_batch,
     )  # fmt: skip
     options = _checked_options(loss_type, given)
+    check_finite(OP, beta=beta, num_items_in_batch=num_items_in_batch)
+    check_flag(f"{OP}: use_bias_correction_kl", use_bias_correction_kl)
     if beta < 0:
         raise InputError(f"{OP}: beta must not be negative, got {beta}")
     if beta and ref_log_probs is None:

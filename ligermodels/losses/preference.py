@@ -16,6 +16,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.losses.sequences import (
     check_choice,
+    check_finite,
     check_positive,
     check_tokens,
     check_used,
@@ -213,6 +214,7 @@ def dpo_loss(
     check_choice("dpo_loss", "loss_type", loss_type, LOSS_TYPES)
     check_choice("dpo_loss", "f_divergence_type", f_divergence_type, SCORES)
     check_positive("dpo_loss", beta=beta, discopop_tau=discopop_tau)
+    check_finite("dpo_loss", f_alpha_divergence_coef=f_alpha_divergence_coef, label_smoothing=label_smoothing)
     chosen_type = LOSS_TYPES[loss_type]
     divergence = None if f_divergence_type == "reverse_kl" else f_divergence_type
     check_used(
@@ -262,6 +264,7 @@ def cpo_loss(
     """
     check_tokens("cpo_loss", log_probs, mask)
     check_choice("cpo_loss", "loss_type", loss_type, CPO_LOSS_TYPES)
+    check_finite("cpo_loss", cpo_alpha=cpo_alpha)
     found = dpo_loss(
         log_probs, log_probs.new_zeros(len(log_probs)), mask, beta=beta, loss_type=loss_type,
         label_smoothing=label_smoothing, reduction="none",
@@ -285,6 +288,7 @@ def simpo_loss(
     Returns the loss, and the rewards beta a. Raises InputError as `dpo_loss` does.
     """
     chosen, rejected = _average_pairs("simpo_loss", log_probs, mask, beta)
+    check_finite("simpo_loss", simpo_gamma=simpo_gamma)
     margin = beta * (chosen - rejected) - simpo_gamma
     losses = _logistic(margin, _checked_label_smoothing("simpo_loss", label_smoothing))
     return PreferenceLoss(reduced("simpo_loss", losses, reduction), beta * chosen.detach(), beta * rejected.detach())
@@ -337,6 +341,7 @@ def _check_even(loss: str, log_probs: Tensor) -> None:
 
 
 def _checked_label_smoothing(loss: str, label_smoothing: float | None) -> float:
+    check_finite(loss, label_smoothing=label_smoothing)
     if not 0 <= (label_smoothing or 0.0) < 0.5:
         raise InputError(f"{loss}: label_smoothing must be in [0, 0.5), got {label_smoothing}")
     return label_smoothing or 0.0

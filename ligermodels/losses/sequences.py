@@ -1,12 +1,15 @@
 """Per-token log-probabilities over a mask: their checks, and their sums by sequence."""
 
+import math
 from collections.abc import Collection
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.arguments import check_flag
+from ligermodels.errors import InputError, short
 from ligermodels.ops.runtime.tensors import check_tensor
 
 
@@ -18,6 +21,7 @@ def sequence_log_probs(log_probs: Tensor, mask: Tensor, *, average: bool = False
     Returns float32 (float64 for float64); 0 for a sequence without tokens. Raises InputError if the shapes do not fit.
     """
     check_tokens("sequence_log_probs", log_probs, mask)
+    check_flag("average", average)
     sums = masked(log_probs, mask).sum(1)
     return sums / lengths(mask) if average else sums
 
@@ -34,12 +38,14 @@ def lengths(mask: Tensor) -> Tensor:
 
 def reference_sums(loss: str, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
     """A reference's log-probabilities (N, T) summed over the mask, without a gradient; sums (N,) as they are."""
-    check_tensor(loss, "ref_log_probs", ref_log_probs, mask.shape[: max(ref_log_probs.dim(), 1)], mask.device)
+    check_rows_or_sequences(loss, "ref_log_probs", ref_log_probs, mask)
     return ref_log_probs.detach() if ref_log_probs.dim() == 1 else masked(ref_log_probs.detach(), mask).sum(1)
 
 
 def check_tokens(loss: str, log_probs: Tensor, mask: Tensor, **others: Tensor | None) -> None:
     """Raises InputError unless log_probs are (N, T), mask bool of that shape, and others floating of it."""
+    if not isinstance(log_probs, Tensor):
+        raise InputError(f"{loss}: log_probs must be a tensor, got {type(log_probs).__name__}")
     check_tensor(loss, "log_probs", log_probs, ("N", "T"), log_probs.device)
     check_tensor(loss, "mask", mask, log_probs.shape, log_probs.device, torch.bool)
     for name, each in others.items():
@@ -47,17 +53,32 @@ def check_tokens(loss: str, log_probs: Tensor, mask: Tensor, **others: Tensor | 
             check_tensor(loss, name, each, log_probs.shape, log_probs.device)
 
 
+def check_rows_or_sequences(loss: str, name: str, x: Tensor, mask: Tensor) -> None:
+    """Raises InputError unless x is floating, of the mask's shape (N, T), or (N,)."""
+    dims = 2 if isinstance(x, Tensor) and x.dim() == 2 else 1
+    check_tensor(loss, name, x, mask.shape[:dims], mask.device)
+
+
 def check_choice(loss: str, name: str, value: str, known: Collection[str]) -> None:
     """Raises InputError, with the known values, for another."""
-    if value not in known:
-        raise InputError(f"{loss}: {name} must be one of {', '.join(known)}; got {value!r}")
+    if not isinstance(value, str) or value not in known:
+        raise InputError(f"{loss}: {name} must be one of {', '.join(known)}; got {short(value)}")
 
 
-def check_positive(loss: str, **values: float | None) -> None:
+def check_finite(loss: str, **values: Any) -> None:
+    """Raises InputError for a value that is no finite number, nor a tensor of one; None passes."""
+    for name, value in values.items():
+        is_one = isinstance(value, Real) and math.isfinite(value)
+        if value is not None and not is_one and not (isinstance(value, Tensor) and value.numel() == 1):
+            raise InputError(f"{loss}: {name} must be a finite number, got {short(value)}")
+
+
+def check_positive(loss: str, **values: Any) -> None:
     """Raises InputError for a value that is not positive; None passes."""
     for name, value in values.items():
-        if value is not None and not value > 0:
-            raise InputError(f"{loss}: {name} must be positive, got {value}")
+        is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+        if value is not None and (not is_number or not value > 0):
+            raise InputError(f"{loss}: {name} must be positive, got {short(value)}")
 
 
 def check_used(loss: str, loss_type: str, used: Collection[str], **options: Any) -> None:

@@ -96,13 +96,13 @@ def speculative_generate(
     eos_ids = as_eos_ids(eos_token_id)
     pad_id = as_pad_id(pad_token_id, eos_ids)
     prompts = prepare_prompts(input_ids, attention_mask, pad_id, model.config.vocab_size)
-    check_values(temperature=temperature)
+    check_values(temperature=temperature, epsilon=epsilon, delta=delta, cuda_graph=cuda_graph, on_tokens=on_tokens)
     typical = Typical(float(temperature), epsilon, delta) if temperature else None
     batch, length = prompts.ids.shape
     max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, length)
     with evaluating(model):
         state = model.new_state(batch, length + max_new_tokens + len(tree))
-        ids, real = prompts.ids.to(state.device), prompts.mask.to(state.device)
+        ids, real = prompts.to(state.device)
         step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, typical)
         sequences = step.start(ids, real)
         cuda_graph, finish = cuda_graph and not is_sharded(model), end_of_decoding(model)

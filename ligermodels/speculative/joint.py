@@ -79,6 +79,10 @@ class JointMedusa(nn.Module):
         """Makes the base model's parameters trainable; the reference is no submodule, and its parameters are not
         trained."""
         super().__init__()
+        if not isinstance(medusa, MedusaModel):
+            raise InputError(f"medusa: must be a MedusaModel, got a {type(medusa).__name__}")
+        if not isinstance(reference, CausalLM | None):
+            raise InputError(f"reference: must be a native CausalLM, got a {type(reference).__name__}")
         self.medusa = medusa
         self._reference = (reference,)  # in a tuple: not registered as a submodule
         check_unquantized(medusa.base, "JointMedusa", "stage 2 trains the base model; load it without `quantize`")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.native import check_native
 from ligermodels.arguments import MOST_HEADS, check_count
-from ligermodels.convert.input_files import folder_to_write
+from ligermodels.convert.input_files import as_path, folder_to_write
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.memory import memory_for
@@ -167,6 +167,8 @@ class MedusaModel(MultiHeadModel):
         cannot be written; nothing is left half-written.
         """
         chosen, spec = profile_named(profile), self.base.export_spec
+        if base_model is not None:
+            as_path(base_model, InputError, "base_model")
         state = tensors_to_export(self.base, self.heads, self.shape, chosen)
         if base_model is None and spec is not None:
             base_model = spec.hf_config.get("_name_or_path") or None

@@ -14,9 +14,10 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.generation_options import check_tree_options, renamed_options
 from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
+from ligermodels.generation.sampling import check_values
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options
-from ligermodels.layers.packing import Unpadding, check_same_tokens, document_bounds
+from ligermodels.layers.packing import Unpadding, check_plain, check_same_tokens, document_bounds
 from ligermodels.layers.sharding import call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
@@ -142,8 +143,9 @@ class MultiHeadModel(nn.Module):
         """The arguments of `forward`, checked and without padding. The targets are those of the heads; with `first` 1
         those of the base model before them."""
         tokens = {"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds}
-        check_loss_options(loss_options, labels)
+        check_loss_options(loss_options, labels, of_heads=True)
         if (inputs := input_ids if inputs_embeds is None else inputs_embeds) is not None:  # else the base model says it
+            check_plain("input_ids" if inputs_embeds is None else "inputs_embeds", inputs)
             token_weights = loss_options.get("token_weights")
             check_same_tokens(inputs, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
         unpad = self.base.unpadding(attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
@@ -259,6 +261,7 @@ class MultiHeadModel(nn.Module):
             return_stats: give a `SpeculativeOutput`, with steps and tokens per step, instead of the token ids alone.
             options: as `speculative_generate`; `on_tokens` gets the tokens of each step.
         """
+        check_values(return_stats=return_stats)
         tree = self.default_tree() if tree is None else tree
         if not isinstance(tree, Tree):
             raise InputError(f"tree: must be a Tree, got {type(tree).__name__}")

@@ -12,7 +12,7 @@ from ligermodels.archs.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX
 from ligermodels.convert.files import SINGLE
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,6 @@ PROFILES: dict[str, Profile] = {
 
 def profile_named(name: str) -> Profile:
     """The profile called `name`; InputError lists those there are."""
-    if name not in PROFILES:
-        raise InputError(f"Medusa profile {name!r} is unknown; there are: {', '.join(PROFILES)}")
+    if not isinstance(name, str) or name not in PROFILES:
+        raise InputError(f"Medusa profile {short(name)} is unknown; there are: {', '.join(PROFILES)}")
     return PROFILES[name]

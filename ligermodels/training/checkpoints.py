@@ -68,7 +68,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints, ascending."""
-        if not self._folder.is_dir():
+        if not os.path.isdir(self._folder):  # False, too, of a name that no folder can have
             return []
         names = [NAME.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(int(name[1]) for name in names if name)

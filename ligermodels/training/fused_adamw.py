@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ligermodels.arguments import check_number
 from ligermodels.convert.shards import is_dtensor, local_box
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.ops import adamw_step
 from ligermodels.ops.optimizer.adamw import Shard
 
@@ -45,11 +46,14 @@ class FusedAdamW(torch.optim.AdamW):
             seed: of "stochastic" rounding. The random bits depend on it, on the step and on the index of the parameter,
                 so a run is reproducible, whatever the sharding; a state dict does not hold it.
 
-        The other arguments are those of torch.optim.AdamW. Raises InputError for another rounding, and when no
-        parameter requires a gradient.
+        The other arguments are those of torch.optim.AdamW. Raises InputError for another rounding, for numbers out of
+        range, and when no parameter requires a gradient.
         """
+        _check_group({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if rounding not in ("nearest", "stochastic"):
             raise InputError(f"rounding: must be 'nearest' or 'stochastic', got {rounding!r}")
+        if not isinstance(params, Iterable):
+            raise InputError(f"params: must be parameters, or groups of them, got {short(params)}")
         if not isinstance(params, Tensor):  # for which torch has an error
             params = list(params) or [{"params": []}]
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -58,13 +62,18 @@ class FusedAdamW(torch.optim.AdamW):
         self.defaults |= {"rounding": rounding, "seed": seed}  # Not in the groups, which a state dict replaces.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of `torch.optim.Optimizer`; InputError for an option that is not implemented."""
+        """As of `torch.optim.Optimizer`; InputError for an option that is out of range or not implemented."""
         _check_group(param_group)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of `torch.optim.Optimizer`; InputError for an option that is not implemented."""
-        for group in state_dict["param_groups"]:
+        """As of `torch.optim.Optimizer`; InputError for what is no optimizer's state dict, and for an option out of
+        range or not implemented."""
+        found = state_dict if isinstance(state_dict, Mapping) else {}
+        groups = found.get("param_groups")
+        if not isinstance(found.get("state"), Mapping) or not isinstance(groups, list | tuple):
+            raise InputError(f"state_dict: must be what state_dict() of an optimizer gives, got {short(state_dict)}")
+        for group in groups:
             _check_group(group)
         super().load_state_dict(state_dict)
 
@@ -96,7 +105,7 @@ class FusedAdamW(torch.optim.AdamW):
         optimizer = weakref.ref(self)
 
         def update(parameter: Tensor, index: int, group: int) -> None:
-            if (this := optimizer()) is None:
+            if (this := optimizer()) is None or parameter.grad is None:  # None, where this was asked for twice
                 return
             this._start(parameter)
             if parameter.is_cuda:
@@ -172,7 +181,17 @@ def _shard(parameter: Tensor) -> Shard | None:
     return None if box is None else Shard(parameter.shape, box.starts)
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _check_group(group: Any) -> None:
+    if not isinstance(group, Mapping):
+        raise InputError(f"param_groups: must be dicts, got {short(group)}")
+    for name in ("lr", "eps", "weight_decay"):
+        if name in group and not isinstance(group[name], Tensor):
+            check_number(name, group[name])
+    betas = group.get("betas", (0, 0))
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise InputError(f"betas: must be two numbers, got {short(betas)}")
+    if any(not isinstance(beta, Tensor) and check_number("betas", beta) >= 1 for beta in betas):
+        raise InputError(f"betas: must be below 1, got {short(betas)}")
     for name in ("amsgrad", "maximize", "capturable"):
         if group.get(name):
             raise InputError(f"{name}: FusedAdamW does not implement it; use torch.optim.AdamW")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flag
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layouts
 from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
@@ -32,6 +33,8 @@ class Float8Recipe:
     dtype = E4M3
 
     def __post_init__(self) -> None:
+        for name in ("forward_fast", "backward_fast"):
+            check_flag(f"Float8Recipe: {name}", getattr(self, name))
         if self.gradient_dtype not in (E4M3, E5M2):
             raise InputError(
                 f"Float8Recipe: gradient_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, "

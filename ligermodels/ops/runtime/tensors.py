@@ -14,6 +14,8 @@ def check_tensor(
 ) -> None:
     """Raises InputError, naming op and tensor, unless x has this shape, in which a letter is any size, is on this
     device, and is of one of these dtypes (without any: floating)."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     fits = x.shape == shape or _has_shape(x.shape, shape)
     if not fits or x.device != device or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
         wanted_dtype = " or ".join(map(str, dtypes)) or "floating"
@@ -40,7 +42,7 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def under_autocast(*operands: Tensor | None) -> list[Any]:
     """The operands of a matrix product as torch's autocast casts them, if it is on: to its dtype, but for float64."""
-    device = next(t.device.type for t in operands if t is not None)
+    device = next((t.device.type for t in operands if isinstance(t, Tensor)), "meta")
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(operands)
     dtype = torch.get_autocast_dtype(device)
@@ -64,6 +66,8 @@ def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, shape: tuple[int | s
 
 def check_rows(op: str, name: str, x: Tensor, **weights: Tensor | None) -> None:
     """Raises InputError unless x, called `name`, has floating rows, and weights or biases, named, that fit them."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
         raise InputError(f"{op}: {name} must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(x.shape)}")
     for weight_name, weight in weights.items():
