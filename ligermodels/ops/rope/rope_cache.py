@@ -60,6 +60,9 @@ def rope_qkv_cached(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise InputError("rope_qkv_cached has no gradient: call it under torch.no_grad(), or use rope_qkv")
     kernels = use_kernels(qkv, cos, sin, q_norm, k_norm)
+    if not (kernels or is_fake(qkv) or torch.compiler.is_compiling()):  # the reference reads `slots`
+        norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
+        return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
     return _rope_cached(
         qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama", kernels
     )

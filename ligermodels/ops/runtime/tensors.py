@@ -14,7 +14,8 @@ def check_tensor(
 ) -> None:
     """Raises InputError, naming op and tensor, unless x has this shape, in which a letter is any size, is on this
     device, and is of one of these dtypes (without any: floating)."""
-    fits = x.shape == shape or _has_shape(x.shape, shape)
+    sizes = x.shape
+    fits = sizes == shape or _has_shape(sizes, shape)
     if not fits or x.device != device or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
         wanted_dtype = " or ".join(map(str, dtypes)) or "floating"
         raise InputError(
