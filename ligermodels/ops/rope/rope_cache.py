@@ -76,7 +76,7 @@ def rope_qkv_cached_reference(
     """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
     q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
     q = q.clone(memory_format=torch.contiguous_format) if q.data_ptr() == qkv.data_ptr() else q.contiguous()
-    if qkv.device.type == "cpu":  # where slots can be read at no cost, and indexing costs most
+    if qkv.is_cpu:  # where slots can be read at no cost, and indexing costs most
         firsts = slots.tolist()
         if len(set(firsts)) == 1:
             _write(k_cache, k, firsts[0])
