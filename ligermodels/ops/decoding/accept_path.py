@@ -109,7 +109,8 @@ def accept_path(
     _check(sequences, tree, *given, eos, accept_mask, scores)
     if not use_kernels(states, sequences.hidden) or _tile(tree) > TILE:
         return accept_path_reference(sequences, tree, *given, eos, max_new_tokens, accept_mask, scores)
-    return _accept_path(*given, *vars(tree).values(), eos, accept_mask, scores, *vars(sequences).values(), max_new_tokens)
+    places, state = vars(tree).values(), vars(sequences).values()
+    return _accept_path(*given, *places, eos, accept_mask, scores, *state, max_new_tokens)
 
 
 def _tile(tree: Paths) -> int:
