@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -137,9 +137,9 @@ def float8_input(module: nn.Module) -> Float8Recipe | None:
 
 def own_float8_input(linear: nn.Module) -> Float8Recipe | None:
     """The recipe in which a linear layer itself wants its input as a Float8Tensor now."""
-    # Asked of the class: a module that lacks an attribute takes the host as long as an addition to say so.
-    found: Float8Recipe | None = linear.float8_input if hasattr(type(linear), "float8_input") else None  # type: ignore[assignment]
-    return found
+    if not hasattr(type(linear), "float8_input"):  # a module that lacks an attribute takes long to say so
+        return None
+    return cast("Float8Recipe | None", linear.float8_input)
 
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])

@@ -28,8 +28,8 @@ def _has_shape(sizes: torch.Size, shape: tuple[int | str, ...]) -> bool:
     if len(sizes) != len(shape):
         return False
     # A plain loop: a decoding step checks dozens of tensors.
-    for size, wanted in zip(sizes, shape):  # noqa: B905, SIM110
-        if size != wanted and wanted.__class__ is not str:
+    for size, wanted in zip(sizes, shape, strict=True):  # noqa: SIM110
+        if size != wanted and not isinstance(wanted, str):
             return False
     return True
 
