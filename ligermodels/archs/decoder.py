@@ -229,7 +229,7 @@ class Decoder(nn.Module):
         x = x if parts is None else parts.whole(x)
         if state is not None:
             state.after(length, seq_lens, tree)
-        if token_indices is None and shard is None:
+        if cu_seqlens is not None and token_indices is None and shard is None:
             x = x.view(batch, length, -1)
         x = self.norm(x)
         if shard is None or given is not None:
@@ -268,6 +268,8 @@ def _positions(
     """The positions (B or 1, T) of tokens that come without any."""
     if cu_seqlens is not None:
         return packed_positions(cu_seqlens, length)
+    if cache_seqlens is not None and length == 1:  # a step of plain decoding; the root of a tree alone has depth 0
+        return cache_seqlens[:, None]
     places = torch.arange(length, device=device)[None] if tree is None else tree.depth[None]
     if cache_seqlens is not None:
         return places + cache_seqlens[:, None]

@@ -191,6 +191,7 @@ class Decoding:
             cuda_graph, finish = self.cuda_graph and not is_sharded(model), end_of_decoding(model)
             run = Graphed(partial(step.run, sequences), state.device, cuda_graph and on_host)
             take = Graphed(lambda: step.accept(sequences, *run()), state.device, cuda_graph and not on_host)
+            switches = step.thresholds.switches
             # A step too many must not be seen, by a caller, by what runs on the host, nor by the source of randomness.
             finished = Finished(state.device, not (streamed or on_host or self.stopping))
             for count in range(1, self.max_new_tokens + 1):
@@ -201,7 +202,7 @@ class Decoding:
                 ends = bool(self.eos_ids or self.stopping) and finished(finish(sequences.done)) is not None
                 if ends or count == self.max_new_tokens:
                     break
-                if any(prompt + count - 1 in step.thresholds.switches for prompt in before):
+                if switches and any(prompt + count - 1 in switches for prompt in before):
                     step.prefill_again(sequences, length + count - 1)
                 else:
                     take()

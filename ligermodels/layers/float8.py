@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -138,11 +138,18 @@ def float8_input(module: nn.Module) -> Float8Recipe | None:
     """The recipe in which `module` wants its input as a Float8Tensor now: that of its linear layers that take the
     input, if all of them do so in float8 and by the same recipe. Else None, and each casts for itself; so it does what
     it gathers of parts of the tokens."""
-    if token_parts.current() is not None:
+    if token_parts.current() is not None or not in_float8(module):
         return None
     taking = [getattr(module, part, None) for part, source in _rules(module).items() if source == INPUT]
-    recipes = {getattr(linear, "float8_input", None) for linear in taking if linear is not None}
+    recipes = {own_float8_input(linear) for linear in taking if linear is not None}
     return recipes.pop() if len(recipes) == 1 else None
+
+
+def own_float8_input(linear: nn.Module) -> Float8Recipe | None:
+    """The recipe in which a linear layer itself wants its input as a Float8Tensor now."""
+    if not hasattr(type(linear), "float8_input"):  # a module that lacks an attribute takes long to say so
+        return None
+    return cast("Float8Recipe | None", linear.float8_input)
 
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])

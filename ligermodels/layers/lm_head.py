@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
@@ -15,6 +14,7 @@ from ligermodels.arguments import check_flag, check_number
 from ligermodels.errors import InputError
 from ligermodels.layers.packing import check_plain
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, on_all_ranks
+from ligermodels.ops.linear.onednn_linear import onednn_linear
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class LMHead(nn.Module):
         if targets is not None:
             return head_loss(self.config, hidden, self.weight, targets, self.bias, **loss_options)
         x = on_all_ranks(self, hidden, self.weight)
-        logits = F.linear(x, local(self, self.weight), local(self, self.bias))
+        logits = onednn_linear(x, local(self, self.weight), local(self, self.bias))
         logits = logits if scale == 1.0 else logits * scale
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         return gather_last(self, logits, self.weight)

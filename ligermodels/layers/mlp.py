@@ -13,7 +13,7 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
-from ligermodels.layers.float8 import INPUT, produce, writes_float8
+from ligermodels.layers.float8 import INPUT, own_float8_input, produce, writes_float8
 from ligermodels.layers.sharding import TensorSharding, split_evenly
 from ligermodels.ops import Float8Recipe
 
@@ -112,5 +112,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """x (..., H) -> (..., H)."""
-        y = cast(Tensor, self.down(produce(self.activation, getattr(self.down, "float8_input", None), self.gate_up(x))))
+        y = cast(Tensor, self.down(produce(self.activation, own_float8_input(self.down), self.gate_up(x))))
         return y if self.down_multiplier == 1 else y * self.down_multiplier

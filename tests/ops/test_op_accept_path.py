@@ -173,7 +173,7 @@ def test_schema_and_fake(kernels_device: torch.device) -> None:
     paths = paths_of(tree, kernels_device)
     state = [getattr(rows, field.name) for field in fields(rows)]
     eos = torch.tensor([2], device=kernels_device)
-    args = (*given, *paths, eos, *judged, *state, MAX_NEW)
+    args = (*given, *vars(paths).values(), eos, *judged, *state, MAX_NEW)
     torch.library.opcheck(
         torch.ops.ligermodels.accept_path.default, args, test_utils=("test_schema", "test_faketensor")
     )
@@ -190,7 +190,7 @@ def test_schema_and_fake(kernels_device: torch.device) -> None:
         ({"accept_mask": torch.ones(2, 4), "scores": torch.ones(2, 4)}, "accept_mask must be torch.bool"),
         ({"accept_mask": torch.ones(2, 4).bool(), "scores": torch.ones(2, 4).double()}, "scores must be torch.float32"),
         ({"accept_mask": torch.ones(2, 4).bool()}, "accept_mask and scores must be given together"),
-        ({"tree": ("retrieve_indices", torch.zeros(3, 4, dtype=torch.long))}, "tree.retrieve_indices must be"),
+        ({"tree": ("retrieve_indices", torch.zeros(3, 4, dtype=torch.long))}, "Paths: retrieve_indices must be"),
         ({"sequences": ("done", torch.zeros(2))}, "Sequences: done must be torch.bool"),
         ({"sequences": ("text", torch.zeros(30, 2, dtype=torch.long).t())}, "Sequences: text must be contiguous"),
     ],
@@ -201,9 +201,9 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     call: dict[str, Any] = dict(zip(("tokens", "positions", "choices", "states"), given, strict=True))
     call |= {"sequences": rows, "tree": paths_of(tree, torch.device("cpu"))}
     call |= {"eos": torch.zeros(0, dtype=torch.long), "max_new_tokens": 9} | change
-    if "tree" in change:
-        call["tree"] = paths_of(tree, torch.device("cpu"))._replace(**dict([change["tree"]]))
     with pytest.raises(InputError, match=message):
+        if "tree" in change:
+            call["tree"] = replace(paths_of(tree, torch.device("cpu")), **dict([change["tree"]]))
         if "sequences" in change:
             call["sequences"] = replace(rows, **dict([change["sequences"]]))
         ops.accept_path(**call)

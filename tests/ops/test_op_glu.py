@@ -98,10 +98,13 @@ def test_bounds(where: Where, ops: tuple[Op, Op, Op]) -> None:
 
 
 def test_columns_of_a_shard_are_a_shard(where: Where, ops: tuple[Op, Op, Op]) -> None:
-    """A contiguous part of the packed columns gives a contiguous part of the result, as tensor parallelism cuts it."""
+    """A contiguous part of the packed columns gives a contiguous part of the result, as tensor parallelism cuts it: to
+    the bit by the kernels, while torch's own exponential on a CPU rounds by a value's place in its vector."""
     packed = torch.randn(3, 48, dtype=where.dtype, device=where.device)
     parts = [ops[0](part) for part in packed.chunk(4, -1)]
-    assert torch.equal(torch.cat(parts, -1), ops[0](packed))
+    ulps = 4 if where.place == "reference" else 0
+    rtol = ulps * torch.finfo(where.dtype).eps
+    torch.testing.assert_close(torch.cat(parts, -1), ops[0](packed), rtol=rtol, atol=0)
 
 
 def test_great_and_small_values(where: Where, ops: tuple[Op, Op, Op]) -> None:

@@ -5,7 +5,6 @@ In plain torch these are some forty tiny operations, whose launches take longer 
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,16 +53,24 @@ class Sequences:
                 raise InputError(f"Sequences: {name} must be contiguous, it is changed in place: call .contiguous()")
 
 
-class Paths(NamedTuple):
+@dataclass(frozen=True)
+class Paths:
     """The paths of a tree of N nodes, of which node 0 is the root.
 
     parent, depth: long (N,), each node's parent (the root's is the root), and its distance from the root.
     retrieve_indices: long (N, P), the nodes from the root to each node, the last one repeated to fill; P > depth.
+
+    Raises InputError unless they are of these shapes and dtypes, and on one device: once, not at each step.
     """
 
     parent: Tensor
     depth: Tensor
     retrieve_indices: Tensor
+
+    def __post_init__(self) -> None:
+        N, device = self.depth.numel(), self.depth.device
+        for name, x in vars(self).items():
+            check_tensor("Paths", name, x, (N, "P") if name == "retrieve_indices" else (N,), device, torch.long)
 
 
 def accept_path(
@@ -100,10 +107,16 @@ def accept_path(
     """
     given = tokens, positions, choices, states
     _check(sequences, tree, *given, eos, accept_mask, scores)
-    nodes, places = map(power_of_2_above, tree.retrieve_indices.shape)
-    if not use_kernels(states, sequences.hidden) or nodes * places > TILE:
+    if not use_kernels(states, sequences.hidden) or _tile(tree) > TILE:
         return accept_path_reference(sequences, tree, *given, eos, max_new_tokens, accept_mask, scores)
-    return _accept_path(*given, *tree, eos, accept_mask, scores, *vars(sequences).values(), max_new_tokens)
+    places, state = vars(tree).values(), vars(sequences).values()
+    return _accept_path(*given, *places, eos, accept_mask, scores, *state, max_new_tokens)
+
+
+def _tile(tree: Paths) -> int:
+    """Nodes times places, as a program holds them."""
+    nodes, places = map(power_of_2_above, tree.retrieve_indices.shape)
+    return nodes * places
 
 
 def _check(
@@ -113,8 +126,8 @@ def _check(
     op, device = "accept_path", sequences.root.device
     B, N, H = sequences.root.numel(), tree.depth.numel(), sequences.hidden.shape[-1]
     reject_dtensors(op, tokens, states, sequences.hidden)
-    for name, x in tree._asdict().items():
-        check_tensor(op, f"tree.{name}", x, (N, "P") if name == "retrieve_indices" else (N,), device, torch.long)
+    if tree.depth.device != device:
+        raise InputError(f"{op}: tree must be on {device}, as the sequences are; it is on {tree.depth.device}")
     for name, x in (("tokens", tokens), ("positions", positions), ("choices", choices)):
         check_tensor(op, name, x, (B, N), device, torch.long)
     check_tensor(op, "states", states, (B, N, H), device, states.dtype)

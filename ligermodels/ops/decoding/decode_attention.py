@@ -68,16 +68,17 @@ def decode_attention(
     softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if not use_kernels(q, k_cache) or q.shape[3] > MAX_KERNEL_HEAD_DIM:
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
-        if q.device.type == "cpu" and q.shape[0] and not (is_fake(q) or torch.compiler.is_compiling()):
+        batch, tokens, heads, _ = q.shape
+        if q.is_cpu and batch and not (is_fake(q) or torch.compiler.is_compiling()):
             lengths = cache_seqlens.tolist()  # read at no cost
-            end = max(lengths) + q.shape[1]
-            if q.shape[1] == 1 and min(lengths) == max(lengths):
+            end = max(lengths) + tokens
+            if tokens == 1 and min(lengths) == max(lengths):
                 seen = slice(0 if window is None else max(0, end - window), end)
                 k, v = k_cache[:, seen], v_cache[:, seen]
                 if softcap is not None or sinks is not None:
                     return attention(q, k, v, **options).contiguous()
+                gqa = heads != k.shape[2]
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-                gqa = q.shape[1] != k.shape[1]
                 out = F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, enable_gqa=gqa)
                 return out.transpose(1, 2).contiguous()
             k_cache, v_cache = k_cache[:, :end], v_cache[:, :end]

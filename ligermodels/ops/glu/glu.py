@@ -108,8 +108,8 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
 
 
 def glu_reference(gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tensor:
-    if up is None:
-        gate, up = gate[..., ::2], gate[..., 1::2]
+    if up is None:  # contiguous: of strided values a CPU computes the activation one by one
+        gate, up = gate[..., ::2].contiguous(), gate[..., 1::2]
     given, dtype = gate.dtype, torch.promote_types(gate.dtype, torch.float32)
     gate, up = as_dtype(gate, dtype), as_dtype(up, dtype)
     if options.limit is not None:

@@ -95,8 +95,7 @@ def split_heads(
         turned = torch.cat([q, k], dim=-2)
     if cos is not None and sin is not None:
         turned = _rotate_reference(turned, cos, sin)
-    q = turned[..., :-1, :]
-    return q.flatten(2, 3), turned[..., -1, :], v
+    return turned[..., :-1, :].flatten(2, 3), turned[..., -1, :], v
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -104,7 +103,8 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half, dtype = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
     of_heads = (*cos.shape[:2], *[1] * (x.dim() - 3), half)
     cos, sin = as_dtype(cos.detach(), dtype).view(of_heads), as_dtype(sin.detach(), dtype).view(of_heads)
-    x1, x2, rest = as_dtype(x, dtype).split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    sizes = [half, half, x.shape[-1] - 2 * half]
+    x1, x2, rest = torch.split_with_sizes(as_dtype(x, dtype), sizes, dim=-1)  # `split` asks more of the host
     turned = [torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)]
     return as_dtype(torch.cat([*turned, rest], dim=-1), x.dtype)
 

@@ -60,6 +60,9 @@ def rope_qkv_cached(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise InputError("rope_qkv_cached has no gradient: call it under torch.no_grad(), or use rope_qkv")
     kernels = use_kernels(qkv, cos, sin, q_norm, k_norm)
+    if not (kernels or is_fake(qkv) or torch.compiler.is_compiling()):  # the reference reads `slots`
+        norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
+        return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
     return _rope_cached(
         qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama", kernels
     )
@@ -73,7 +76,7 @@ def rope_qkv_cached_reference(
     """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
     q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
     q = q.clone(memory_format=torch.contiguous_format) if q.data_ptr() == qkv.data_ptr() else q.contiguous()
-    if qkv.device.type == "cpu":  # where slots can be read at no cost, and indexing costs most
+    if qkv.is_cpu:  # where slots can be read at no cost, and indexing costs most
         firsts = slots.tolist()
         if len(set(firsts)) == 1:
             _write(k_cache, k, firsts[0])

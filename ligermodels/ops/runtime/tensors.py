@@ -16,7 +16,8 @@ def check_tensor(
     device, and is of one of these dtypes (without any: floating)."""
     if not isinstance(x, Tensor):
         raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    fits = x.shape == shape or _has_shape(x.shape, shape)
+    sizes = x.shape
+    fits = sizes == shape or _has_shape(sizes, shape)
     if not fits or x.device != device or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
         wanted_dtype = " or ".join(map(str, dtypes)) or "floating"
         raise InputError(
@@ -59,20 +60,21 @@ def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, shape: tuple[int | s
     dimension is contiguous."""
     check_tensor(op, "k_cache", k_cache, shape, like.device, like.dtype)
     check_tensor(op, "v_cache", v_cache, k_cache.shape, like.device, like.dtype)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
-            raise InputError(f"{op}: the last dimension of {name} must be contiguous")
+    if (k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1) and k_cache.shape[-1] > 1:
+        name = "v_cache" if k_cache.stride(-1) == 1 else "k_cache"
+        raise InputError(f"{op}: the last dimension of {name} must be contiguous")
 
 
 def check_rows(op: str, name: str, x: Tensor, **weights: Tensor | None) -> None:
     """Raises InputError unless x, called `name`, has floating rows, and weights or biases, named, that fit them."""
     if not isinstance(x, Tensor):
         raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise InputError(f"{op}: {name} must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(x.shape)}")
+    sizes = x.shape
+    if not sizes or sizes[-1] == 0 or not x.is_floating_point():
+        raise InputError(f"{op}: {name} must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(sizes)}")
     for weight_name, weight in weights.items():
         if weight is not None:
-            check_tensor(op, weight_name, weight, x.shape[-1:], x.device)
+            check_tensor(op, weight_name, weight, sizes[-1:], x.device)
 
 
 def empty_like(x: Tensor) -> Tensor:
