@@ -37,7 +37,7 @@ def few_rows(x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | Non
     (M, K), N = x.shape, codes.shape[0]
     x, bias = x if x.stride(1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
     int4 = codes.dtype == torch.uint8
-    tile = _tile(int4, M, N, num_sms(x.device))
+    tile = _tile(int4, M, N, K, num_sms(x.device))
     step = tile.warps * tile.step
     _few_rows_kernel[(-(-N // tile.channels),)](
         x, x.stride(0), codes, scales, bias, y, M, N, K, num_groups(K), -(-K // step),
@@ -46,10 +46,15 @@ def few_rows(x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | Non
     )  # fmt: skip
 
 
-def _tile(int4: bool, M: int, N: int, sms: int) -> _Tile:
-    """Chosen by times on an H200: with more channels, rows are read less often and fewer bytes are on their way."""
-    if M > 8 or (int4 and 4 * sms <= N // 32):
+def _tile(int4: bool, M: int, N: int, K: int, sms: int) -> _Tile:
+    """Chosen by times on an H200: with more channels, rows are read less often and fewer bytes are on their way. Warps
+    of int4, which wait for its scales, share long rows and not those of many programs."""
+    if M > 8:
         return _Tile(32, 4, GROUP, 3 if int4 else 4)
+    if int4 and 8 * 16 * sms <= N:
+        return _Tile(16, 2, GROUP, 4)
+    if int4 and K >= 8 * 8 * GROUP:
+        return _Tile(16, 8, GROUP, 3)
     return _Tile(16, 4, GROUP, 4)
 
 
