@@ -7,6 +7,7 @@ between a long and a short generation, so that prompts and recording the graph a
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,11 @@ from benchmarks import measure
 from benchmarks.models import CONFIGS
 from ligermodels.speculative.tree import default_tree
 
-SHORT, LONG, PROMPT = 8, 136, 128
+SHORT, LONG, PROMPT = 8, 520, 128
+WITHOUT_A_GRAPH = 40
+"""LONG, of steps that take ten times as long."""
+ROUNDS = 5
+"""Of which the shortest counts: what recording a graph takes varies by many steps."""
 
 
 def gemms(model: lm.CausalLM, rows: int) -> float:
@@ -38,35 +43,36 @@ def gemms(model: lm.CausalLM, rows: int) -> float:
         return measure.milliseconds(measure.graphed(run))
 
 
-def seconds_a_token(generate: Callable[[int], Tensor]) -> float:
+def seconds_a_token(generate: Callable[[int], Tensor], long: int = LONG) -> float:
     """Seconds for each further step of `generate`."""
-
-    def timed(count: int) -> float:
-        measure.synchronize()
-        start = time.perf_counter()
-        generate(count)
-        measure.synchronize()
-        return time.perf_counter() - start
-
     generate(SHORT)
-    return (min(timed(LONG) for _ in range(3)) - min(timed(SHORT) for _ in range(3))) / (LONG - SHORT)
+    seconds = fewest_seconds(generate, (SHORT, long))
+    return (seconds[long] - seconds[SHORT]) / (long - SHORT)
+
+
+def fewest_seconds(generate: Callable[[int], object], counts: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of `generate` for each of `counts` of tokens, the least of ROUNDS."""
+    found = dict.fromkeys(counts, math.inf)
+    for _ in range(ROUNDS):
+        for count in counts:
+            measure.synchronize()
+            start = time.perf_counter()
+            generate(count)
+            measure.synchronize()
+            found[count] = min(found[count], time.perf_counter() - start)
+    return found
 
 
 def tree_step(model: lm.CausalLM, ids: Tensor, heads: int, below: int) -> tuple[float, int]:
     """Milliseconds for each further pass of tree decoding, with a tree of so many nodes below its root; its nodes."""
     medusa = lm.MedusaModel.from_base(model, heads, lm_head="shared")
-    tree = default_tree(heads, below)
-    steps = {}
-    for count in (SHORT, LONG):
-        times = []
-        for _ in range(3):
-            measure.synchronize()
-            start = time.perf_counter()
-            out = medusa.generate(ids, count, tree=tree, return_stats=True)
-            measure.synchronize()
-            times.append(time.perf_counter() - start)
-        steps[count] = min(times), out.passes
-    return 1e3 * (steps[LONG][0] - steps[SHORT][0]) / (steps[LONG][1] - steps[SHORT][1]), len(tree)
+    tree, passes = default_tree(heads, below), {}
+
+    def generate(count: int) -> None:
+        passes[count] = medusa.generate(ids, count, tree=tree, return_stats=True).passes
+
+    seconds = fewest_seconds(generate, (SHORT, LONG))
+    return 1e3 * (seconds[LONG] - seconds[SHORT]) / (passes[LONG] - passes[SHORT]), len(tree)
 
 
 def main() -> None:
@@ -96,7 +102,7 @@ def main() -> None:
         note("gemms", limit, batch)
         step = 1e3 * seconds_a_token(partial(model.generate, ids))
         note("ligermodels", step, batch, of_limit=limit / step)
-        step = 1e3 * seconds_a_token(partial(model.generate, ids, cuda_graph=False))
+        step = 1e3 * seconds_a_token(partial(model.generate, ids, cuda_graph=False), WITHOUT_A_GRAPH)
         note("ligermodels without a graph", step, batch)
     ids = torch.randint(config["vocab_size"], (1, PROMPT), device=measure.DEVICE)
     plain = next(r["step_ms"] for r in records if r["what"] == "ligermodels" and r["batch"] == 1)
@@ -116,7 +122,9 @@ def main() -> None:
             theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
         mask = torch.ones_like(ids)
         options = {"do_sample": False, "eos_token_id": None, "attention_mask": mask}
-        step = 1e3 * seconds_a_token(lambda count: theirs.generate(ids, max_new_tokens=count, **options))
+        step = 1e3 * seconds_a_token(
+            lambda count: theirs.generate(ids, max_new_tokens=count, **options), WITHOUT_A_GRAPH
+        )
         note("transformers", step, 1)
 
 

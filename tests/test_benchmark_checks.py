@@ -261,8 +261,9 @@ def test_work_on_a_side_stream_is_waited_for(waits: bool, trusted: bool, monkeyp
 
 @pytest.fixture
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few calls in a CUDA graph."""
+    """Few calls in a CUDA graph; and other tests on the same GPU may delay the host."""
     monkeypatch.setattr(measure, "IN_A_ROW", 2**20)
+    monkeypatch.setattr(measure, "LATE", 100.0)
 
 
 @pytest.mark.gpu
