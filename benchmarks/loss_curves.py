@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.runs import last_run
-
 Record = dict[str, Any]
 BF16, FLOAT8 = "ligermodels bf16", "ligermodels float8"
 COLOURS = {BF16: "#1f77b4", FLOAT8: "#d62728"}
@@ -19,11 +17,11 @@ SAME = ("tokens", "parameters", "layers", "data")
 
 def of_seeds(records: Sequence[Record]) -> dict[int, dict[str, list[tuple[float, float]]]]:
     """Seed -> provider -> tokens and held-out losses, of the seeds that were trained to the end in both formats, on the
-    commit, data and sizes of the last record."""
+    data and sizes of the last record."""
     if not records:
         return {}
     found: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for record in last_run(records):
+    for record in records:  # losses, unlike times, compare between runs
         if all(record[key] == records[-1][key] for key in SAME):
             curves = found.setdefault(record["seed"], {})
             curves.pop(record["provider"], None)  # A run that failed stands for no earlier one.
