@@ -80,7 +80,7 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_diverges_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8_loss, "SETTINGS", replace(SMALL, learning_rate=1e38))
+    monkeypatch.setattr(float8_loss, "SETTINGS", replace(SMALL, learning_rate=1e37))
     out = tmp_path / "failed.jsonl"
     monkeypatch.setattr(sys, "argv", ["", "--seeds", "0", "--tokens", "1000", "--out", str(out)])
     with pytest.raises(SystemExit, match="step"):
