@@ -138,7 +138,9 @@ def float8_input(module: nn.Module) -> Float8Recipe | None:
     """The recipe in which `module` wants its input as a Float8Tensor now: that of its linear layers that take the
     input, if all of them do so in float8 and by the same recipe. Else None, and each casts for itself; so it does what
     it gathers of parts of the tokens."""
-    if token_parts.current() is not None or not in_float8(module):
+    # What takes the input need not be a module.
+    may_be_float8 = torch.is_grad_enabled() or getattr(module, "training", True)
+    if token_parts.current() is not None or not may_be_float8:
         return None
     taking = [getattr(module, part, None) for part, source in _rules(module).items() if source == INPUT]
     recipes = {own_float8_input(linear) for linear in taking if linear is not None}
