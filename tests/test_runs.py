@@ -116,7 +116,7 @@ def test_activation_checkpointing_leaves_stage_2_the_same(base: Path, data: Path
 
 
 def test_what_is_not_finite_ends_the_run_and_is_named(base: Path, data: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(base, data, learning_rate=1e38, steps=12, report_every=2, checkpoint_every=1, warmup_steps=0)
+    recipe = recipe_for(base, data, learning_rate=1e37, steps=12, report_every=2, checkpoint_every=1, warmup_steps=0)
     documents = Documents.of_checkpoint(base, [data], max_bad_lines=1, on_bad_line=lambda message: None)
     train, _ = documents.corpus.split(recipe.validation_fraction, recipe.seed)
     batch = list(islice(PackedBatches(documents, train, seq_len=16, batch_size=2, seed=recipe.seed), 3))[-1]
