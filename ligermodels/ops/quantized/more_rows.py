@@ -11,6 +11,7 @@ from torch import Tensor
 from ligermodels.ops.quantized.unpack import float8_values, int4_values
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl
 from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
 MORE_ROWS = 64
 STEP = 128
@@ -26,15 +27,16 @@ COMBINED = 512
 def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """x (M, K), M up to 64, bfloat16 or float16 -> y (M, N), which is filled. `bias` is of x's dtype."""
     (M, K), N = x.shape, codes.shape[0]
-    x, bias = x if x.stride(1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
+    bias = contiguous(bias)
     steps, tiles = -(-K // STEP), -(-N // CHANNELS)
     splits = max(min(num_sms(x.device) // tiles, steps // MIN_STEPS), 1)
     parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     int4 = codes.dtype == torch.uint8
+    stages = 3 if int4 else 4
     _more_rows_kernel[(tiles, splits)](
-        x, x.stride(0), codes, scales, bias, parts, M, N, K, steps, INT4=int4,
+        *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, INT4=int4,
         SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=CHANNELS,
-        num_warps=4 if int4 else 8, num_stages=3 if int4 else 4,
+        STAGES=stages, num_warps=4 if int4 else 8, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _sum_kernel[(M, -(-N // COMBINED))](parts, bias, y, M, N, splits, BLOCK=COMBINED, num_warps=4)
@@ -43,7 +45,7 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
 @kernel
 def _more_rows_kernel(
     x, x_row, codes, scales, bias, out, M, N, K, steps, INT4: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of channels and an even share of the steps per program; with SPLIT float32 parts (splits, M, N) without
     bias. A step is 128 inputs; WHOLE if K is so many steps."""
@@ -56,9 +58,8 @@ def _more_rows_kernel(
     rows, row_there = x + m.to(tl.int64)[None, :] * x_row, (m < M)[None, :]
     if INT4:
         byte = tl.arange(0, 64)
-        scale = tl.load(scales + channel * steps + low_step)
-        for step in range(low_step, high_step):
-            after = tl.load(scales + channel * steps + tl.minimum(step + 1, steps - 1))  # ahead, as in `few_rows`
+        for step in tl.range(low_step, high_step, num_stages=STAGES):  # ahead with scales too, as in `few_rows`
+            scale = tl.load(scales + channel * steps + step)
             q = tl.load(codes + channel[:, None] * (64 * steps) + (step * 64 + byte)[None, :])
             k = (step * 128 + byte)[:, None]
             v_low = tl.load(rows + k, mask=row_there & ((k < K) | WHOLE), other=0.0)
@@ -66,8 +67,7 @@ def _more_rows_kernel(
             low, high = int4_values(q, v_low.dtype)
             total = tl.dot(low, v_low)
             total = tl.dot(high, v_high, total)
-            acc += total * scale.to(tl.float32)[:, None]
-            scale = after
+            acc += total * scale[:, None]
     else:
         for step in range(low_step, high_step):
             k = step * 128 + tl.arange(0, 128)
