@@ -408,6 +408,15 @@ def test_what_a_floor_measures(
     assert [call().nbytes for call in floor.copies(96)] == [48]
 
 
+@pytest.mark.parametrize("products", [projections.IN_BF16, projections.IN_FLOAT8], ids=["bf16", "float8"])
+def test_a_floor_of_a_tiny_model(products: Products) -> None:
+    """Each step runs whole, of odd numbers of tokens too."""
+    config = CONFIGS["llama-3-8b"] | SIZES
+    for gradients in (floor.BOTH, floor.FROZEN):
+        assert floor.floor(config, 1, 23, 0.3, products, gradients) > 0
+    assert floor.medusa_floor(config, 2, 1, 23, 0.3, products) > 0
+
+
 def test_products_of_a_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     """In both precisions of the same x, weight and gradient: y, that of x and that of the weight."""
     x, weight, gradient = torch.randn(6, 48), torch.randn(32, 48), torch.randn(6, 32)
