@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
@@ -66,9 +67,9 @@ def pending_linears() -> Iterator[None]:
 
 def is_decoding() -> bool:
     """Whether `DecodeLinears` holds: a step of decoding is being run or recorded."""
-    return decoding.get()
+    return not torch.compiler.is_compiling() and decoding.get()
 
 
 def may_wait() -> bool:
     """Whether a linear layer may return a PendingLinear."""
-    return _wanted.get()
+    return not torch.compiler.is_compiling() and _wanted.get()
