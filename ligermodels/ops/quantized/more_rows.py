@@ -5,6 +5,8 @@ program share out its channels, so that inputs are read once for all of them. Wh
 multiprocessors, the inputs are split, and a second kernel adds the parts in order.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,27 +18,38 @@ from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 MORE_ROWS = 64
 STEP = 128
 """Inputs at a time: a group of int4."""
-CHANNELS = 128
-"""Of a program."""
-MIN_STEPS = 4
-"""Of a split, or the second kernel would cost more than it saves."""
 COMBINED = 512
 """Channels of a program of the second kernel."""
+
+
+class _Tile(NamedTuple):
+    """Channels of a program; warps; steps on their way; programs a multiprocessor; steps of a split at least, or the
+    second kernel would cost more than it saves."""
+
+    channels: int
+    warps: int
+    stages: int
+    programs: int
+    min_steps: int
+
+
+FLOAT8, INT4 = _Tile(128, 8, 4, 1, 4), _Tile(64, 4, 4, 2, 2)
+"""Chosen by times on an H200."""
 
 
 def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """x (M, K), M up to 64, bfloat16 or float16 -> y (M, N), which is filled. `bias` is of x's dtype."""
     (M, K), N = x.shape, codes.shape[0]
     bias = contiguous(bias)
-    steps, tiles = -(-K // STEP), -(-N // CHANNELS)
-    splits = max(min(num_sms(x.device) // tiles, steps // MIN_STEPS), 1)
-    parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     int4 = codes.dtype == torch.uint8
-    stages = 3 if int4 else 4
+    tile = INT4 if int4 else FLOAT8
+    steps, tiles = -(-K // STEP), -(-N // tile.channels)
+    splits = max(min(tile.programs * num_sms(x.device) // tiles, steps // tile.min_steps), 1)
+    parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     _more_rows_kernel[(tiles, splits)](
         *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, INT4=int4,
-        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=CHANNELS,
-        STAGES=stages, num_warps=4 if int4 else 8, num_stages=stages,
+        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=tile.channels,
+        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         _sum_kernel[(M, -(-N // COMBINED))](parts, bias, y, M, N, splits, BLOCK=COMBINED, num_warps=4)
