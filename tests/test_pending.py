@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,13 @@ def own_linear(mlp: GatedMLP, seen: list[Any]) -> None:
     mlp.gate_up.__class__ = OwnLinear
 
 
+def own_class_forward(mlp: GatedMLP, seen: list[Any]) -> None:
+    patch = pytest.MonkeyPatch()
+    forward = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * 2)
+    seen.append(SimpleNamespace(remove=patch.undo))
+
+
 def own_activation(mlp: GatedMLP, seen: list[Any]) -> None:
     mlp.activation = nn.Sequential(mlp.activation)
 
@@ -96,7 +104,7 @@ def everywhere(mlp: GatedMLP, seen: list[Any]) -> None:
 
 CHANGES = {
     **{name: watched(name) for name in ("gate_up", "activation")},
-    **{each.__name__: each for each in (own_forward, own_linear, own_activation, everywhere)},
+    **{each.__name__: each for each in (own_forward, own_linear, own_class_forward, own_activation, everywhere)},
 }
 
 
