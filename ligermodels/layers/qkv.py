@@ -85,12 +85,17 @@ class SplitQKV(nn.Module):
         With `cache_seqlens`, long (B,), k and v are written to the slots of `cache` from there on instead, and what is
         returned are all slots of it.
         """
-        qkv = self._with_values(qkv)
+        cached, values = cache is not None and cache_seqlens is not None, self.values
         norms: tuple[Tensor, ...] = ()
         options: dict[str, Any] = {}
         if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
             norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
             options = _options(self.qk_norm.norm)
+        if cached and values is not None and not values.from_keys:  # one kernel, where a step of decoding is many
+            self._check_width(qkv)
+            options["value_norm_eps"] = values.norm_eps
+        else:
+            qkv = self._with_values(qkv)
         return self._rotated(qkv, tables, cache, cache_seqlens, *norms, **options)
 
     def _shape(self, qkv: Tensor) -> tuple[int, int, int]:
@@ -115,19 +120,23 @@ class SplitQKV(nn.Module):
 
     def _with_values(self, qkv: Tensor) -> Tensor:
         """(B, T, Hkv * (group + 1 or 2) * D) -> (..., Hkv * (group + 2) * D), of each group the values last."""
-        values = self.values
-        rows = self.group_size + (1 if values is not None and values.from_keys else 2)
-        if qkv.shape[-1] % (rows * self.head_dim):
-            raise InputError(
-                f"qkv: width {qkv.shape[-1]} is no multiple of {rows * self.head_dim}, a key/value head with its query "
-                "heads; shard the projection by key/value heads"
-            )
+        values, rows = self.values, self._check_width(qkv)
         if values is None:
             return qkv
         heads = qkv.unflatten(-1, (-1, rows, self.head_dim))
         v = heads[..., -1:, :]
         v = v if values.norm_eps is None else ops.rms_norm(v, None, values.norm_eps)
         return torch.cat([heads[..., : self.group_size + 1, :], v], dim=-2).flatten(-3)
+
+    def _check_width(self, qkv: Tensor) -> int:
+        """Heads of the projection for each key/value head; InputError unless `qkv` has as many for each."""
+        rows = self.group_size + (1 if self.values is not None and self.values.from_keys else 2)
+        if qkv.shape[-1] % (rows * self.head_dim):
+            raise InputError(
+                f"qkv: width {qkv.shape[-1]} is no multiple of {rows * self.head_dim}, a key/value head with its query "
+                "heads; shard the projection by key/value heads"
+            )
+        return rows
 
 
 class ProjectionNormSplitQKV(SplitQKV):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import Where
 from forward_only import check_forward
-from op_harness import LAYOUTS, contiguous, middle_transposed, strided_rows
+from op_harness import LAYOUTS, contiguous, middle_transposed, plain_rms_norm, strided_rows
 from test_op_rope import plain_qkv, tables
 
 from ligermodels import ops
@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {  # B, T, kv heads, group, head_dim, rotated
     "partial": {"sizes": (1, 2, 3, 1, 60, 40), "slots": (3, [0]), "norms": "k"},
     "odd": {"sizes": (1, 2, 1, 7, 37, 20), "slots": (4, [1]), "norms": "q"},
     "not rotated": {"sizes": (1, 2, 2, 2, 50, None), "slots": (4, [2])},
+    "values": {"sizes": (2, 2, 2, 3, 36, 20), "slots": (7, [5, 6]), "norms": "qk", "value_norm_eps": 0.1},
     "past the end": {"sizes": (4, 3, 1, 1, 6, 4), "slots": (5, [3, 5, 1000, -2])},
     "no tokens": {"sizes": (2, 0, 1, 1, 4, 4), "slots": (5, [3, 5])},
 }
@@ -42,15 +43,19 @@ def test_rope_qkv_cached(where: Where, case: str, qkv_layout: Callable, cache_la
     caches = [torch.randn(B, S, Hkv, D, dtype=where.dtype, device=where.device) for _ in range(2)]
     weights = {name: torch.randn(D, dtype=where.dtype, device=where.device) for name in names}
 
+    value_norm_eps = norm.pop("value_norm_eps", None)
+
     def op(qkv: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k, v = (cache_layout(x.clone()) for x in rest[:2])
         given = [dict(zip(names, rest[2:], strict=True)).get(name) for name in "qk"]
-        q = rope_qkv_cached(qkv, *table, *shape, k, v, slots, *given, **norm)
+        q = rope_qkv_cached(qkv, *table, *shape, k, v, slots, *given, value_norm_eps=value_norm_eps, **norm)
         return q, k.contiguous(), v.contiguous()
 
     def expected(qkv: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = [dict(zip(names, rest[2:], strict=True)).get(name) for name in "qk"]
         q, *new = plain_qkv(table, *shape, **norm)(qkv, *given)
+        if value_norm_eps is not None:
+            new[1] = plain_rms_norm(new[1], None, value_norm_eps, 0.0, "llama")
         old = [x.clone() for x in rest[:2]]
         for b, start in enumerate(first_slots):
             for t in range(T):
@@ -97,7 +102,22 @@ def test_compiled(backend: str) -> None:
             assert torch.equal(one, two) and not torch.equal(one, start)
         torch.library.opcheck(
             torch.ops.ligermodels.rope_cached.default,
-            (qkv, *table, *one, at, None, torch.ones(8, device=device), 2, 3, 8, 1e-6, 0.0, True, backend == "triton"),
+            (
+                qkv,
+                *table,
+                *one,
+                at,
+                None,
+                torch.ones(8, device=device),
+                2,
+                3,
+                8,
+                1e-6,
+                0.0,
+                True,
+                0.1,
+                backend == "triton",
+            ),
             test_utils=("test_schema", "test_faketensor"),
         )
 

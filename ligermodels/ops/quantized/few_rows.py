@@ -53,7 +53,7 @@ def few_rows(
     gated, residual = then or Epilogue()
     options = gated or GLUOptions("")
     int4 = codes.dtype == torch.uint8
-    tile = _tile(int4, M)
+    tile = _tile(int4, M, N)
     step = tile.parts * tile.step
     _few_rows_kernel[(-(-N // tile.channels),)](
         *rows_and_stride(x), codes, scales, contiguous(bias), *rows_and_stride(residual), *glu_numbers(*options[1:]), y,
@@ -63,11 +63,14 @@ def few_rows(
     )  # fmt: skip
 
 
-def _tile(int4: bool, M: int) -> _Tile:
-    """Chosen by times on an H200: with more channels, rows are read less often and fewer bytes are on their way."""
+def _tile(int4: bool, M: int, N: int) -> _Tile:
+    """Chosen by times on an H200: with more channels, rows are read less often and fewer bytes are on their way. Each
+    of a few programs keeps more steps of int4 on their way than one of many."""
     if M > 8:
         return _Tile(32, 4, 4, GROUP, 3 if int4 else 4)
-    return _Tile(16, 2 if int4 else 4, 4, GROUP, 4)
+    if int4:
+        return _Tile(16, 2, 4, GROUP, 6 if N <= 4096 else 4 if N <= 16384 else 3)
+    return _Tile(16, 4, 4, GROUP, 4)
 
 
 @kernel

@@ -6,16 +6,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.norm.rms_norm import CastingMode
+from ligermodels.ops.norm.rms_norm import CastingMode, rms_norm_reference
 from ligermodels.ops.rope.rope import check_packed, split_heads
-from ligermodels.ops.rope.rope_kernels import (
-    load_angles,
-    load_heads,
-    load_weight,
-    store_heads,
-    strided_tables,
-    turn_heads,
-)
+from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, strided_tables, turn_heads
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
@@ -38,6 +31,7 @@ def rope_qkv_cached(
     eps: float = 1e-6,
     offset: float = 0.0,
     casting_mode: CastingMode = "llama",
+    value_norm_eps: float | None = None,
 ) -> Tensor:
     """Splits the packed projection, normalises and rotates q and k as `rope_qkv` does, and writes k and v to the cache.
 
@@ -47,6 +41,7 @@ def rope_qkv_cached(
     k_cache, v_cache: (B, S, num_kv_heads, head_dim) of qkv's dtype, any strides but the last dimension contiguous;
         written in place.
     slots: int32 or int64 (B,): each sequence's first slot.
+    value_norm_eps: if given, each head of v is written divided by its root mean square, with this under the root.
     The others are those of `rope_qkv`. Returns contiguous q (B, T, num_kv_heads * group_size, head_dim).
     Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
     """
@@ -62,19 +57,22 @@ def rope_qkv_cached(
     kernels = use_kernels(qkv, cos, sin, q_norm, k_norm)
     if not (kernels or is_fake(qkv) or torch.compiler.is_compiling()):  # the reference reads `slots`
         norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
+        norm["value_norm_eps"] = value_norm_eps
         return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
     return _rope_cached(
-        qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama", kernels
-    )
+        qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama",
+        value_norm_eps, kernels,
+    )  # fmt: skip
 
 
 def rope_qkv_cached_reference(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
     k_cache: Tensor, v_cache: Tensor, slots: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
-    **norm: Any,
+    *, value_norm_eps: float | None = None, **norm: Any,
 ) -> Tensor:  # fmt: skip
     """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
     q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    v = v if value_norm_eps is None else rms_norm_reference(v, None, value_norm_eps)
     q = q.clone(memory_format=torch.contiguous_format) if q.data_ptr() == qkv.data_ptr() else q.contiguous()
     if qkv.is_cpu:  # where slots can be read at no cost, and indexing costs most
         firsts = slots.tolist()
@@ -103,9 +101,9 @@ def _write(cache: Tensor, new: Tensor, first: int) -> None:
 @kernel
 def _rope_cached_kernel(
     qkv, qkv_batch, qkv_token, cos, cos_batch, cos_token, sin, sin_batch, sin_token, q_norm, k_norm, eps, offset,
-    q, k_cache, k_batch, k_slot, k_head, v_cache, v_batch, v_slot, v_head, slots, T, S,
+    value_eps, q, k_cache, k_batch, k_slot, k_head, v_cache, v_batch, v_slot, v_head, slots, T, S,
     GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    CAST_BEFORE: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    V_NORM: tl.constexpr, CAST_BEFORE: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one kv head of one token, with its group of query heads."""
     row = tl.program_id(0).to(tl.int64)
@@ -135,18 +133,22 @@ def _rope_cached_kernel(
             k1, k2, k1, k2, k_place, row, 0, 0, 0, c, s, k_w1, k_w2, 0.0, 0.0, eps,
             1, 1, HALF, DIM, K_NORM, CAST_BEFORE, False, True, False, 1, BLOCK,
         )  # fmt: skip
-        store_heads(v_place, 0, 0, v1, v2, 1, 1, 0, DIM, 1, BLOCK)
+        turn_heads(
+            v1, v2, v1, v2, v_place, row, 0, 0, 0, c, s, 1.0, 1.0, 0.0, 0.0, value_eps,
+            1, 1, 0, DIM, V_NORM, CAST_BEFORE, False, True, False, 1, BLOCK,
+        )  # fmt: skip
 
 
 @custom_op(mutates_args=("k_cache", "v_cache"))
 def _rope_cached(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     q_norm: Tensor | None, k_norm: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int, eps: float,
-    offset: float, cast_before: bool, kernels: bool,
+    offset: float, cast_before: bool, value_norm_eps: float | None, kernels: bool,
 ) -> Tensor:  # fmt: skip
     shape = num_kv_heads, group_size, head_dim
     if not kernels and not is_fake(qkv):
         norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": "llama" if cast_before else "gemma"}
+        norm["value_norm_eps"] = value_norm_eps
         return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
     q = qkv.new_empty(*qkv.shape[:2], num_kv_heads * group_size, head_dim)
     if is_fake(q):
@@ -157,9 +159,11 @@ def _rope_cached(
     if B * T:
         _rope_cached_kernel[(B * T, num_kv_heads)](
             qkv, *qkv.stride()[:2], *strided_tables(cos, sin), contiguous(q_norm), contiguous(k_norm), eps, offset,
-            q, k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3], slots.contiguous(), T, k_cache.shape[1],
+            0.0 if value_norm_eps is None else value_norm_eps, q, k_cache, *k_cache.stride()[:3],
+            v_cache, *v_cache.stride()[:3], slots.contiguous(), T, k_cache.shape[1],
             GROUP=group_size, DIM=head_dim, HALF=0 if cos is None else cos.shape[2],
-            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, CAST_BEFORE=cast_before,
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+            V_NORM=value_norm_eps is not None, CAST_BEFORE=cast_before,
             BLOCK_GROUP=block_group, BLOCK=block, num_warps=min(max(block_group * block // 256, 1), 8),
         )  # fmt: skip
     return q
