@@ -44,7 +44,7 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
             linear layers and of modules around them ("mlp"), which are left as they are; "mlp.experts" are the experts
             of a mixture, which have no quantised form.
         head: "float8" or "int4": quantise the head too. One that is tied to the embedding gets a weight of its own, and
-            the model's config says so (`untie`); the embedding stays as it is.
+            the model's config says so; the embedding stays as it is.
 
     Returns `model`. `dequantize` is the way back, to the rounded weights.
 
