@@ -27,7 +27,7 @@ COMMANDS = {
         "benchmarks.training 1b --providers ligermodels --in-backward",
         "benchmarks.training 'llama-3-8b 4x4096' 'llama-3-8b 1x4096' 'qwen2.5-7b 2x4096' 'llama-3.2-1b 4x4096' "
         "'llama-3-8b 4x4096 LoRA 16' --providers ligermodels 'ligermodels + float8' 'transformers + liger' "
-        "'transformers + torchao float8 + torch.compile'",
+        "'transformers + torchao float8 + torch.compile' --floor",
         "benchmarks.command_line",
     ],
     "nativize": [
@@ -44,7 +44,8 @@ COMMANDS = {
         "benchmarks.medusa --floor",
         "benchmarks.medusa --batch 8 --length 8192 --ignored 0 --providers ligermodels 'ligermodels shared'",
         "benchmarks.medusa --ignored 0 --providers 'ligermodels stage 2'",
-        "benchmarks.medusa --ignored 0 --providers ligermodels 'ligermodels float8' liger 'liger + torchao float8'",
+        "benchmarks.medusa --ignored 0 --floor "
+        "--providers ligermodels 'ligermodels float8' liger 'liger + torchao float8'",
     ],
     "demo": ["benchmarks.demo"],
     "loading": ["benchmarks.loading {folder}"],

@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity
 
 from benchmarks import measure
 from benchmarks.case import random
+from benchmarks.projections import float8_gemms, gemms
 from ligermodels import ops
 from ligermodels.ops.float8.scaling import E4M3, E5M2
 
@@ -104,19 +105,8 @@ class Block:
 
 def products(recipe: ops.Float8Recipe | None) -> Call:
     """The block's matrix products, forward and both gradients, on operands that are already cast."""
-    calls: list[Call] = []
-    for N, K in PROJECTIONS.values():
-        x, w, dy = random(TOKENS, K), random(N, K) * K**-0.5, random(TOKENS, N)
-        if recipe is None:
-            calls += [partial(torch.mm, x, w.t()), partial(torch.mm, dy, w), partial(torch.mm, dy.t(), x)]
-            continue
-        x8, w8 = (ops.float8_cast(each, recipe.dtype, columns=True) for each in (x, w))
-        dy8 = ops.float8_cast(dy, recipe.gradient_dtype, columns=True)
-        pairs = (x8.rows, w8.rows, x8, w8), (dy8.rows, w8.columns, dy8, w8), (dy8.columns, x8.columns, dy8, x8)
-        for (a, b, of_a, of_b), fast in zip(pairs, (recipe.forward_fast, *2 * [recipe.backward_fast]), strict=True):
-            assert a is not None and b is not None
-            scales = of_a.scale, of_b.scale
-            calls.append(partial(ops.float8_mm, a, b, *scales, torch.bfloat16, fast_accumulation=fast))
+    make = gemms if recipe is None else partial(float8_gemms, recipe=recipe)
+    calls = [call for size, width in PROJECTIONS.values() for call in make((TOKENS, size, width))]
     return lambda: [call() for call in calls] and None
 
 

@@ -23,6 +23,7 @@ from benchmarks import measure
 from benchmarks.floor import medusa_floor
 from benchmarks.models import CONFIGS
 from benchmarks.peers import PROVIDERS, TORCHAO
+from benchmarks.projections import IN_BF16, IN_FLOAT8, Products
 from ligermodels.layers import shift_labels
 from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training.fused_adamw import FusedAdamW
@@ -72,6 +73,12 @@ PEERS: dict[str, tuple[str, Loss]] = {
     "liger + torchao float8": (TORCHAO, _liger_loss),
 }
 """Provider -> that of its backbone, and the loss of a head."""
+
+BACKBONES = {
+    **dict.fromkeys(("ligermodels", "torch", "liger"), IN_BF16),
+    **dict.fromkeys(("ligermodels float8", "liger + torchao float8"), IN_FLOAT8),
+}
+"""Provider, of stage 1 with lm_heads of their own -> in which precision its backbone computes."""
 
 
 def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
@@ -130,17 +137,21 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--ignored", type=float, nargs="*", default=[0.0, 0.5])
     parser.add_argument("--providers", nargs="*", default=["ligermodels", "ligermodels shared", "torch", "liger"])
-    parser.add_argument("--floor", action="store_true", help="measure the floor of stage 1 first")
+    parser.add_argument(
+        "--floor", action="store_true", help="measure the floor of stage 1 first, in the precision of each provider"
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     config = CONFIGS[arguments.model]
     name = f"{arguments.model} {arguments.heads} heads {arguments.batch}x{arguments.length}"
     common, records = measure.facts(), []
-    floors = {
-        ignored: {"floor_ms": medusa_floor(config, arguments.heads, arguments.batch, arguments.length, ignored)}
-        for ignored in (arguments.ignored if arguments.floor else ())
-    }
-    print(floors, flush=True)
+    floors = dict[tuple[float, Products | None], dict[str, float]]()
+    for products in dict.fromkeys(BACKBONES[p] for p in arguments.providers if p in BACKBONES and arguments.floor):
+        for ignored in arguments.ignored:
+            least = medusa_floor(config, arguments.heads, arguments.batch, arguments.length, ignored, products)
+            floors[ignored, products] = {"floor_ms": least}
+            print(f"{ignored:.0%} ignored, backbone by {products.calls.__name__}: {least:.1f} ms at least", flush=True)
+            measure.free()
     for provider in arguments.providers:
         torch.manual_seed(0)
         loss_of = optimizer = None
@@ -148,7 +159,7 @@ def main() -> None:
         for ignored in arguments.ignored:
             labels = torch.where(torch.rand(ids.shape, device=measure.DEVICE) < ignored, -100, ids)
             record: dict[str, Any] = {"case": f"{name} {ignored:.0%} ignored", "provider": provider}
-            record |= floors.get(ignored, {}) if provider in ("ligermodels", "torch", "liger") else {}
+            record |= floors.get((ignored, BACKBONES.get(provider)), {})
             try:
                 if loss_of is None or optimizer is None:
                     loss_of, optimizer = make(provider, config, arguments.heads)

@@ -71,7 +71,8 @@ TARGETS = """## Targets
 `limit` is what the same run shows to be the most, or least, that could be reached: of ops that memory limits a kernel
 that only moves as many bytes, once for each pass; of the linear losses their GEMMs with one read and one write of the
 logits at the copy rate; of their memory what the sum of a weight's gradient in float32 needs beyond the gradient, with
-the logits of 128 rows. It is empty where the record has none.
+the logits of 128 rows; of training steps in tokens/s the least step (`benchmarks/floor.py`), timed before them. It is
+empty where the record has none.
 """
 
 

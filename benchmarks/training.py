@@ -2,9 +2,9 @@
 
 All parameters are trained or, in cases of a `lora_rank`, LoRA on all linear layers of the blocks: beside transformers
 that of PEFT. Every provider is first checked, without LoRA: with the weights of a model of a few layers that
-transformers saved, its loss and gradient must be those of transformers in fp32. With `--floor` each case begins with
-the least time of its step, from limits measured here (`benchmarks.floor`); with `--profile` ours ends with its kernels
-by class.
+transformers saved, its loss and gradient must be those of transformers in fp32. With `--floor` the least time of each
+case's step is measured first (`benchmarks.floor`), in the precision of each provider; with `--profile` ours ends with
+its kernels by class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 import ligermodels as lm
 from benchmarks import measure
-from benchmarks.floor import floor
+from benchmarks.floor import BOTH, FROZEN, floor
 from benchmarks.models import CONFIGS, LOSS_ALONE, NOT_IN_FP32, few_layers
 from benchmarks.peers import FLOAT8, PROVIDERS, TORCHAO, ours, transformers
 from benchmarks.profile import profile
+from benchmarks.projections import IN_BF16, IN_FLOAT8, Products
+from benchmarks.runs import is_float8
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.training.fused_adamw import FusedAdamW
@@ -180,6 +182,26 @@ def timed(step: Callable[[], None], steps: int) -> dict[str, Any]:
     return {"step_ms": step_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
+def products_of(provider: str) -> Products:
+    """In which precision a provider computes the blocks' projections."""
+    return IN_FLOAT8 if is_float8(provider) else IN_BF16
+
+
+def floors_of(cases: Iterable[Case], providers: Iterable[str]) -> dict[tuple[Case, Products], dict[str, float]]:
+    """Of each case, in each of the providers' precisions: what their records say of the least time."""
+    found, precisions = {}, dict.fromkeys(map(products_of, providers))
+    for case in cases:
+        gradients = BOTH if case.lora_rank is None else FROZEN
+        for products in precisions:
+            try:
+                least = floor(CONFIGS[case.model], case.batch, case.length, case.ignored, products, gradients)
+                found[case, products] = {"floor_ms": least}
+            except (ValueError, RuntimeError) as failure:  # Such a case goes without.
+                print(case.name, f"no lower bound: {failure}", flush=True)
+            measure.free()
+    return found
+
+
 def record_of(
     case: Case, provider: str, verifier: Verifier, least: dict[str, float], profiled: bool, steps: int = STEPS
 ) -> dict[str, Any]:
@@ -225,19 +247,13 @@ def main() -> None:
         for c in chosen(arguments.cases)
     ]
     common, records = measure.facts(), []
-    floors: dict[Case, dict[str, float]] = {}
-    for case in cases if arguments.floor else ():
-        try:
-            floors[case] = {"floor_ms": floor(CONFIGS[case.model], case.batch, case.length, case.ignored)}
-        except (ValueError, RuntimeError) as failure:  # Such a case goes without.
-            print(case.name, f"no lower bound: {failure}", flush=True)
-        measure.free()
+    floors = floors_of(cases, arguments.providers) if arguments.floor else {}
     table = Table("case", "provider", *COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
         verifier = Verifier(folder)
         for provider in (p for p in PROVIDERS if p in arguments.providers):
             for case in cases:
-                least = floors.get(case, {})
+                least = floors.get((case, products_of(provider)), {})
                 record = record_of(case, provider, verifier, least, arguments.profile, arguments.steps)
                 records.append(record)
                 measure.write(arguments.out, [{**record, **common}])

@@ -194,6 +194,30 @@ def test_float8_is_beside_all_and_bf16_beside_bf16(tmp_path: Path) -> None:
     }
 
 
+def test_the_limit_of_a_speed_is_its_lower_bound(tmp_path: Path) -> None:
+    """In tokens/s, in the table of targets; and of LoRA, whose bound leaves its products out, no share is demanded."""
+    facts = {"commit": "abcdef1", "gpu": "G"}
+    case = facts | {"case": "llama-3-8b 4x4096", "provider": "ligermodels + float8"}
+    case |= {"step_ms": 900.0, "tokens_per_s": 18_000.0}
+    lora = facts | {"case": "llama-3-8b 4x4096 LoRA 16", "provider": "ligermodels", "lora_rank": 16}
+    lora |= {"tokens_per_s": 16_000.0, "of_floor": 0.8}
+    measure.write(tmp_path / "training-h200.jsonl", [case | {"floor_ms": 810.0, "of_floor": 0.9}, lora])
+    medusa = facts | {"case": "llama-3-8b 5 heads 4x4096 0% ignored", "provider": "ligermodels float8"}
+    measure.write(tmp_path / "medusa-h200.jsonl", [medusa | {"tokens_per_s": 24_000.0, "of_floor": 0.96}])
+    found = targets.targets(report.read(tmp_path, "h200"))
+    limits = {(t.what.rsplit(", ", 1)[0], t.bound): pytest.approx(t.limit) for t in found}
+    assert limits == {
+        ("llama-3-8b 4x4096 LoRA 16", 17_000): 20_000,
+        ("llama-3-8b 4x4096 in float8", 17_500): 20_000,
+        ("llama-3-8b 4x4096 in float8", 18_800): 20_000,
+        ("Medusa stage 1, llama-3-8b 5 heads 4x4096 0% ignored, in float8", 25_000): 25_000,
+    }
+    page = report.write(tmp_path, "h200", tmp_path / "out")[0].read_text()
+    assert "| llama-3-8b 4x4096 in float8, tokens/s | ≥ 18800 | 18,000 | **no** | 20,000 |" in page
+    measure.write(tmp_path / "training-h200.jsonl", [case])
+    assert all(t.limit is None for t in targets.targets(report.read(tmp_path, "h200")) if "4x4096 in float8" in t.what)
+
+
 def test_decoding_with_quantised_weights(tmp_path: Path) -> None:
     """A case for each batch, tree, and linear layer; a table of the last run; targets; a picture."""
     facts = {"case": "llama-3-8b", "commit": "abcdef1", "gpu": "NVIDIA H200", "date": "2026-01-01"}

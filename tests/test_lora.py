@@ -20,6 +20,7 @@ from two_ranks import in_two_ranks
 from zoo import BASE, CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
+from ligermodels.archs import patterns
 from ligermodels.archs.lora import lora_layers
 from ligermodels.convert.mappings import grouped_qkv
 from ligermodels.errors import CheckpointError, ConfigError, InputError
@@ -28,6 +29,8 @@ from ligermodels.ops.runtime.dispatch import set_backend
 from ligermodels.training import FusedAdamW
 
 LLAMA = {**BASE, "model_type": "llama"}
+ENDLESS = r"((.)|.)*(.*)*!"
+"""A regular expression that takes time exponential in the text."""
 QWEN = {**BASE, "model_type": "qwen2"}  # with biases
 
 
@@ -132,6 +135,7 @@ def test_initial_values() -> None:
         (["q_proj", "v_proj"], {f"model.layers.{i}.self_attn.{x}_proj" for i in range(3) for x in "qv"}),
         (["layers.1.mlp.down_proj"], {"model.layers.1.mlp.down_proj"}),
         (r".*\.[02]\.mlp\.up_proj", {"model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"}),
+        (r"(?:\w+\.)+1\.(?:\w+\.)*up_pro.?", {"model.layers.1.mlp.up_proj"}),
     ],
 )
 def test_target_modules(wanted: Any, found: set[str]) -> None:
@@ -391,11 +395,14 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
         ({"r": -1}, "'r' must be"),
         ({"rank_pattern": {"q_proj": "a"}}, "'rank_pattern' must be"),
         ({"alpha_pattern": {"(q": 3}}, "'alpha_pattern' must have regular expressions"),
+        ({"rank_pattern": {"q" * 9 + "{" + 20 * "9" + "}": 3}}, "'rank_pattern' must have regular expressions"),
+        ({"rank_pattern": {ENDLESS: 3}}, "'rank_pattern'.*takes more than 1 seconds"),
         ({"r": 5}, r"lora_A.weight \[3, 60\] instead of \[5, 60\]"),
     ],
     ids=str,
 )
-def test_bad_configs(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_configs(fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 1)
     lm.save_adapter(build(), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **fields}))
@@ -403,6 +410,12 @@ def test_bad_configs(fields: dict[str, Any], message: str, tmp_path: Path) -> No
     with pytest.raises((ConfigError, CheckpointError), match=message):
         lm.load_adapter(model, tmp_path)
     assert all(p.requires_grad for p in model.parameters()) and not lora_layers(model)
+
+
+def test_an_expression_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 1)
+    with pytest.raises(InputError, match=r"target_modules: .* takes more than 1 seconds as a regular expression"):
+        build(target_modules=ENDLESS)
 
 
 def test_bad_files(tmp_path: Path) -> None:

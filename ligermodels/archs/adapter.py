@@ -6,8 +6,9 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ligermodels.archs.lora import (
     targets,
     transformers_layout,
 )
+from ligermodels.archs.patterns import full_matches
 from ligermodels.archs.registry import family_of
 from ligermodels.archs.state_dict import layout_in_memory
 from ligermodels.arguments import LARGEST, check_flag
@@ -61,6 +63,9 @@ READ = frozenset((
 ))  # fmt: skip
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Initialisations that leave the base weights as they are."""
+
+PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
+"""Field of values by regular expression -> that of the value of all other layers, 8 where it has none, as in PEFT."""
 
 
 def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -204,7 +209,7 @@ def adapted_paths(config: Mapping[str, Any], names: Collection[str]) -> dict[str
     Raises ConfigError and CheckpointError, naming the field or tensor, for one that native LoRA opens on no model.
     """
     check_config(config)
-    return {path: _alpha(path, config) for path in sorted(_paths(names))}
+    return _by_pattern("alpha_pattern", config, sorted(_paths(names)))
 
 
 def adapter_map(layers: Mapping[str, LoRALinear]) -> WeightMap:
@@ -271,7 +276,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     for name, value in config.items():
         if name not in NO_BEARING | READ and value not in (None, False, [], {}):
             raise refuse(name, "is not implemented by native LoRA")
-    for name in ("rank_pattern", "alpha_pattern"):
+    for name in PATTERNS:
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict) or not all(
             _positive(value, name == "rank_pattern") for value in pattern.values()
@@ -279,9 +284,9 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise refuse(name, f"must be an object of numbers above 0 (ranks: whole ones of at most {MOST_RANKS})")
         for key in pattern:
             try:
-                re.compile(key)
-            except re.error as error:
-                raise refuse(name, f"must have regular expressions as keys, and {key!r} is none ({error})") from None
+                full_matches(key, [])
+            except ValueError as error:
+                raise refuse(name, f"must have regular expressions as keys, and {short(key)} {error}") from None
     if not isinstance(config.get("use_rslora") or False, bool):
         raise refuse("use_rslora", "must be true or false")
     for name in ("r", "lora_alpha"):
@@ -301,7 +306,10 @@ def _layers(
             f"{checkpoint.folder / ADAPTER}: adapts {len(unknown)} layers that are no linear layers of this model's "
             f"blocks, such as {unknown[0]}; native LoRA adapts {known}"
         )
-    parts = {path: _part(path, found[path], config) for path in found if path in paths}
+    adapted = [path for path in found if path in paths]
+    ranks, alphas = (_by_pattern(name, config, adapted) for name in PATTERNS)
+    rslora = bool(config.get("use_rslora"))
+    parts = {path: LoRAPart(path, found[path].views, ranks[path], alphas[path], rslora) for path in adapted}
     return new_layers(model, found, parts, config.get("lora_dropout") or 0.0, dtype)
 
 
@@ -310,20 +318,16 @@ def _positive(value: Any, whole: bool) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= most
 
 
-def _part(path: str, target: Target, config: Mapping[str, Any]) -> LoRAPart:
-    """With the rank and scaling that the config has for this path; 8 is PEFT's default of both."""
-    r = _of_pattern(config.get("rank_pattern") or {}, path, config.get("r", 8))
-    return LoRAPart(path, target.views, r, _alpha(path, config), bool(config.get("use_rslora")))
-
-
-def _alpha(path: str, config: Mapping[str, Any]) -> float:
-    found: float = _of_pattern(config.get("alpha_pattern") or {}, path, config.get("lora_alpha", 8))
-    return found
-
-
-def _of_pattern(pattern: Mapping[str, Any], path: str, default: Any) -> Any:
-    """The value of the first regular expression that matches the end of `path`, from a dot on, as in PEFT."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+def _by_pattern(name: str, config: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """For each path the value of the first regular expression that matches its end, from a dot on, as in PEFT."""
+    values = dict.fromkeys(paths, config.get(PATTERNS[name], 8))
+    for key, value in reversed((config.get(name) or {}).items()):
+        try:
+            matching = full_matches(rf"(.*\.)?({key})", paths)
+        except ValueError as error:
+            raise ConfigError(f"{ADAPTER_CONFIG}: field {name!r}: {short(key)} {error}") from None
+        values |= dict.fromkeys(compress(paths, matching), value)
+    return values
 
 
 def _paths(names: Collection[str]) -> set[str]:

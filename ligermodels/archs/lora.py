@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.native import check_native
+from ligermodels.archs.patterns import full_matches
 from ligermodels.archs.registry import family_of
 from ligermodels.archs.state_dict import layout_in_memory
 from ligermodels.arguments import check_count, check_flag, check_number
@@ -230,9 +231,9 @@ def _chosen(found: Mapping[str, Target], wanted: str | Sequence[str], model: Cau
         names = list(found)
     elif isinstance(wanted, str):
         try:
-            names = [path for path in found if re.fullmatch(wanted, path)]
-        except re.error as error:
-            raise InputError(f"target_modules: {wanted!r} is no regular expression: {error}") from None
+            names = list(compress(found, full_matches(wanted, list(found))))
+        except ValueError as error:
+            raise InputError(f"target_modules: {short(wanted)} {error}") from None
     elif not isinstance(wanted, Iterable) or not all(isinstance(name, str) for name in wanted):
         raise InputError(f"target_modules: must be names, a regular expression or 'all-linear', got {wanted!r}")
     else:

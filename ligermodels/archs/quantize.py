@@ -28,7 +28,7 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
     """Quantise the weights of the linear layers of the blocks, in place, layer by layer, and freeze the model.
 
     "float8" is E4M3 with a scale for each output channel, half of bfloat16's bytes; "int4" has a scale for each 128
-    inputs of an output channel, and 4.125 bits a weight. Weights are dequantised as they are used; activations, the
+    inputs of an output channel, and 4.25 bits a weight. Weights are dequantised as they are used; activations, the
     decoding state, embeddings, norms, routers and biases stay in the model's dtype. The projections of attention
     of any kind, of Gated DeltaNet (with those of its decay and step size) and of dense feed-forward layers are
     quantised, of mixtures the shared expert's, and of Gemma 4 those of inputs per layer ("after.*"). Linear layers of

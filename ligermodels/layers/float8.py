@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.layers import token_parts
-from ligermodels.ops import Float8Recipe, Float8Tensor
+from ligermodels.ops import Float8Recipe, Float8Tensor, PendingLinear
 
 INPUT = "input"
 planned_processes: ContextVar[bool | None] = ContextVar("planned_processes", default=None)
@@ -164,7 +164,7 @@ def writes_float8(forward: Forward) -> Forward:
     return forward
 
 
-def produce(producer: nn.Module, recipe: Float8Recipe | None, *inputs: Tensor | None) -> Any:
+def produce(producer: nn.Module, recipe: Float8Recipe | None, *inputs: Tensor | PendingLinear | None) -> Any:
     """`producer(*inputs)`, which writes float8 by the recipe, if there is one and the producer can."""
     if recipe is None or not getattr(producer.forward, "writes_float8", False):
         return producer(*inputs)

@@ -14,8 +14,9 @@ from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, int
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT, own_float8_input, produce, writes_float8
+from ligermodels.layers.pending import add_result, adds_residual, takes_pending, to_activation
 from ligermodels.layers.sharding import TensorSharding, split_evenly
-from ligermodels.ops import Float8Recipe
+from ligermodels.ops import Float8Recipe, PendingLinear
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": ops.swiglu,
@@ -42,9 +43,12 @@ class GatedActivation(nn.Module):
         super().__init__()
         self.activation, self.options = activation, options
 
+    @takes_pending
     @writes_float8
-    def forward(self, gate_up: Tensor, *, float8: Float8Recipe | None = None) -> Tensor:
+    def forward(self, gate_up: Tensor | PendingLinear, *, float8: Float8Recipe | None = None) -> Tensor:
         """gate_up (..., 2 I) -> (..., I), same dtype."""
+        if isinstance(gate_up, PendingLinear):
+            return gate_up.gated(self.activation, **self.options)
         if float8 is not None:
             return _FLOAT8[self.activation](gate_up, float8.dtype, float8.gradient_dtype, **self.options)
         return ACTIVATIONS[self.activation](gate_up, **self.options)
@@ -110,7 +114,13 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
         self.down_multiplier = config.down_multiplier
 
-    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        """x (..., H) -> (..., H)."""
-        y = cast(Tensor, self.down(produce(self.activation, own_float8_input(self.down), self.gate_up(x))))
-        return y if self.down_multiplier == 1 else y * self.down_multiplier
+    @adds_residual
+    def forward(self, x: Tensor, context: ForwardContext | None = None, residual: Tensor | None = None) -> Tensor:
+        """x (..., H) -> (..., H), added to `residual` (..., H), if it is given."""
+        gate_up = to_activation(self.gate_up, self.activation, x)
+        y: Tensor = produce(self.activation, own_float8_input(self.down), gate_up)
+        if residual is not None and self.down_multiplier == 1:
+            return add_result(self.down, y, residual)
+        y = cast(Tensor, self.down(y))
+        y = y if self.down_multiplier == 1 else y * self.down_multiplier
+        return y if residual is None else residual + y

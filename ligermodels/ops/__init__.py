@@ -17,6 +17,7 @@ from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear.decode_linear import DecodeLinears, decode_linear
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
+from ligermodels.ops.linear.pending import PendingLinear, is_decoding, pending_linears
 from ligermodels.ops.linear_attention.causal_conv import causal_conv, causal_conv_reference, conv_sources
 from ligermodels.ops.linear_attention.conv_state import (
     causal_conv_step,
@@ -55,6 +56,7 @@ __all__ = [
     "Float8Recipe",
     "Float8Tensor",
     "Paths",
+    "PendingLinear",
     "Quantized",
     "QuantizedWeight",
     "Routes",
@@ -109,6 +111,7 @@ __all__ = [
     "geglu_reference",
     "grouped_mm",
     "grouped_mm_reference",
+    "is_decoding",
     "layer_norm",
     "layer_norm_reference",
     "linear_cross_entropy",
@@ -119,6 +122,7 @@ __all__ = [
     "linear_log_probs_reference",
     "lora_linear",
     "lora_linear_reference",
+    "pending_linears",
     "quantize_weight",
     "quantized_linear",
     "quantized_linear_reference",

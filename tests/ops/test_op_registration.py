@@ -35,7 +35,7 @@ def target(x: torch.Tensor) -> torch.Tensor:
 def int4(x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a weight (features, up to 128)."""
     codes = torch.full((features, 64), 0x67, dtype=torch.uint8, device=x.device)
-    return codes, torch.ones(features, 1, dtype=torch.bfloat16, device=x.device)
+    return codes, torch.ones(features, 1, device=x.device)
 
 
 CASES = {

@@ -21,11 +21,12 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_caches, check_tensor
 
 MAX_KERNEL_HEAD_DIM = 512  # a tile of rows is held in registers; the reference serves wider heads
+MIN_ROWS = 16  # of a tile of tensor cores
 MAX_ROWS = 128  # query heads times tokens per program: the more, the less often the cache is read
 SLOT_BYTES = 16384  # of a tile of keys, and of a tile of values
 MAX_SLOTS = 64  # per tile: smaller ones split more evenly
 MAX_SPLITS = 128
-MIN_TILES = 4  # of slots per program
+MIN_TILES = 4  # of slots per program, where there are more than one for each multiprocessor
 COMBINED = 4096  # elements per program of the second kernel
 LOG2_E = math.log2(math.e)
 
@@ -356,17 +357,22 @@ def _decode_attention(
 
 
 def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: Tensor) -> tuple[int, int, int, int]:
-    """The rows, slots and channels of a tile, and the number of splits of the slots: as many programs as the device
-    holds at once, but each with a few tiles, or the second kernel would cost more than it saves. With too few slots
-    for that, the rows are split instead. Tuned on an H200."""
+    """The rows, slots and channels of a tile, and the number of splits of the slots. There are as many programs as the
+    device holds at once, but each has a few tiles, or the second kernel would cost more than it saves. Where that has
+    little to add, in plain decoding, each multiprocessor has a program, even of a single tile. With too few slots for
+    that, the rows are split instead. Tuned on an H200."""
     block_dim = max(power_of_2_above(head_dim), 16)
     block_slots = min(max(SLOT_BYTES // (block_dim * q.element_size()), 16), MAX_SLOTS)
     # Rows whose tile fits in registers, which float32 products, without tensor cores, need for themselves too.
-    most = 16 if q.dtype == torch.float32 else max(min(MAX_ROWS, MAX_ROWS * 128 // block_dim), 16)
-    block_rows = min(max(power_of_2_above(rows), 16), most)
-    room = num_sms(q.device) * (2 if block_rows <= 32 else 1)
+    most = MIN_ROWS if q.dtype == torch.float32 else max(min(MAX_ROWS, MAX_ROWS * 128 // block_dim), MIN_ROWS)
+    block_rows = min(max(power_of_2_above(rows), MIN_ROWS), most)
+    sms, slot_tiles = num_sms(q.device), -(-reach // block_slots)
+    room = sms * (2 if block_rows <= 32 else 1)
     programs = B * kv_heads * -(-rows // block_rows)
-    splits = max(min(room // programs, -(-reach // block_slots) // MIN_TILES, MAX_SPLITS), 1)
-    while splits == 1 and block_rows > 16 and 2 * programs <= room:
+    splits = min(room // programs, slot_tiles // MIN_TILES)
+    if block_rows == MIN_ROWS:
+        splits = max(splits, min(sms // programs, slot_tiles))
+    splits = max(min(splits, MAX_SPLITS), 1)
+    while splits == 1 and block_rows > MIN_ROWS and 2 * programs <= room:
         block_rows, programs = block_rows // 2, 2 * programs
     return block_rows, block_slots, block_dim, splits

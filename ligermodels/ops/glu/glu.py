@@ -171,13 +171,27 @@ def bounded(g, u, limit, up_offset):
     return g, u
 
 
+@triton.jit
+def gated_values(
+    g, u, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """The result, of gate and up in float32. Multipliers are None for 1."""
+    g, u = bounded(g, u, limit, up_offset)
+    if gate_multiplier is not None:
+        g = g * gate_multiplier
+    if down_multiplier is not None:
+        u = u * down_multiplier
+    p, _ = activation_part(g, ACTIVATION)
+    return g * p * u
+
+
 @kernel
 def _glu_forward_kernel(
     gate, gate_stride, up, up_stride, out, gate_multiplier, down_multiplier, limit, up_offset, N, blocks,
     ACTIVATION: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes TILES tiles of BLOCK columns of a row. All loads come before the first store, which none of
-    them could pass. Multipliers are None for 1."""
+    them could pass."""
     row = tl.program_id(0).to(tl.int64) // blocks
     first = tl.program_id(0) % blocks * (TILES * BLOCK)
     gate += row * gate_stride
@@ -188,14 +202,9 @@ def _glu_forward_kernel(
         tiles += (_load_pairs(gate, up, first + i * BLOCK, N, PACKED, BLOCK),)  # type: ignore[assignment]
     for i in tl.static_range(TILES):  # these loops are unrolled
         g, u = tiles[i]  # type: ignore[var-annotated]
-        g, u = bounded(g, u, limit, up_offset)
-        if gate_multiplier is not None:
-            g = g * gate_multiplier
-        if down_multiplier is not None:
-            u = u * down_multiplier
-        p, _ = activation_part(g, ACTIVATION)
+        y = gated_values(g, u, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION)
         col = first + i * BLOCK + tl.arange(0, BLOCK)
-        tl.store(out + row * N + col, (g * p * u).to(out.dtype.element_ty), mask=col < N)
+        tl.store(out + row * N + col, y.to(out.dtype.element_ty), mask=col < N)
 
 
 @kernel

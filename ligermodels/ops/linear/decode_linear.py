@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ligermodels.ops.linear.pending import PendingLinear, decoding, may_wait
 from ligermodels.ops.quantized.few_rows import few_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import PLAIN, PLAIN_OR_NONE, custom_op, is_fake
@@ -26,17 +27,30 @@ def decode_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     and autocast, on a CUDA GPU of compute capability 8.0 or more, x and a contiguous weight both bfloat16 or float16.
     Everything else is computed by that function.
 
-    x: (..., K). weight: (N, K). bias: (N,) or None. Returns (..., N). The kernel adds in float32 and rounds once; equal
-    bits in every run. Raises what `torch.nn.functional.linear` raises.
+    x: (..., K). weight: (N, K). bias: (N,) or None. Returns (..., N), or within `pending_linears` perhaps a
+    PendingLinear. The kernel adds in float32 and rounds once; equal bits in every run. Raises what
+    `torch.nn.functional.linear` raises.
     """
     if not _served(x, weight, bias):
         return F.linear(x, weight, bias)
+    if may_wait():
+        return PendingLinear(x, weight, None, bias)  # type: ignore[return-value]  # who calls expects it
     y: Tensor = _decode_linear(x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class DecodeLinears(TorchFunctionMode):
-    """A context in which `torch.nn.functional.linear`, and so every `torch.nn.Linear`, is `decode_linear`."""
+    """A context in which `torch.nn.functional.linear`, and so every `torch.nn.Linear`, is `decode_linear`, and
+    `pending_linears` has an effect."""
+
+    def __enter__(self) -> "DecodeLinears":
+        super().__enter__()
+        self._before = decoding.set(True)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        decoding.reset(self._before)
+        super().__exit__(*error)
 
     def __torch_function__(
         self,

@@ -1,12 +1,12 @@
 """A linear layer for 1 to 16 tokens, as in plain decoding and small batches: what limits it is reading W, quantised or
-not.
+not. What follows it can be part of it: a gated activation, or an addition.
 
-A program takes some output channels. Its warps share out the inputs, step by step, so that one kernel has enough warps
-on all multiprocessors even for a layer of few channels, and no sums of programs to add. Each warp multiplies W x^T by
-tensor cores, of which 16 channels are the smallest tile: the channels of W are its rows and the few tokens its columns.
-The one token of plain decoding takes all columns. Codes become the dtype of x, exactly (a weight that is not quantised
-is of that dtype); scales multiply float32 sums, those of int4 the sum over each group; at the end the sums of the warps
-are added.
+A program takes some output channels. Its warps share out the inputs, step by step and in parts, so that one kernel has
+enough warps on all multiprocessors even for a layer of few channels, and no sums of programs to add. Each warp
+multiplies W x^T by tensor cores, of which 16 channels are the smallest tile: the channels of W are its rows and the few
+tokens its columns. The one token of plain decoding takes all columns. Codes become the dtype of x, exactly (a weight
+that is not quantised is of that dtype); scales multiply float32 sums, those of int4 the sum over each group; at the end
+the sums of the parts are added.
 """
 
 from typing import NamedTuple
@@ -14,68 +14,80 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.ops.glu.glu import GLUOptions, gated_values, glu_numbers
 from ligermodels.ops.quantized.unpack import float8_values, int4_values
 from ligermodels.ops.quantized.weights import GROUP, num_groups
-from ligermodels.ops.runtime.dispatch import num_sms, tl, triton
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
 FEW_ROWS = 16
 
 
 class _Tile(NamedTuple):
-    """Channels of a program; warps; inputs of a warp at a time; steps on their way."""
+    """Channels of a program; warps; parts of inputs at a time, of which each warp takes as many; inputs of a part;
+    steps on their way."""
 
     channels: int
     warps: int
+    parts: int
     step: int
     stages: int
 
 
-def few_rows(x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
-    """x (M, K), M up to 16, bfloat16 or float16 -> y (M, N), which is filled. `bias` is of x's dtype, and so are the
-    codes of a weight (N, K) that is not quantised, which has no scales."""
+class Epilogue(NamedTuple):
+    """What follows the layer, its result rounded to the dtype of x as if it were written.
+
+    gated: a gated activation of pairs of channels. residual: (..., N), of x's dtype: added, before that."""
+
+    gated: GLUOptions | None = None
+    residual: Tensor | None = None
+
+
+def few_rows(
+    x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, y: Tensor, then: Epilogue | None = None
+) -> None:
+    """x (M, K), M up to 16, bfloat16 or float16 -> y (M, N), or (M, N / 2) with a gated activation, which is filled.
+    `bias` is of x's dtype, and so are the codes of a weight (N, K) that is not quantised, which has no scales."""
     (M, K), N = x.shape, codes.shape[0]
-    x, bias = x if x.stride(1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
+    gated, residual = then or Epilogue()
+    options = gated or GLUOptions("")
     int4 = codes.dtype == torch.uint8
-    tile = _tile(int4, M, N, K, num_sms(x.device))
-    step = tile.warps * tile.step
+    tile = _tile(int4, M)
+    step = tile.parts * tile.step
     _few_rows_kernel[(-(-N // tile.channels),)](
-        x, x.stride(0), codes, scales, bias, y, M, N, K, num_groups(K), -(-K // step),
-        INT4=int4, ONE=M == 1, WHOLE=K % step == 0, BLOCK_M=8 if M <= 8 else 16, BLOCK_N=tile.channels,
-        PARTS=tile.warps, STEP=tile.step, num_warps=tile.warps, num_stages=tile.stages,
+        *rows_and_stride(x), codes, scales, contiguous(bias), *rows_and_stride(residual), *glu_numbers(*options[1:]), y,
+        M, N, K, num_groups(K), -(-K // step), INT4=int4, ACTIVATION=options.activation, ONE=M == 1,
+        WHOLE=K % step == 0, BLOCK_M=8 if M <= 8 else 16, BLOCK_N=tile.channels, PARTS=tile.parts, STEP=tile.step,
+        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _tile(int4: bool, M: int, N: int, K: int, sms: int) -> _Tile:
-    """Chosen by times on an H200: with more channels, rows are read less often and fewer bytes are on their way. Warps
-    of int4, which wait for its scales, share long rows and not those of many programs."""
+def _tile(int4: bool, M: int) -> _Tile:
+    """Chosen by times on an H200: with more channels, rows are read less often and fewer bytes are on their way."""
     if M > 8:
-        return _Tile(32, 4, GROUP, 3 if int4 else 4)
-    if int4 and 8 * 16 * sms <= N:
-        return _Tile(16, 2, GROUP, 4)
-    if int4 and K >= 8 * 8 * GROUP:
-        return _Tile(16, 8, GROUP, 3)
-    return _Tile(16, 4, GROUP, 4)
+        return _Tile(32, 4, 4, GROUP, 3 if int4 else 4)
+    return _Tile(16, 2 if int4 else 4, 4, GROUP, 4)
 
 
 @kernel
 def _few_rows_kernel(
-    x, x_row, codes, scales, bias, y, M, N, K, G, steps, INT4: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    x, x_row, codes, scales, bias, residual, residual_row, gate_multiplier, down_multiplier, limit, up_offset, y,
+    M, N, K, G, steps, INT4: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of channels per program, whose parts, one a warp, take every PARTS-th STEP inputs: for int4, a group.
-    ONE if M is 1; WHOLE if K is whole steps of all parts."""
+    """A tile of channels per program, whose parts take every PARTS-th STEP inputs: for int4, a group. ONE if M is 1;
+    WHOLE if K is whole steps of all parts."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m, p = tl.arange(0, BLOCK_M), tl.arange(0, PARTS)
     acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     if INT4:
         byte = tl.arange(0, 64)
-        scale = tl.load(scales + channel[None, :] * G + tl.minimum(p, G - 1)[:, None])
-        for step in range(steps):
+        # Where stages are named for the loop, Triton reads ahead of it what is no operand of a product, too.
+        for step in tl.range(steps, num_stages=STAGES):
             g = step * PARTS + p
-            # Two bytes are too few for Triton to read ahead, as it does with the rest: that takes a step more.
-            after = tl.load(scales + channel[None, :] * G + tl.minimum(g + PARTS, G - 1)[:, None])
+            scale = tl.load(scales + channel[None, :] * G + tl.minimum(g, G - 1)[:, None])
             place = channel[None, :, None] * (64 * G) + (g[:, None] * 64 + byte[None, :])[:, None, :]
             q = tl.load(codes + place, mask=((g < G) | WHOLE)[:, None, None], other=0)
             k = g[:, None] * 128 + byte[None, :]
@@ -84,8 +96,7 @@ def _few_rows_kernel(
             low, high = int4_values(q, v_low.dtype)
             total = tl.dot(low, v_low)
             total = tl.dot(high, v_high, total)
-            acc += total * scale.to(tl.float32)[:, :, None]
-            scale = after
+            acc += total * scale[:, :, None]
         result = tl.sum(acc, axis=0)
     else:
         within = p[:, None] * STEP + tl.arange(0, STEP)[None, :]
@@ -100,8 +111,19 @@ def _few_rows_kernel(
             result = result * tl.load(scales + channel)[:, None]
     if bias is not None:
         result += tl.load(bias + channel).to(tl.float32)[:, None]
-    there = (m < M)[None, :] & (n < N)[:, None]
-    tl.store(y + m.to(tl.int64)[None, :] * N + n[:, None], result.to(y.dtype.element_ty), mask=there)
+    result, there, row = result.to(y.dtype.element_ty), (m < M)[None, :] & (n < N)[:, None], m.to(tl.int64)[None, :]
+    if residual is not None:
+        more = tl.load(residual + row * residual_row + n[:, None], mask=there, other=0.0).to(tl.float32)
+        result = (more + result.to(tl.float32)).to(y.dtype.element_ty)
+    if ACTIVATION == "":
+        tl.store(y + row * N + n[:, None], result, mask=there)
+    else:
+        pairs = tl.permute(tl.reshape(result, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
+        gate, up = tl.split(pairs.to(tl.float32))
+        result = gated_values(gate, up, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION)
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        there = (m < M)[None, :] & (n < N // 2)[:, None]
+        tl.store(y + row * (N // 2) + n[:, None], result.to(y.dtype.element_ty), mask=there)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.linear import float8_unsupported
+from ligermodels.ops.linear.pending import PendingLinear, may_wait
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
 from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, dequantize_weight, num_groups
@@ -31,7 +32,8 @@ def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
 
     x: (..., K), any floating dtype; under autocast it is cast to its dtype. codes, scales: a weight (N, K) as
     `quantize_weight` gives it; of int4 they tell K to a multiple of 128 alone. bias: (N,), cast to x's dtype.
-    Returns (..., N) of x's dtype. x and bias have gradients; codes and scales are constants.
+    Returns (..., N) of x's dtype, or within `pending_linears` perhaps a PendingLinear. x and bias have gradients; codes
+    and scales are constants.
     Raises InputError if shapes, dtypes or devices do not fit, and for DTensors.
     """
     (x,) = under_autocast(x)
@@ -44,6 +46,8 @@ def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
         check_tensor(name, "bias", bias, (codes.shape[0],), x.device)
         bias = bias.to(x.dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
+    if may_wait() and not torch.is_grad_enabled() and _kernel(x.reshape(-1, features), codes) is few_rows:
+        return PendingLinear(x, codes, scales, bias)  # type: ignore[return-value]  # who calls expects it
     y: Tensor = _QuantizedLinear.apply(x.reshape(x.shape[:-1].numel(), features), codes, scales, bias)
     return y.view(*x.shape[:-1], codes.shape[0])
 

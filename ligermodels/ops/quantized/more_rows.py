@@ -5,36 +5,51 @@ program share out its channels, so that inputs are read once for all of them. Wh
 multiprocessors, the inputs are split, and a second kernel adds the parts in order.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ligermodels.ops.quantized.unpack import float8_values, int4_values
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl
 from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
 MORE_ROWS = 64
 STEP = 128
 """Inputs at a time: a group of int4."""
-CHANNELS = 128
-"""Of a program."""
-MIN_STEPS = 4
-"""Of a split, or the second kernel would cost more than it saves."""
 COMBINED = 512
 """Channels of a program of the second kernel."""
+
+
+class _Tile(NamedTuple):
+    """Channels of a program; warps; steps on their way; programs a multiprocessor; steps of a split at least, or the
+    second kernel would cost more than it saves."""
+
+    channels: int
+    warps: int
+    stages: int
+    programs: int
+    min_steps: int
+
+
+FLOAT8, INT4 = _Tile(128, 8, 4, 1, 4), _Tile(64, 4, 4, 2, 2)
+"""Chosen by times on an H200."""
 
 
 def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """x (M, K), M up to 64, bfloat16 or float16 -> y (M, N), which is filled. `bias` is of x's dtype."""
     (M, K), N = x.shape, codes.shape[0]
-    x, bias = x if x.stride(1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
-    steps, tiles = -(-K // STEP), -(-N // CHANNELS)
-    splits = max(min(num_sms(x.device) // tiles, steps // MIN_STEPS), 1)
-    parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
+    bias = contiguous(bias)
     int4 = codes.dtype == torch.uint8
+    tile = INT4 if int4 else FLOAT8
+    steps, tiles = -(-K // STEP), -(-N // tile.channels)
+    splits = max(min(tile.programs * num_sms(x.device) // tiles, steps // tile.min_steps), 1)
+    parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     _more_rows_kernel[(tiles, splits)](
-        x, x.stride(0), codes, scales, bias, parts, M, N, K, steps, INT4=int4,
-        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=CHANNELS,
-        num_warps=4 if int4 else 8, num_stages=3 if int4 else 4,
+        *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, INT4=int4,
+        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=tile.channels,
+        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         _sum_kernel[(M, -(-N // COMBINED))](parts, bias, y, M, N, splits, BLOCK=COMBINED, num_warps=4)
@@ -43,7 +58,7 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
 @kernel
 def _more_rows_kernel(
     x, x_row, codes, scales, bias, out, M, N, K, steps, INT4: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of channels and an even share of the steps per program; with SPLIT float32 parts (splits, M, N) without
     bias. A step is 128 inputs; WHOLE if K is so many steps."""
@@ -56,9 +71,8 @@ def _more_rows_kernel(
     rows, row_there = x + m.to(tl.int64)[None, :] * x_row, (m < M)[None, :]
     if INT4:
         byte = tl.arange(0, 64)
-        scale = tl.load(scales + channel * steps + low_step)
-        for step in range(low_step, high_step):
-            after = tl.load(scales + channel * steps + tl.minimum(step + 1, steps - 1))  # ahead, as in `few_rows`
+        for step in tl.range(low_step, high_step, num_stages=STAGES):  # ahead with scales too, as in `few_rows`
+            scale = tl.load(scales + channel * steps + step)
             q = tl.load(codes + channel[:, None] * (64 * steps) + (step * 64 + byte)[None, :])
             k = (step * 128 + byte)[:, None]
             v_low = tl.load(rows + k, mask=row_there & ((k < K) | WHOLE), other=0.0)
@@ -66,8 +80,7 @@ def _more_rows_kernel(
             low, high = int4_values(q, v_low.dtype)
             total = tl.dot(low, v_low)
             total = tl.dot(high, v_high, total)
-            acc += total * scale.to(tl.float32)[:, None]
-            scale = after
+            acc += total * scale[:, None]
     else:
         for step in range(low_step, high_step):
             k = step * 128 + tl.arange(0, 128)

@@ -3,8 +3,8 @@
 "float8": E4M3 with one float32 scale for each output channel, its largest magnitude / 448. `codes` are float8 (N, K),
 `scales` (N,).
 
-"int4": integers q from -8 to 7 with one bfloat16 scale for each 128 inputs of an output channel, their largest
-magnitude / 7.5, rounded up. Where K is no multiple of 128 the last group is short, and q is 0 for what it lacks. With
+"int4": integers q from -8 to 7 with one float32 scale for each 128 inputs of an output channel, their largest
+magnitude / 7.5. Where K is no multiple of 128 the last group is short, and q is 0 for what it lacks. With
 G = ceil(K / 128) groups, `scales` are (N, G) and `codes` uint8 (N, 64 G): of byte j of a group the low four bits are
 q + 8 of its input j, the high ones of its input 64 + j. So the bytes of a group are its first 64 inputs in a row, and
 its last 64, which a kernel multiplies without exchanging elements between threads.
@@ -47,7 +47,7 @@ def empty_quantized(kind: Quantized, out_features: int, in_features: int, device
         return QuantizedWeight(codes, torch.empty(scales, dtype=torch.float32, device=device))
     groups = num_groups(in_features)
     codes = torch.empty(out_features, groups * BYTES, dtype=torch.uint8, device=device)
-    return QuantizedWeight(codes, torch.empty(out_features, groups, dtype=torch.bfloat16, device=device))
+    return QuantizedWeight(codes, torch.empty(out_features, groups, dtype=torch.float32, device=device))
 
 
 def num_groups(in_features: int) -> int:
@@ -63,7 +63,7 @@ def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, de
     else:
         groups = num_groups(in_features)
         check_tensor(op, "codes", codes, ("N", groups * BYTES), device, torch.uint8)
-        check_tensor(op, "scales", scales, (codes.shape[0], groups), device, torch.bfloat16)
+        check_tensor(op, "scales", scales, (codes.shape[0], groups), device, torch.float32)
 
 
 @torch.no_grad()
@@ -117,11 +117,8 @@ def _to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
 def _to_int4(values: Tensor) -> tuple[Tensor, Tensor]:
     short_of = -values.shape[1] % GROUP
     groups = torch.nn.functional.pad(values, (0, short_of)).unflatten(1, (-1, GROUP))
-    wanted = (groups.abs().amax(2) / 7.5).clamp(min=_TINY)
-    scales = wanted.to(torch.bfloat16)
-    # The bits of positive floats count up: one more is the next one above.
-    scales = torch.where(scales.float() < wanted, (scales.view(torch.int16) + 1).view(torch.bfloat16), scales)
-    q = (groups / scales.float()[..., None]).round().clamp(-8, 7).to(torch.int8) + 8
+    scales = (groups.abs().amax(2) / 7.5).clamp(min=_TINY)
+    q = (groups / scales[..., None]).round().clamp(-8, 7).to(torch.int8) + 8
     low, high = q.to(torch.uint8).unflatten(2, (2, BYTES)).unbind(2)
     return (low | high << 4).flatten(1), scales
 
