@@ -1,10 +1,11 @@
 """`python -m benchmarks.quantized_decoding [--model NAME] [--out FILE]`: decoding in bf16, float8, int4.
 
-First the linear layers of a block by themselves, for 1 to 64 tokens: copies of a weight follow one another in a CUDA
-graph, more than the cache holds, beside the time in which their bytes, weights and scales, can be read at the rate of a
-large copy. torchao's int4 and float8 weights are timed too where it is installed, compiled. A result that is farther
-from that of the rounded weight than bf16 explains is an error. Then greedy decoding of the whole model, and the step of
-a Medusa tree, beside the time in which all that a step needs of the weights can be read.
+First the linear layers of a block, and the head, by themselves, for 1 to 64 tokens: copies of a weight follow one
+another in a CUDA graph, more than the cache holds, beside the time in which their bytes, weights and scales, can be
+read at the rate of a large copy. torchao's int4 and float8 weights are timed too where it is installed, compiled. A
+result that is farther from that of the rounded weight than bf16 explains is an error. Then greedy decoding of the whole
+model, its head in bf16 or quantised too, and the step of a Medusa tree, beside the time in which all that a step needs
+of the weights can be read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,15 @@ from ligermodels import ops
 from ligermodels.layers.initialization import persistent_tensors
 
 KINDS: tuple[ops.Quantized, ...] = ("float8", "int4")
+FORMATS: tuple[tuple[ops.Quantized | None, ops.Quantized | None], ...] = (
+    (None, None),
+    ("float8", None),
+    ("int4", None),
+    ("float8", "float8"),
+    ("int4", "float8"),
+    ("int4", "int4"),
+)
+"""Of the weights of the blocks, and of the head; None is bf16."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 Call = Callable[[Tensor], Tensor]
 Way = Callable[[Tensor], tuple[Call, Tensor, int]]
@@ -72,9 +82,11 @@ WAYS: dict[str, Way] = {
 
 
 def projections(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Shapes (N, K) of the linear layers in a block of the model."""
-    block = lm.from_config({**config, "num_hidden_layers": 1}, device="meta").decoder.blocks[0]
-    return {n: (m.out_features, m.in_features) for n, m in block.named_modules() if isinstance(m, nn.Linear)}
+    """Shapes (N, K) of the linear layers in a block of the model, and of its head."""
+    model = lm.from_config({**config, "num_hidden_layers": 1}, device="meta")
+    linears = {n: m for n, m in model.decoder.blocks[0].named_modules() if isinstance(m, nn.Linear)}
+    shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    return {**shapes, "head": (model.config.vocab_size, model.config.hidden_size)}
 
 
 @torch.no_grad()
@@ -106,16 +118,17 @@ def linears(config: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:
 
 def models(config: dict[str, Any], rate: float, batches: list[int], nodes: int) -> Iterator[dict[str, Any]]:
     """A record for each batch and format, and the step of a tree in each."""
-    for kind in (None, *KINDS):
+    for kind, head in FORMATS:
         torch.manual_seed(0)
         model = lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE).eval()
         if kind is not None:
-            lm.quantize(model, kind)
+            lm.quantize(model, kind, head=head)
         tensors = persistent_tensors(model)
         size = sum(each.nbytes for each in tensors.values())
-        if model.head.weight is not model.decoder.embed.weight:
+        if not model.config.head.tied:
             size -= model.decoder.embed.weight.nbytes  # of which a step needs a row
-        provider, limit = f"ligermodels {kind or 'bf16'}", size / rate * 1e3
+        provider = f"ligermodels {kind or 'bf16'}" + (f", head {head}" if head else "")
+        limit = size / rate * 1e3
         for batch in batches:
             ids = torch.randint(config["vocab_size"], (batch, PROMPT), device=measure.DEVICE)
             step = 1e3 * seconds_a_token(partial(model.generate, ids))

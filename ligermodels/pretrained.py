@@ -77,6 +77,7 @@ def from_pretrained(
     prepare: Callable[[CausalLM], object] | None = None,
     quantize: Quantized | None = None,
     quantize_exclude: Sequence[str] = (),
+    quantize_head: Quantized | None = None,
 ) -> CausalLM:
     """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
 
@@ -105,13 +106,15 @@ def from_pretrained(
             `lm.quantize(model, quantize)` does it to the model in `dtype`. Memory holds the quantised model and about a
             gigabyte more.
         quantize_exclude: with `quantize`, patterns of layers that are not rounded: `exclude` of `lm.quantize`.
+        quantize_head: with `quantize`, "float8" or "int4": round the head too: `head` of `lm.quantize`.
 
     Raises:
         HubError: the repository cannot be found or reached.
         ConfigError: config.json has a missing, bad or unsupported field (named).
         CheckpointError: files or tensors are missing, damaged or do not fit (all of them named).
         InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
-            Also as `lm.quantize`; where a `plan` is given with it; and for `quantize_exclude` without it.
+            Also as `lm.quantize`; where a `plan` is given with it; and for `quantize_exclude` or `quantize_head`
+            without it.
     """
     check_flag("mapped", mapped)
     check_function("progress", progress)
@@ -120,6 +123,8 @@ def from_pretrained(
         check_format("quantize", quantize)
     elif quantize_exclude:
         raise InputError(f"quantize_exclude: got {short(quantize_exclude)} without `quantize`, which it is for")
+    elif quantize_head is not None:
+        raise InputError(f"quantize_head: got {short(quantize_head)} without `quantize`, which it is for")
     place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
@@ -146,8 +151,8 @@ def from_pretrained(
         if prepare is not None:
             prepare(model)
         if quantize is not None:
-            with arguments_named(exclude="quantize_exclude"):
-                quantize_weights(model, quantize, exclude=quantize_exclude)
+            with arguments_named(exclude="quantize_exclude", head="quantize_head"):
+                quantize_weights(model, quantize, exclude=quantize_exclude, head=quantize_head)
         _allocate(model, kind, place, plan, mapped=mapped and place.type == "cpu")
         initialize_buffers(model, config.initializer_range)
         if place.type != "meta":
@@ -300,7 +305,9 @@ def _allocate(
 def _keep_dtypes(model: CausalLM, weight_map: WeightMap, headers: Mapping[str, Spec], dtype: torch.dtype) -> None:
     """Have the model, loaded in `dtype`, written with what it keeps in another dtype as it was stored."""
     spec, dtypes = model.require_export_spec(), weight_map.stored_dtypes(headers, persistent_tensors(model), dtype)
-    source = None if spec.source is None else replace(spec.source, weight_map=replace(weight_map, dtypes=dtypes))
+    source = spec.source
+    if source is not None:
+        source = replace(source, weight_map=replace(source.weight_map, dtypes=dtypes))
     model.export_spec = replace(spec, weight_map=replace(spec.weight_map, dtypes=dtypes), source=source)
 
 

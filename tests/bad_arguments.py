@@ -69,6 +69,17 @@ def plans() -> Any:
             lambda p, exclude=exclude: lm.from_pretrained(p.checkpoint, quantize="int4", quantize_exclude=exclude),
             "quantize_exclude: ",
         )
+    for head in ([], "INT4", torch.int8, 4, True, ""):
+        yield (
+            f"quantize_head {head!r}",
+            lambda p, head=head: lm.from_pretrained(p.checkpoint, quantize="int4", quantize_head=head),
+            "quantize_head: ",
+        )
+        yield (
+            f"quantize_head {head!r} without quantize",
+            lambda p, head=head: lm.from_pretrained(p.checkpoint, quantize_head=head),
+            "quantize_head: ",
+        )
     for run in (fine_tune, train_heads, train_mtp):
         for recipe in (None, {"base": "x"}, "fine-tuning", MedusaRecipe if run is train_heads else MedusaRecipe()):
             yield (

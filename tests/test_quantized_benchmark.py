@@ -43,17 +43,23 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = [each for each in records if "linear" in each and "failed" not in each]
     assert {(e["linear"], e["provider"], e["rows"]) for e in timed} >= {
         (name, way, rows)
-        for name in ("mixer.qkv", "mixer.o", "mlp.gate_up", "mlp.down")
+        for name in ("mixer.qkv", "mixer.o", "mlp.gate_up", "mlp.down", "head")
         for way in ("bf16", "ligermodels float8", "ligermodels int4")
         for rows in (1, 3)
     }
     assert all(each["provider"].startswith("torchao") for each in records if "failed" in each)
     # The bytes of what is read: those of int4 are a little more than a quarter of bf16's.
-    limits = {e["provider"]: e["of_limit"] for e in timed if e["linear"] == "mlp.gate_up"}
-    assert 0.25 < limits["ligermodels int4"] / limits["bf16"] < 0.6 and limits["ligermodels float8"] < limits["bf16"]
+    shares = {e["provider"]: e["of_limit"] for e in timed if e["linear"] == "mlp.gate_up"}
+    assert 0.25 < shares["ligermodels int4"] / shares["bf16"] < 0.6 and shares["ligermodels float8"] < shares["bf16"]
     steps = [each for each in records if "step_ms" in each]
-    assert [e.get("batch", "tree") for e in steps] == 3 * [1, 2, "tree"]
-    assert [e["provider"] for e in steps[::3]] == [f"ligermodels {kind}" for kind in ("bf16", "float8", "int4")]
+    assert [e.get("batch", "tree") for e in steps] == 6 * [1, 2, "tree"]
+    formats = ("bf16", "float8", "int4", "float8, head float8", "int4, head float8", "int4, head int4")
+    assert [e["provider"] for e in steps[::3]] == [f"ligermodels {kind}" for kind in formats]
+    # Times at the rate of a copy, so bytes. A row of the head has 2 * 64 in bf16, 64 + 4 in float8 and in int4, whose
+    # groups 64 inputs fill by half.
+    limits = [e["of_limit"] * e["step_ms"] for e in steps[::3]]
+    saved = [limits[1] - limits[3], limits[2] - limits[4], limits[2] - limits[5]]
+    assert saved[0] > 0 and saved == pytest.approx(3 * saved[:1])
 
 
 def test_a_wrong_result_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.archs.untie import EMBEDDING, HEAD
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError
@@ -71,7 +72,7 @@ class MTPFormat:
 
     def copied(self, config: DecoderConfig, layout: Mapping[str, Any], num_layers: int = 1) -> dict[str, str]:
         """Checkpoint tensor -> the native tensor of the model that it repeats."""
-        tied = {"head.weight": "decoder.embed.weight"} if config.head.tied else {}
+        tied = {HEAD: EMBEDDING} if config.head.tied else {}
         return {
             f"{self._prefixes(config, layout, index)[0]}{name}": tied.get(native, native)
             for index in range(num_layers)
@@ -132,7 +133,7 @@ DEEPSEEK = MTPFormat(
     prefix="{model}.layers.{layer}.",
     names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"},
     block="{model}.layers.{layer}",
-    copies={"embed_tokens.weight": "decoder.embed.weight", "shared_head.head.weight": "head.weight"},
+    copies={"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD},
 )
 """Of DeepSeek-V3 and GLM-4.5: layers after the model's own, with copies of the embedding and the head."""
 

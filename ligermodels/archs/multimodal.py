@@ -12,6 +12,7 @@ import torch
 from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
+from ligermodels.archs.untie import TIED
 from ligermodels.convert.config_json import TEXT, THINKER, short
 from ligermodels.convert.loading import Reader
 from ligermodels.errors import ConfigError
@@ -40,7 +41,6 @@ BESIDE_THINKER = (
 MULTIMODAL_ROPE = ("mrope_section", "mrope_interleaved", "interleaved")
 """Settings by which channels of a rope follow the time, height or width of an image. For text the three are equal, so
 every such rope is the plain one."""
-TIED = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.archs.lora import without_lora
+from ligermodels.archs.untie import EMBEDDING, HEAD
 from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.weight_map import WeightMap
@@ -36,10 +37,13 @@ def load_weights(
     A layer whose weight is quantised gets what `dtype` makes of the checkpoint's, rounded. Raises CheckpointError as
     `WeightMap.load`, and for weights to be rounded that are not finite.
     """
+    targets = {mapping.target for mapping in weight_map.mappings}
     layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     rounded = {name.removesuffix("weight") + part for name in layers for part in ("codes", "scales")}
     state = {name: tensor for name, tensor in without_lora(model).items() if name not in rounded}
-    if not layers:
+    # Of a checkpoint that ties the two, a head that has been untied is the rounded embedding.
+    tied = layers.pop(HEAD) if HEAD in layers.keys() - targets and weight_map.aliases else None
+    if not layers and tied is None:
         return weight_map.load(reader, state, progress, mapped=mapped)
     weights = {name: _weight(layer, dtype, "meta") for name, layer in layers.items()}
     weight_map.plan(reader.headers, {**state, **weights})
@@ -56,6 +60,11 @@ def load_weights(
                 layers[name].fill(read.pop(name))
             except InputError as error:
                 raise CheckpointError(f"{name}: {error}") from None
+    if tied is not None:
+        try:
+            tied.fill(state[EMBEDDING])
+        except InputError as error:
+            raise CheckpointError(f"{EMBEDDING}: {error}") from None
 
 
 def _weight(layer: QuantizedLinear, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -46,6 +46,7 @@ def chat(
     attention: options.Attention = "auto",
     quantize: options.Quantize = None,
     quantize_exclude: options.QuantizeExclude = None,
+    quantize_head: options.QuantizeHead = None,
 ) -> None:
     """Chat with a model: a turn a line, from the terminal or from standard input.
 
@@ -53,7 +54,7 @@ def chat(
     standard output, all else to standard error.
     """
     given = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=heads is not None)
-    rounding = options.quantizing(quantize, quantize_exclude)
+    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
 
     from ligermodels.data.chat import ChatTemplate, end_of_turn
     from ligermodels.data.tokenizer import TextStream, Tokenizer

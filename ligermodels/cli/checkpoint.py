@@ -45,6 +45,7 @@ def verify(
     ] = None,
     quantize: options.Quantize = None,
     quantize_exclude: options.QuantizeExclude = None,
+    quantize_head: options.QuantizeHead = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare a checkpoint with transformers, module by module.
@@ -60,7 +61,7 @@ def verify(
         check_number("--tolerance", tolerance)
     if float8_exclude and not float8:
         raise typer.BadParameter("is for --float8", param_hint="--float8-exclude")
-    rounding = options.quantizing(quantize, quantize_exclude)
+    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     other = "--float8" if float8 else "--quantize"
     if (float8 or rounding) and reference is not None:
         raise typer.BadParameter(f"has no meaning with {other}", param_hint="--reference")

@@ -49,6 +49,7 @@ def evaluate(
     attention: options.Attention = "auto",
     quantize: options.Quantize = None,
     quantize_exclude: options.QuantizeExclude = None,
+    quantize_head: options.QuantizeHead = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Score heads, and benchmark decoding with them.
@@ -65,7 +66,7 @@ def evaluate(
         raise typer.BadParameter("give 2 or more, or 0 only to score", param_hint="--prompts")
     if plot is not None:
         require_plotting(plot)
-    rounding = options.quantizing(quantize, quantize_exclude)
+    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     place = options.device_named(device)
 
     from ligermodels.data.packing import PackedBatches

@@ -36,6 +36,7 @@ def generate(
     attention: options.Attention = "auto",
     quantize: options.Quantize = None,
     quantize_exclude: options.QuantizeExclude = None,
+    quantize_head: options.QuantizeHead = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Continue prompts.
@@ -43,7 +44,7 @@ def generate(
     The text goes to standard output, the speed to standard error.
     """
     given = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=medusa is not None)
-    rounding = options.quantizing(quantize, quantize_exclude)
+    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     prompts = prompt or [_standard_input()]
     for number, text in enumerate(prompts, start=1):
         if not text:

@@ -39,6 +39,10 @@ QuantizeExclude = Annotated[
     list[str] | None,
     typer.Option(help="Patterns of layers that are not rounded, such as mlp.experts. May be repeated."),
 ]
+QuantizeHead = Annotated[
+    Quantized | None,
+    typer.Option(help="With --quantize, round the head too; one tied to the embedding becomes its own."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")]
 
@@ -71,18 +75,19 @@ Prepare = Callable[["CausalLM"], object] | None
 """What is done with a model before its weights are read: see `from_pretrained`."""
 
 
-def quantizing(kind: Quantized | None, exclude: Sequence[str] | None) -> Prepare:
+def quantizing(kind: Quantized | None, exclude: Sequence[str] | None, head: Quantized | None) -> Prepare:
     """`lm.quantize` with these options; None without a kind."""
     if kind is None:
-        if exclude:
-            raise typer.BadParameter("is for --quantize", param_hint="--quantize-exclude")
+        for name, value in (("--quantize-exclude", exclude), ("--quantize-head", head)):
+            if value:
+                raise typer.BadParameter("is for --quantize", param_hint=name)
         return None
 
     def quantized(model: CausalLM) -> object:
         from ligermodels.archs.quantize import quantize
 
-        with arguments_named(exclude="--quantize-exclude"):
-            return quantize(model, kind, exclude=exclude or ())
+        with arguments_named(exclude="--quantize-exclude", head="--quantize-head"):
+            return quantize(model, kind, exclude=exclude or (), head=head)
 
     return quantized
 

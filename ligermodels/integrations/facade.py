@@ -16,6 +16,7 @@ from ligermodels.generation import DecodingState
 from ligermodels.integrations.decoder import DecoderView
 from ligermodels.integrations.in_place import nativize
 from ligermodels.layers.checkpointing import ActivationCheckpointing
+from ligermodels.layers.lm_head import scaled_logits
 
 
 def wrap(model: CausalLM) -> Any:
@@ -93,6 +94,4 @@ class _Head(nn.Module):
         """As `LMHead.forward`."""
         if targets is not None:
             return self.hf.lm_head(hidden, targets, **loss_options)
-        logits = self.hf.lm_head(hidden) * self.config.logit_scale
-        softcap = self.config.softcap
-        return logits if softcap is None else softcap * (logits / softcap).tanh()
+        return scaled_logits(self.config, self.hf.lm_head(hidden))

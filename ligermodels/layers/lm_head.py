@@ -105,6 +105,13 @@ def head_loss(
     return op(hidden, weight, targets, bias, softcap=config.softcap, logit_scale=config.logit_scale, **options)
 
 
+def scaled_logits(config: HeadConfig, logits: Tensor) -> Tensor:
+    """The products of hidden states and weight, scaled and capped as `config` says."""
+    scale, softcap = config.logit_scale, config.softcap
+    logits = logits if scale == 1.0 else logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 class LMHead(nn.Module):
     """Projects hidden states to the vocabulary. The weight is used inside forward only, so that FSDP can gather it."""
 
@@ -134,11 +141,8 @@ class LMHead(nn.Module):
         `loss_options` (LOSS_OPTIONS, LOSS_RETURNS and others) go to that op. With
         `log_probs=True` the result and the options are those of `ops.linear_log_probs`.
         """
-        scale, softcap = self.config.logit_scale, self.config.softcap
         if targets is not None:
             return head_loss(self.config, hidden, self.weight, targets, self.bias, **loss_options)
         x = on_all_ranks(self, hidden, self.weight)
         logits = onednn_linear(x, local(self, self.weight), local(self, self.bias))
-        logits = logits if scale == 1.0 else logits * scale
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        return gather_last(self, logits, self.weight)
+        return gather_last(self, scaled_logits(self.config, logits), self.weight)

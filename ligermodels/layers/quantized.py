@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,11 @@ from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.layers.initialization import skip_init
 from ligermodels.ops import Quantized
+
+AT_A_TIME = 2**24
+"""Elements of a weight that are compared, or dequantised, at a time."""
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class QuantizedLinear(nn.Module):
@@ -61,14 +66,43 @@ class QuantizedLinear(nn.Module):
             self.codes.copy_(codes)
             self.scales.copy_(scales)
 
-    def dequantized(self, dtype: torch.dtype) -> nn.Linear:
+    def is_of(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        """Whether it is what `weight`, on any device and first cast to `dtype`, is rounded to."""
+        if weight.shape != (self.out_features, self.in_features):
+            return False
+        for rows in self._rows():
+            part = weight[rows].to(self.codes.device, dtype)
+            if not part.isfinite().all():
+                return False
+            codes, scales = ops.quantize_weight(part, self.kind)
+            if not torch.equal(codes.view(torch.uint8), self.codes[rows].view(torch.uint8)):
+                return False
+            if not torch.equal(scales, self.scales[rows]):
+                return False
+        return True
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """The rounded weight (out_features, in_features) in `dtype`; a part of it at a time is float32."""
+        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
+        for rows in self._rows():
+            weight[rows] = ops.dequantize_weight(self.codes[rows], self.scales[rows], self.in_features, dtype)
+        return weight
+
+    def _rows(self) -> Iterator[slice]:
+        count = max(1, AT_A_TIME // self.in_features)
+        return (slice(first, first + count) for first in range(0, self.out_features, count))
+
+    def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """A linear layer of the rounded weight, in `dtype`, frozen, and of the bias."""
         with torch.device("meta"), skip_init():
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        weight = ops.dequantize_weight(self.codes, self.scales, self.in_features, dtype)
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        linear.register_parameter("bias", self.bias)
-        return linear.train(self.training)
+        return self._give(linear, dtype)
+
+    def _give(self, layer: Layer, dtype: torch.dtype) -> Layer:
+        """`layer` with the rounded weight, frozen, and the bias of this one."""
+        layer.weight = nn.Parameter(self.rounded(dtype), requires_grad=False)
+        layer.bias = self.bias  # type: ignore[assignment]  # None as well
+        return layer.train(self.training)
 
     def init_weights(self, std: float) -> None:
         """The weight normal(0, std), rounded, and the bias zero."""

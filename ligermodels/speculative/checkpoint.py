@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.initialization import persistent_tensors
+from ligermodels.layers.lora import check_exportable
+from ligermodels.layers.quantized_head import QuantizedHead
 from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.speculative.files import Heads
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
@@ -41,6 +44,7 @@ def tensors_to_export(base: CausalLM, heads: nn.ModuleList, shape: HeadsShape, p
         raise InputError(f"profile {profile.name!r} has no place for the lm_head's bias")
     if not any(".lm_head." in name for name in state):
         for i in range(profile.projections(shape)):
+            check_exportable(base.head)
             if lm_head.keys() != {"weight"}:
                 raise InputError(
                     f"profile {profile.name!r} repeats the base's lm_head, but base.head is a "
@@ -56,16 +60,16 @@ def tensors_to_export(base: CausalLM, heads: nn.ModuleList, shape: HeadsShape, p
 
 
 def repeats_lm_head(base: CausalLM, folder: Path, found: Heads) -> bool:
-    """Whether all lm_heads `found` in `folder`, if any, are that of `base`: bit for bit, once cast to its dtype.
+    """Whether all lm_heads `found` in `folder`, if any, are that of `base`: bit for bit, once cast to its dtype, and
+    rounded as it is.
 
     They are compared one by one, a few rows at a time, up to the first that differ. Raises CheckpointError when one
     lm_head is for all heads, and is not the base's.
     """
     shape = HeadsShape(found.num_heads, found.num_layers, base.config.hidden_size, base.config.vocab_size)
-    lm_head = base.head.state_dict()
-    weight = gathered(lm_head["weight"]) if lm_head.keys() == {"weight"} else None
+    is_base = _comparison(base)
     for name in found.profile.lm_head_names(shape):
-        if weight is not None and name in found.reader.headers and _same_bits(found.reader.read(name), weight):
+        if name in found.reader.headers and is_base(found.reader.read(name)):
             continue
         if found.profile.lm_heads == "one":
             raise CheckpointError(
@@ -93,6 +97,16 @@ def load_heads(
     if repeated:
         state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
     found.weight_map(shape, lm_heads=not repeated).load(found.reader, state, progress=progress)
+
+
+def _comparison(base: CausalLM) -> Callable[[Tensor], bool]:
+    """Whether a stored lm_head is that of `base`, which one with a bias never is."""
+    if isinstance(base.head, QuantizedHead) and base.head.bias is None:
+        return partial(base.head.is_of, dtype=base.dtype)
+    lm_head = base.head.state_dict()
+    if lm_head.keys() != {"weight"}:
+        return lambda _: False
+    return partial(_same_bits, weight=gathered(lm_head["weight"]))
 
 
 def _same_bits(stored: Tensor, weight: Tensor) -> bool:

@@ -19,6 +19,7 @@ from ligermodels.convert.input_files import as_path, folder_to_write
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.memory import memory_for
+from ligermodels.layers.quantized_head import plain_head_state
 from ligermodels.layers.sharding import TensorSharding, gathered
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
@@ -44,7 +45,8 @@ class MedusaModel(MultiHeadModel):
         lm_head: Literal["own", "shared"] = "own",
         decay: float = 0.8,
     ) -> None:
-        """New heads: identity ResBlocks and, with own lm_heads, copies of the base's. See `from_base`."""
+        """New heads: identity ResBlocks and, with own lm_heads, copies of the base's (of its rounded weight, where that
+        is quantised). See `from_base`."""
         super().__init__()
         check_native(base, "base")
         num_heads = check_count("num_heads", num_heads, most=MOST_HEADS)
@@ -53,7 +55,8 @@ class MedusaModel(MultiHeadModel):
             raise InputError(f"lm_head must be 'own' or 'shared', got {short(lm_head)}")
         self.base, self.lm_head, self.decay = base, lm_head, check_decay(decay)
         self.shape = HeadsShape(num_heads, num_layers, base.config.hidden_size, base.config.vocab_size)
-        state = {name: gathered(tensor) for name, tensor in base.head.state_dict().items()} if lm_head == "own" else {}
+        state = plain_head_state(base.head, base.dtype) if lm_head == "own" else {}
+        state = {name: gathered(tensor) for name, tensor in state.items()}
         hidden = self.shape.hidden_size
         elements = num_heads * (num_layers * hidden * (hidden + 1) + (hidden * self.shape.vocab_size if state else 0))
         what = f"{num_heads} heads of num_layers = {num_layers}"
@@ -202,6 +205,7 @@ class MedusaModel(MultiHeadModel):
         ResBlocks without biases get biases of zero, which is the same. Of a `full-hf` checkpoint, `base` is what
         `ligermodels.from_pretrained` loads from the same folder. Where every head's lm_head is, in the base's dtype and
         bit for bit, the base's, they share that, even if the format repeats it; `own_lm_heads` gives each a copy of it.
+        A quantised head of the base counts as the weights that are rounded to it.
 
         Raises CheckpointError when files or tensors are missing, damaged, in no known format or made for another base;
         HubError when they cannot be fetched.

@@ -17,6 +17,7 @@ from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.archs.extra_heads import MTP_TYPE
 from ligermodels.archs.mtp import QWEN, MTPFormat
 from ligermodels.archs.state_dict import nearest_layout
+from ligermodels.archs.untie import HEAD
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, as_json
@@ -30,6 +31,7 @@ from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
 from ligermodels.layers.initialization import persistent_tensors
+from ligermodels.layers.quantized_head import QuantizedHead
 from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.speculative.mtp_head import MTPHead
 
@@ -202,8 +204,13 @@ def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM
     own = persistent_tensors(base)
     for name, native in layout.copies.items():
         if name in reader.headers:
-            stored, ours = reader.read(name), gathered(own[native].detach())
-            if stored.shape != ours.shape or not torch.equal(stored.to(ours), ours):
+            stored = reader.read(name)
+            if native == HEAD and isinstance(base.head, QuantizedHead):
+                is_copy = base.head.is_of(stored, base.dtype)
+            else:
+                ours = gathered(own[native].detach())
+                is_copy = stored.shape == ours.shape and torch.equal(stored.to(ours), ours)
+            if not is_copy:
                 warnings.warn(
                     f"{folder}: {name} is not the model's own tensor; the model's is used, as transformers does",
                     ConfigWarning,
