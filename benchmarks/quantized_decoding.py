@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,14 @@ from ligermodels import ops
 from ligermodels.layers.initialization import persistent_tensors
 
 KINDS: tuple[ops.Quantized, ...] = ("float8", "int4")
-FORMATS: tuple[tuple[ops.Quantized | None, ops.Quantized | None], ...] = (
-    (None, None),
-    ("float8", None),
-    ("int4", None),
-    ("float8", "float8"),
-    ("int4", "float8"),
-    ("int4", "int4"),
-)
+FORMATS: dict[str, tuple[ops.Quantized | None, ops.Quantized | None]] = {
+    "bf16": (None, None),
+    "float8": ("float8", None),
+    "int4": ("int4", None),
+    "float8, head float8": ("float8", "float8"),
+    "int4, head float8": ("int4", "float8"),
+    "int4, head int4": ("int4", "int4"),
+}
 """Of the weights of the blocks, and of the head; None is bf16."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 Call = Callable[[Tensor], Tensor]
@@ -116,9 +116,12 @@ def linears(config: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:
             measure.free()
 
 
-def models(config: dict[str, Any], rate: float, batches: list[int], nodes: int) -> Iterator[dict[str, Any]]:
+def models(
+    config: dict[str, Any], rate: float, batches: list[int], nodes: int, formats: Iterable[str] = FORMATS
+) -> Iterator[dict[str, Any]]:
     """A record for each batch and format, and the step of a tree in each."""
-    for kind, head in FORMATS:
+    for name in formats:
+        kind, head = FORMATS[name]
         torch.manual_seed(0)
         model = lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE).eval()
         if kind is not None:
@@ -127,8 +130,7 @@ def models(config: dict[str, Any], rate: float, batches: list[int], nodes: int) 
         size = sum(each.nbytes for each in tensors.values())
         if not model.config.head.tied:
             size -= model.decoder.embed.weight.nbytes  # of which a step needs a row
-        provider = f"ligermodels {kind or 'bf16'}" + (f", head {head}" if head else "")
-        limit = size / rate * 1e3
+        provider, limit = f"ligermodels {name}", size / rate * 1e3
         for batch in batches:
             ids = torch.randint(config["vocab_size"], (batch, PROMPT), device=measure.DEVICE)
             step = 1e3 * seconds_a_token(partial(model.generate, ids))
@@ -153,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_decoding", description=__doc__)
     parser.add_argument("--model", default="llama-3-8b", choices=CONFIGS)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS, help="of the whole model's weights")
     parser.add_argument("--nodes", type=int, default=63, help="nodes of the tree below its root")
     parser.add_argument("--no-linears", action="store_true", help="the whole model alone")
     parser.add_argument("--no-model", action="store_true", help="the linear layers alone")
@@ -160,7 +163,9 @@ def main() -> None:
     arguments = parser.parse_args()
     config, facts, rate = CONFIGS[arguments.model], measure.facts(), measure.copy_rate()
     records = [] if arguments.no_linears else [linears(config, rate)]
-    records += [] if arguments.no_model else [models(config, rate, arguments.batches, arguments.nodes)]
+    records += (
+        [] if arguments.no_model else [models(config, rate, arguments.batches, arguments.nodes, arguments.formats)]
+    )
     for record in (each for part in records for each in part):
         print(record, flush=True)
         measure.write(arguments.out, [{"case": arguments.model, **record, **facts}])
