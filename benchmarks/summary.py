@@ -183,20 +183,20 @@ def page(found: Mapping[str, list[Record]]) -> str:
 
 
 def _quantised(records: Sequence[Record]) -> str:
-    """Decoding by the format of the weights, in Markdown; empty without records."""
-    steps = [r for r in records if "step_ms" in r]
-    if not steps:
+    """Decoding by the format of the weights, in Markdown, by the last record of each case; empty without records."""
+    last = {(r["provider"], r["case"]): r for r in records if "step_ms" in r}
+    if not last:
         return ""
-    last = {(r["provider"], r["case"]): r for r in last_run(steps)}
     cases = list(dict.fromkeys(case for _, case in last))
     rows = ["| greedy decoding, weights in |" + "".join(f" {case} |" for case in cases)]
     rows.append("|---|" + "---|" * len(cases))
     for provider in dict.fromkeys(provider for provider, _ in last):
         cells = (last.get((provider, case)) for case in cases)
         rows.append(f"| {provider.removeprefix('ligermodels ')} |" + "".join(f" {_step(r)} |" for r in cells))
+    commits = " and ".join(dict.fromkeys(_short(r.get("commit", "")) for r in last.values()))
     note = (
-        f"`python -m benchmarks.quantized_decoding --no-linears`, commit {_short(steps[-1].get('commit', ''))}; in "
-        "brackets, the share of the rate\nat which a large copy reads the weights. A tree is Medusa's, of one sequence."
+        f"`python -m benchmarks.quantized_decoding --no-linears`, the last record of each, commits {commits}; in\n"
+        "brackets, the share of the rate at which a large copy reads the weights. A tree is Medusa's, of one sequence."
     )
     return "\n" + "\n".join(rows) + f"\n\n{note}\n"
 

@@ -219,7 +219,7 @@ def test_the_limit_of_a_speed_is_its_lower_bound(tmp_path: Path) -> None:
 
 
 def test_decoding_with_quantised_weights(tmp_path: Path) -> None:
-    """A case for each batch, tree, and linear layer; a table of the last run; targets; a picture."""
+    """A case for each batch, tree, and linear layer; a table of the last records; targets; a picture."""
     facts = {"case": "llama-3-8b", "commit": "abcdef1", "gpu": "NVIDIA H200", "date": "2026-01-01"}
     steps = {"ligermodels bf16": 4.0, "ligermodels float8": 2.5, "ligermodels int4": 2.5}
     records = [
@@ -231,6 +231,7 @@ def test_decoding_with_quantised_weights(tmp_path: Path) -> None:
     linear = facts | {"provider": "torchao int4", "linear": "mlp.down", "shape": [8, 16]}
     records += [linear | {"rows": 4, "ms": 0.02, "of_limit": 0.3}, linear | {"failed": "no torchao"}]
     old = [{**records[0], "commit": "0000000", "tokens_per_s": 9e9}]
+    old.append({**records[0], "commit": "0000000", "provider": "ligermodels int4, head int4", "tokens_per_s": 600.0})
     measure.write(tmp_path / "quantized-h200.jsonl", [*old, *records])
     found = report.read(tmp_path, "h200")
     cases = dict.fromkeys(r["case"] for r in found["quantized"])
@@ -241,6 +242,7 @@ def test_decoding_with_quantised_weights(tmp_path: Path) -> None:
     assert reached == [
         ("decoding, llama-3-8b batch 1, float8, tokens/s", 400.0, True),
         ("decoding, llama-3-8b batch 1, int4, tokens/s", 400.0, False),
+        ("decoding, llama-3-8b batch 1, int4, head int4, tokens/s", 600.0, True),
     ]
     written = report.write(tmp_path, "h200", tmp_path / "out")
     assert [path.name for path in written] == ["benchmark-tables.md", "results.md", "quantized.png"]
@@ -252,6 +254,7 @@ def test_decoding_with_quantised_weights(tmp_path: Path) -> None:
     text = summary.page(found)
     assert "weights in | llama-3-8b batch 1 | llama-3-8b batch 8 | llama-3-8b tree of 64 |" in text
     assert "| bf16 | 250 tok/s (0.75) | 2,000 tok/s (0.75) |  |" in text
+    assert "| int4, head int4 | 600 tok/s (0.75) |  |  |" in text and "commits abcdef1 and 0000000" in text
     assert "| int4 | 400 tok/s (0.75) | 3,200 tok/s (0.75) | 3 ms (0.50) |" in text
 
 
