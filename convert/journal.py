@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, INDEX, SINGLE, matching
+from ligermodels.convert.input_files import read_json_object, shown
 from ligermodels.convert.locks import POLL, Locked, locked
 from ligermodels.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def replace_files(folder: Path, temporary: Path, replaced: Collection[str]) -> N
 def settle(folder: Path) -> None:
     """Finish what a process that was killed has begun in `folder`; wait for one that is alive.
 
-    Raises CheckpointError when it cannot be finished, or takes longer than WAIT.
+    Raises CheckpointError when it cannot be finished, takes longer than WAIT, or is not what a save leaves.
     """
     journal, deadline = folder / JOURNAL, time.monotonic() + WAIT
     while is_folder(journal):
@@ -92,7 +93,7 @@ def settle(folder: Path) -> None:
 def finish(folder: Path) -> None:
     """Move the files as the journal says, if there is one, whatever has been moved by now. The caller holds the lock.
 
-    Raises OSError when that fails; what it has moved is back then.
+    Raises OSError when that fails; what it has moved is back then. CheckpointError for a journal of no save.
     """
     journal = folder / JOURNAL
     if not is_folder(journal):
@@ -119,15 +120,23 @@ def finish(folder: Path) -> None:
 
 
 def _plan(journal: Path) -> tuple[list[str], list[str]]:
-    """Names of the old files and of the new ones; OSError for a journal that none of ours is: it moves nothing."""
+    """Names of the old files and of the new ones; CheckpointError for a journal that none of ours is: it moves nothing.
+
+    The plan is on the disk before a folder becomes the journal: a save that was killed has it.
+    """
     try:
-        plan = json.loads((journal / PLAN).read_text(encoding="utf-8"))
-        old, new = plan["old"], plan["new"]
+        plan = read_json_object(journal / PLAN, CheckpointError)
+        old, new = plan.get("old"), plan.get("new")
         if isinstance(old, list) and isinstance(new, list) and all(map(_is_name, [*old, *new])):
             return old, new
-    except (ValueError, LookupError, TypeError):
-        pass
-    raise OSError(f"{journal / PLAN} does not name the files")
+        wrong = f"{journal / PLAN}: does not name the files to move"
+    except CheckpointError as error:
+        wrong = str(error)
+    raise CheckpointError(
+        f"{shown(journal)}: holds a save to be finished, by a plan that cannot be followed: {wrong}; make it readable, "
+        "or, where it is damaged or of no save, move what you need out of that folder (new files are in it, those that "
+        f"they replace in its {OLD}) and remove it"
+    )
 
 
 def _is_name(name: Any) -> bool:

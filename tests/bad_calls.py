@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import ligermodels as lm
+from ligermodels.convert import journal
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.documents import Documents
 from ligermodels.data.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ FAULTS: list[Fault] = []
 IDS = torch.tensor([[3, 4, 5, 6]])
 DEEP = 100_000
 HUGE = 2**70
+PLAN = f"{journal.JOURNAL}/{journal.PLAN}"
 
 
 def fault(door: str, kind: str, message: str = "") -> Callable[[Any], Any]:
@@ -65,6 +67,7 @@ def with_file(name: str, make: Callable[[Path], object]) -> Callable[[Place], Pa
 
     def at(place: Place) -> Path:
         path = place.checkpoint / name
+        path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         make(path)
         return place.checkpoint
@@ -114,6 +117,14 @@ def special_files() -> Any:
         return lm.from_pretrained(folder)
 
     yield from opens("config.json", model)
+    for read in (lm.from_pretrained, Tokenizer, ChatTemplate.from_folder):
+        yield from opens(PLAN, lambda folder, place, read=read: read(folder))
+    yield from opens(PLAN, lambda folder, place: place.model.save_pretrained(folder, overwrite=True))
+    yield (
+        "a journal without a plan",
+        lambda place: ((place.checkpoint / journal.JOURNAL).mkdir(), model(place.checkpoint, place)),
+        PLAN,
+    )
     yield from opens("config.json", lambda folder, place: lm.from_config(folder))
     yield from opens("generation_config.json", model)
     yield from opens(
@@ -168,13 +179,16 @@ def nested_json() -> Any:
         for file, use in {
             "config.json": lm.from_pretrained,
             "generation_config.json": lm.from_pretrained,
+            PLAN: lm.from_pretrained,
             "tokenizer.json": Tokenizer,
             "tokenizer_config.json": ChatTemplate.from_folder,
         }.items():
 
             def call(place: Place, file: str = file, use: Any = use, text: str = text) -> object:
                 path = place.checkpoint / file
-                path.write_text(path.read_text().replace("{", '{"more": ' + text + ",", 1))
+                path.parent.mkdir(exist_ok=True)
+                before = path.read_text() if path.exists() else '{"old": [], "new": []}'
+                path.write_text(before.replace("{", '{"more": ' + text + ",", 1))
                 return use(place.checkpoint)
 
             yield f"{depth} in {file}", call, file
