@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,37 @@ def test_decoding_and_losses(name: str, kind: Any) -> None:
     assert 0 < report.kl < {"float8": 2e-3, "int4": 2e-2}[kind]
     for each in (model, rounded):
         assert not any(p.requires_grad for p in each.parameters())
+
+
+def test_losses_keep_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Medusa heads that share the lm_head: what each dequantises is gone before the backward pass, which dequantises again what it needs."""
+    model = build("llama", "int4", "int4")
+    plain = lm.dequantize(copy.deepcopy(model))
+    medusa, apart = (lm.MedusaModel.from_base(each, 3, lm_head="shared") for each in (model, plain))
+    made, compute = [], QuantizedHead.rounded
+
+    def rounded(self: QuantizedHead, dtype: torch.dtype) -> Tensor:
+        weight = compute(self, dtype)
+        made.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(QuantizedHead, "rounded", rounded)
+    ids = tokens()
+    losses = [each(ids, labels=ids).loss for each in (medusa, apart)]
+    assert len(made) == 3 and all(each() is None for each in made)
+    for each in losses:
+        each.backward()
+    for ours, other in zip(medusa.head_parameters(), apart.head_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, other.grad)
+    made.clear()
+    gradients = []
+    for base in (model, plain):  # log-probabilities, whose backward pass multiplies by the weight again
+        inputs = torch.ones(2, 19, model.config.hidden_size, requires_grad=True)
+        found = base(inputs_embeds=inputs, labels=ids, return_log_probs=True).log_probs
+        assert all(each() is None for each in made)
+        gradients.append(torch.autograd.grad(found.sum(), inputs)[0])
+    torch.testing.assert_close(*gradients)
+    assert len(made) == 2 and all(each() is None for each in made)
 
 
 @pytest.mark.parametrize("head", KINDS)

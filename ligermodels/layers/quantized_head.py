@@ -5,6 +5,8 @@ A step of decoding reads the whole head, which quantised blocks leave as the lar
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -50,10 +52,24 @@ class QuantizedHead(QuantizedLinear):
     def forward(  # type: ignore[override]  # called as an LMHead is
         self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any
     ) -> Any:
-        """As `LMHead.forward`. The loss is that of the rounded weight, which is dequantised for it."""
-        if targets is not None:
-            return head_loss(self.config, hidden, self.rounded(hidden.dtype), targets, self.bias, **loss_options)
-        return scaled_logits(self.config, super().forward(hidden))
+        """As `LMHead.forward`. The loss is that of the rounded weight, which is dequantised for it, and again where
+        its backward pass needs it: several losses, as of Medusa heads that share the lm_head, do not each keep one."""
+        if targets is None:
+            return scaled_logits(self.config, super().forward(hidden))
+        dtype, weight = hidden.dtype, self.rounded(hidden.dtype)
+        kept = weakref.ref(weight)
+
+        def pack(saved: Tensor) -> Tensor | None:
+            return None if saved is kept() else saved
+
+        def unpack(saved: Tensor | None) -> Tensor:
+            return self.rounded(dtype) if saved is None else saved
+
+        hooks: Any = contextlib.nullcontext()
+        if not torch.compiler.is_compiling():
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        with hooks:
+            return head_loss(self.config, hidden, weight, targets, self.bias, **loss_options)
 
 
 def plain_head_state(head: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
