@@ -92,7 +92,8 @@ def test_decoding_and_losses(name: str, kind: Any) -> None:
 
 
 def test_losses_keep_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Medusa heads that share the lm_head: what each dequantises is gone before the backward pass, which dequantises again what it needs."""
+    """Of Medusa heads that share the lm_head: what each dequantises is gone before the backward pass, which dequantises
+    again what it needs."""
     model = build("llama", "int4", "int4")
     plain = lm.dequantize(copy.deepcopy(model))
     medusa, apart = (lm.MedusaModel.from_base(each, 3, lm_head="shared") for each in (model, plain))

@@ -125,7 +125,7 @@ def test_a_decoding_step_of_a_layer_launches_no_more_than_it_has_to() -> None:
     of_layers = [launches.names[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
     feed_forward = ["mm", "rms_norm_forward", "rms_norm_forward", "mm", "glu_forward", "mm", "rms_norm_forward"]
     rest = [*feed_forward, "mm", "glu_forward", "mm", "rms_norm_forward", "mul"]
-    own = ["rms_norm_forward", "mm", "rms_norm_forward", "cat", "rope_cached", "decode_attention"]
+    own = ["rms_norm_forward", "mm", "rope_cached", "decode_attention"]
     shared = ["rms_norm_forward", "mm", "rms_norm_forward", "rope_rotate", "decode_attention"]
     assert of_layers == [own + rest] * FIRST_SHARED + [shared + rest] * (len(of_layers) - FIRST_SHARED)
 
