@@ -34,7 +34,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
             return CheckpointPolicy.MUST_SAVE
     if name == "float8_mm" and args[1].shape[0] >= args[1].shape[1]:
         return CheckpointPolicy.MUST_SAVE
-    if name == "float8_lora_forward" and args[4].shape[0] >= args[4].shape[1]:
+    if name == "float8_lora_forward" and args[3].shape[0] >= args[3].shape[1]:
         return CheckpointPolicy.MUST_SAVE
     if name == "all_gather_linear_forward" and args[1].shape[0] * args[4] >= args[1].shape[1]:
         return CheckpointPolicy.MUST_SAVE

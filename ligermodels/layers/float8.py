@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.layers import token_parts
-from ligermodels.ops import Float8Recipe, Float8Tensor, PendingLinear
+from ligermodels.ops import Float8Form, Float8Recipe, Float8Tensor, PendingLinear
 
 INPUT = "input"
 planned_processes: ContextVar[bool | None] = ContextVar("planned_processes", default=None)
@@ -87,9 +87,9 @@ class Float8Linear(nn.Linear):
         self.train(linear.training)
 
     @property
-    def float8_input(self) -> Float8Recipe | None:
-        """The recipe in which it takes its input as a Float8Tensor now, or None where it computes without float8."""
-        return self.float8 if in_float8(self) else None
+    def float8_input(self) -> Float8Form | None:
+        """The form in which it takes its input as a Float8Tensor now, or None where it computes without float8."""
+        return self.float8.form(self.weight) if in_float8(self) else None
 
     def init_weights(self, std: float) -> None:
         """The weight normal(0, std) and the bias zero."""
@@ -134,41 +134,41 @@ def slots(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{name}.{part}", linear
 
 
-def float8_input(module: nn.Module) -> Float8Recipe | None:
-    """The recipe in which `module` wants its input as a Float8Tensor now: that of its linear layers that take the
-    input, if all of them do so in float8 and by the same recipe. Else None, and each casts for itself; so it does what
-    it gathers of parts of the tokens."""
+def float8_input(module: nn.Module) -> Float8Form | None:
+    """The form in which `module` wants its input as a Float8Tensor now: that of its linear layers that take the input,
+    if all of them do so in float8 and in the same form. Else None, and each casts for itself; so it does what it
+    gathers of parts of the tokens."""
     # What takes the input need not be a module.
     may_be_float8 = torch.is_grad_enabled() or getattr(module, "training", True)
     if token_parts.current() is not None or not may_be_float8:
         return None
     taking = [getattr(module, part, None) for part, source in _rules(module).items() if source == INPUT]
-    recipes = {own_float8_input(linear) for linear in taking if linear is not None}
-    return recipes.pop() if len(recipes) == 1 else None
+    forms = {own_float8_input(linear) for linear in taking if linear is not None}
+    return forms.pop() if len(forms) == 1 else None
 
 
-def own_float8_input(linear: nn.Module) -> Float8Recipe | None:
-    """The recipe in which a linear layer itself wants its input as a Float8Tensor now."""
+def own_float8_input(linear: nn.Module) -> Float8Form | None:
+    """The form in which a linear layer itself wants its input as a Float8Tensor now."""
     if not hasattr(type(linear), "float8_input"):  # a module that lacks an attribute takes long to say so
         return None
-    return cast("Float8Recipe | None", linear.float8_input)
+    return cast("Float8Form | None", linear.float8_input)
 
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def writes_float8(forward: Forward) -> Forward:
-    """Mark a module's forward that takes a recipe `float8`, by which its result is a Float8Tensor: a class that
+    """Mark a module's forward that takes a form `float8`, in which its result is a Float8Tensor: a class that
     overrides it is then not taken for one that can."""
     forward.writes_float8 = True  # type: ignore[attr-defined]
     return forward
 
 
-def produce(producer: nn.Module, recipe: Float8Recipe | None, *inputs: Tensor | PendingLinear | None) -> Any:
-    """`producer(*inputs)`, which writes float8 by the recipe, if there is one and the producer can."""
-    if recipe is None or not getattr(producer.forward, "writes_float8", False):
+def produce(producer: nn.Module, form: Float8Form | None, *inputs: Tensor | PendingLinear | None) -> Any:
+    """`producer(*inputs)`, which writes float8 in this form, if there is one and the producer can."""
+    if form is None or not getattr(producer.forward, "writes_float8", False):
         return producer(*inputs)
-    return producer(*inputs, float8=recipe)
+    return producer(*inputs, float8=form)
 
 
 def _rules(module: nn.Module) -> Mapping[str, str | None]:

@@ -17,7 +17,7 @@ from ligermodels.convert.mappings import TensorView, WeightMapping, concat, rena
 from ligermodels.errors import InputError
 from ligermodels.layers.float8 import Float8Linear, FrozenWeight, in_float8
 from ligermodels.layers.initialization import skip_init
-from ligermodels.ops import Float8Recipe
+from ligermodels.ops import Float8Form, Float8Recipe
 
 MOST_RANKS = 65536
 """Highest rank: no layer of a language model has a larger side that ranks could make use of."""
@@ -64,7 +64,7 @@ class LoRALinear(nn.Linear):
 
     `weight` and `bias` are those of `linear`, which this takes the place of. A and B have `dtype` and compute in the
     dtype of x. With a `float8` recipe, that of `linear` if it has one, and as `in_float8` has it, the weight's products
-    are float8.
+    are float8, and A and B multiply what these read: x and the gradient of the result, rounded to float8.
     """
 
     unexportable: ClassVar[str] = (
@@ -116,8 +116,15 @@ class LoRALinear(nn.Linear):
         parts = ", ".join(f"{part.name.rpartition('.')[2]} (r={part.r})" for part in self.parts)
         return f"{super().extra_repr()}, {parts}, dropout={self.dropout}"
 
+    @property
+    def float8_input(self) -> Float8Form | None:
+        """The form in which it takes its input as a Float8Tensor now, or None: without float8, and with dropout."""
+        if self.float8 is None or (self.training and self.dropout) or not in_float8(self):
+            return None
+        return self.float8.form(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out), in the dtype of x."""
+        """x (..., in), or a Float8Tensor that its producer has cast -> (..., out), in the dtype of x."""
         a, *b = self.lora_parameters().values()
         return self.product(x, self.weight, self.bias, a, self.native_b(b))
 
@@ -134,7 +141,7 @@ class LoRALinear(nn.Linear):
         them that a rank of tensor parallelism has.
 
         Args:
-            x: (..., in).
+            x: (..., in), a tensor, or a Float8Tensor that its producer has cast.
             weight: (out, in), of any dtype; with a `float8` recipe, in training, it must need no gradient (InputError).
             bias: (out,) or None.
             a: (R, in), the A of all parts, R the sum of their ranks; cast to the dtype of x.

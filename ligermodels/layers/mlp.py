@@ -16,7 +16,7 @@ from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT, own_float8_input, produce, writes_float8
 from ligermodels.layers.pending import add_result, adds_residual, takes_pending, to_activation
 from ligermodels.layers.sharding import TensorSharding, split_evenly
-from ligermodels.ops import Float8Recipe, PendingLinear
+from ligermodels.ops import Float8Form, PendingLinear
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": ops.swiglu,
@@ -35,7 +35,7 @@ _FLOAT8: dict[str, Callable[..., Tensor]] = {
 class GatedActivation(nn.Module):
     """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I).
 
-    activation: a key of ACTIVATIONS; `options` are those of its op. With a recipe `float8` the result is a
+    activation: a key of ACTIVATIONS; `options` are those of its op. With a form `float8` the result is a
     Float8Tensor, and so is the gradient of gate_up: for a float8 linear layer after it, and before it.
     """
 
@@ -45,12 +45,12 @@ class GatedActivation(nn.Module):
 
     @takes_pending
     @writes_float8
-    def forward(self, gate_up: Tensor | PendingLinear, *, float8: Float8Recipe | None = None) -> Tensor:
+    def forward(self, gate_up: Tensor | PendingLinear, *, float8: Float8Form | None = None) -> Tensor:
         """gate_up (..., 2 I) -> (..., I), same dtype."""
         if isinstance(gate_up, PendingLinear):
             return gate_up.gated(self.activation, **self.options)
         if float8 is not None:
-            return _FLOAT8[self.activation](gate_up, float8.dtype, float8.gradient_dtype, **self.options)
+            return _FLOAT8[self.activation](gate_up, *float8[:2], by_row=float8.by_row, **self.options)
         return ACTIVATIONS[self.activation](gate_up, **self.options)
 
 

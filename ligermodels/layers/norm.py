@@ -17,7 +17,7 @@ from ligermodels import ops
 from ligermodels.errors import ConfigError
 from ligermodels.layers.float8 import writes_float8
 from ligermodels.layers.sharding import TensorSharding, local
-from ligermodels.ops import Float8Recipe
+from ligermodels.ops import Float8Form
 from ligermodels.ops.runtime.tensors import as_dtype
 
 
@@ -96,13 +96,13 @@ class HeadRMSNorm(RMSNorm):
 class AddRMSNorm(RMSNorm):
     """A branch joins the residual stream, whose norm enters the next sublayer: one pass over memory.
 
-    With a recipe `float8` the norm is a Float8Tensor."""
+    With a form `float8` the norm is a Float8Tensor."""
 
     fused_add: ClassVar[bool] = True
 
     @writes_float8
     def forward(  # type: ignore[override]
-        self, x: Tensor, branch: Tensor | None = None, *, float8: Float8Recipe | None = None
+        self, x: Tensor, branch: Tensor | None = None, *, float8: Float8Form | None = None
     ) -> tuple[Tensor, Tensor]:
         """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
         config = self.config
@@ -110,6 +110,7 @@ class AddRMSNorm(RMSNorm):
         weight = local(self, self.weight)
         options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
         if float8 is not None:
+            options["by_row"] = float8.by_row
             return ops.float8_add_rms_norm(x, branch, weight, config.eps, float8.dtype, **options)
         return ops.add_rms_norm(x, branch, weight, config.eps, **options)
 

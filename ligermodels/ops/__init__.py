@@ -9,7 +9,13 @@ from ligermodels.ops.decoding.topk_indices import topk_indices, topk_indices_ref
 from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_reference
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose
 from ligermodels.ops.float8.glu import float8_geglu, float8_swiglu
-from ligermodels.ops.float8.linear import Float8Recipe, check_float8_sizes, float8_linear, float8_unsupported
+from ligermodels.ops.float8.linear import (
+    Float8Form,
+    Float8Recipe,
+    check_float8_sizes,
+    float8_linear,
+    float8_unsupported,
+)
 from ligermodels.ops.float8.lora import float8_lora_linear
 from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.norm import float8_add_rms_norm
@@ -53,6 +59,7 @@ from ligermodels.ops.runtime.host_checks import set_host_checks
 
 __all__ = [
     "DecodeLinears",
+    "Float8Form",
     "Float8Recipe",
     "Float8Tensor",
     "Paths",

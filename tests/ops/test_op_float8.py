@@ -48,16 +48,21 @@ def check_layouts(x: Tensor) -> None:
 
 
 def assert_rounded(found: Tensor, truth: Tensor, where: Where, bound: Tensor | None = None) -> None:
-    """found is truth rounded to its format once, with a power of two for a scale that just fits the bound."""
+    """found is truth rounded to its format once, with a power of two for a scale that just fits the bound; with a scale
+    for each row, each of them the maximum of its row."""
     assert isinstance(found, Float8Tensor) and found.rows is not None
-    check_layouts(found)
-    dtype, scale = found.rows.dtype, float(found.scale)
-    most = float(truth.abs().max() if bound is None else bound)
-    assert math.frexp(scale)[0] == 0.5, "no power of two"
-    assert MOST[dtype] / 2 * 0.99 < most / scale < MOST[dtype] * 1.01
+    dtype, scale = found.rows.dtype, found.scale.double()
+    if scale.dim():
+        assert found.columns is None and scale.shape == (len(truth),)
+        scale, most = scale.unsqueeze(1), truth.abs().amax(1, keepdim=True)
+    else:
+        check_layouts(found)
+        most = truth.abs().max() if bound is None else bound
+    assert (scale.frexp().mantissa == 0.5).all(), "no power of two"
+    assert ((MOST[dtype] / 2 * 0.99 < most / scale) & (most / scale < MOST[dtype] * 1.01)).all()
     ulp = 2.0 ** (truth.abs().log2().floor() - SIGNIFICANT[dtype] + 1)
     error = (found.rows.double() * scale - truth).abs()
-    allowed = 0.505 * ulp.clamp(min=scale * SMALLEST[dtype])  # what is rounded was computed in float32
+    allowed = 0.505 * ulp.maximum(scale * SMALLEST[dtype])  # what is rounded was computed in float32
     if where.place == "interpreter":  # which loses the carry of a number that is rounded up to a power of two
         assert (error <= 2 * allowed).double().mean() > 0.8 and (error <= 0.51 * truth.abs() + allowed).all()
     else:
@@ -87,6 +92,35 @@ def test_cast_is_torchs_byte_for_byte(
         both = float8_cast(alone, dtype, columns=True)  # the layout that lacks comes from the other
         check_layouts(both)
         assert torch.equal(both.dequantize(), found.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 4112), (2, 12304)], ids=str)
+def test_cast_by_row(where: Where, shape: tuple[int, ...], layout: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Byte for byte as torch, with the scale that fits each row; zeros and infinities are those of their rows."""
+    hardware = where.device.type == "cuda"
+    x = torch.randn(shape, device=where.device).to(where.dtype) if hardware else exact(shape, where, dtype)
+    if len(shape) > 1:
+        x = x * 2.0 ** torch.randint(-3, 4, (*shape[:-1], 1), device=where.device).to(where.dtype)
+    x = layout(x)
+    found = float8_cast(x, dtype, by_row=True)
+    assert found.rows is not None and found.columns is None and found.shape == x.shape and found.dtype == x.dtype
+    rows = x.reshape(-1, shape[-1]).float()
+    wanted = (rows / found.scale.unsqueeze(1)).to(dtype)
+    assert torch.equal(found.rows.view(torch.uint8), wanted.view(torch.uint8))
+    most = rows.abs().amax(1) / found.scale
+    assert ((MOST[dtype] / 2 < most) & (most <= MOST[dtype]) & (found.scale.frexp().mantissa == 0.5)).all()
+    assert torch.equal(found.dequantize(), (wanted.float() * found.scale.unsqueeze(1)).to(where.dtype).view(shape))
+    assert float8_cast(found, dtype, by_row=True) is found
+    again = float8_cast(found, dtype, columns=True)  # what is read by columns has one scale
+    check_layouts(again)
+    assert torch.equal(again.dequantize(), float8_cast(found.dequantize(), dtype).dequantize())
+    strange = torch.ones(4, 16, dtype=where.dtype, device=where.device)
+    strange[1], strange[2, 3] = 0, math.inf
+    values = float8_cast(strange, dtype, by_row=True).dequantize()
+    assert torch.equal(values[[0, 1, 3]], strange[[0, 1, 3]]) and values[2].isnan().all()
+    assert float8_cast(strange[:0], dtype, by_row=True).dequantize().shape == (0, 16)
 
 
 @pytest.mark.gpu
@@ -125,15 +159,16 @@ def test_extremes(where: Where) -> None:
     assert torch.equal(float8_cast(tiny, E5M2).dequantize(), tiny)
 
 
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("casting_mode", ["llama", "gemma"])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("shape", [(1, 16), (2, 37, 112), (70, 160)], ids=str)
-def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting_mode: Any) -> None:
-    """The values, with a scale of the known bound; gradients are those of the norm itself."""
+def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting_mode: Any, by_row: bool) -> None:
+    """The values, with a scale of the known bound, or of each row; gradients are those of the norm itself."""
     x, residual = (torch.randn(shape, device=where.device).to(where.dtype).requires_grad_() for _ in range(2))
     weight = (1 + 0.3 * torch.randn(shape[-1], device=where.device)).to(where.dtype).requires_grad_()
     y, total = float8_add_rms_norm(
-        x, residual if with_residual else None, weight, 1e-6, E4M3, offset=0.5, casting_mode=casting_mode
+        x, residual if with_residual else None, weight, 1e-6, E4M3, offset=0.5, casting_mode=casting_mode, by_row=by_row
     )
     added = (x + residual).detach() if with_residual else x.detach()
     assert torch.equal(total, added)
@@ -159,11 +194,12 @@ def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting
     "options", [{}, {"gate_multiplier": 0.7, "down_multiplier": 1.5, "limit": 1.0, "up_offset": 1.0}]
 )
 @pytest.mark.parametrize("op", [float8_swiglu, float8_geglu])
-def test_glu(where: Where, op: Callable[..., Float8Tensor], options: dict[str, float]) -> None:
+@pytest.mark.parametrize("by_row", [False, True])
+def test_glu(where: Where, by_row: bool, op: Callable[..., Float8Tensor], options: dict[str, float]) -> None:
     """The activation and, as float8 too, the gradient of its pairs."""
-    for shape in ((3, 16), (2, 37, 48), (70, 80)):
+    for shape in ((3, 16), (2, 37, 48), (70, 80), *([(2, 4112)] if by_row else [])):
         gate_up = torch.randn(*shape[:-1], 2 * shape[-1], device=where.device).to(where.dtype).requires_grad_()
-        y = op(gate_up, E4M3, E5M2, **options)
+        y = op(gate_up, E4M3, E5M2, by_row=by_row, **options)
         assert y.shape == shape and y.dtype == where.dtype
         dy = torch.randn(shape, device=where.device).to(where.dtype)
         (found,) = torch.autograd.grad(y, gate_up, dy)
@@ -181,11 +217,11 @@ def test_glu(where: Where, op: Callable[..., Float8Tensor], options: dict[str, f
         assert_rounded(found, gradient, where)
 
 
-def values(x: Tensor, dtype: torch.dtype) -> Tensor:
+def values(x: Tensor, dtype: torch.dtype, by_row: bool = False) -> Tensor:
     """x as float8 keeps it, float64 (M, N)."""
-    found = float8_cast(x, dtype)
+    found = float8_cast(x, dtype, by_row=by_row)
     assert found.rows is not None
-    return found.rows.double() * found.scale.double()
+    return found.rows.double() * (found.scale.unsqueeze(1) if by_row else found.scale).double()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -220,8 +256,14 @@ def test_linear(where: Where, gradient_dtype: torch.dtype, bias: bool) -> None:
                         exact = 1e-5 if where.device.type == "cpu" else 2e-3
                         limit = 2 * torch.finfo(where.dtype).eps if where.dtype != torch.float32 else exact
                         torch.testing.assert_close(a.double(), c, rtol=limit, atol=limit * float(c.abs().max()))
-        only_x = torch.autograd.grad(float8_linear(x, w.detach(), b, recipe=recipe), x, dy)[0]
-        torch.testing.assert_close(only_x.double(), wanted[1], rtol=0.02, atol=0.02)
+        # What meets a frozen weight has a scale for each row, and otherwise as much exactness.
+        x8, dy8 = values(x, E4M3, by_row=True), values(dy, gradient_dtype, by_row=True)
+        truth = x8 @ w8.t() + (b.detach().double() if b is not None else 0), dy8 @ w8
+        for given in (x, float8_cast(x, E4M3, by_row=True)):
+            y = float8_linear(given, w.detach(), b, recipe=recipe)
+            found = y.detach(), *([torch.autograd.grad(y, x, dy)[0]] if given is x else [])
+            for a, c in zip(found, truth, strict=False):
+                torch.testing.assert_close(a.double(), c, rtol=limit, atol=limit * float(c.abs().max()))
 
 
 def test_other_operations_see_numbers(where: Where) -> None:
@@ -250,5 +292,12 @@ def test_refusals() -> None:
         float8_swiglu(torch.randn(4, 16), E4M3, E5M2)
     with pytest.raises(InputError, match="x must be floating, its last dimension a multiple of 16"):
         float8_cast(torch.randn(4, 24), E4M3)
+    with pytest.raises(InputError, match="by_row: columns have one scale"):
+        float8_cast(x, E4M3, columns=True, by_row=True)
+    by_row = float8_cast(x, E4M3, by_row=True)
+    with pytest.raises(InputError, match="columns have one scale"):
+        Float8Tensor(by_row.rows, by_row.rows.t().contiguous(), by_row.scale, x.shape, x.dtype)
+    with pytest.raises(InputError, match=r"float8_mm: scale_b must be torch.float32 of shape \(\)"):
+        float8_mm(by_row.rows, by_row.rows, by_row.scale, by_row.scale, torch.float32)
     with pytest.raises(InputError, match="float8_transpose: takes float8"):
         float8_transpose(x)

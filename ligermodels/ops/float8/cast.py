@@ -1,12 +1,14 @@
-"""Casts to float8 with the exact maximum of the tensor, and the transposition of bytes.
+"""Casts to float8 with the exact maximum of the tensor or of each row, and the transposition of bytes.
 
-Two passes over the tensor: one for its maximum, one that reads it again and writes either layout or both.
+With one scale, two passes over the tensor: one for its maximum, one that reads it again and writes either layout or
+both. With a scale for each row, one pass: see `cast_by_row`.
 """
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.float8.cast_by_row import float8_rows
 from ligermodels.ops.float8.scaling import (
     ALIGNMENT,
     COLUMNS,
@@ -28,21 +30,30 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 
 
-def float8_cast(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False) -> Float8Tensor:
-    """x as float8, with the scale of its exact maximum, rounded to nearest even; no gradient.
+def float8_cast(
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False, by_row: bool = False
+) -> Float8Tensor:
+    """x as float8, with the scale of its exact maximum or of those of its rows, rounded to nearest even; no gradient.
 
-    x: (..., N), any floating dtype and strides, N a multiple of 16; a Float8Tensor is returned as it is, or with a
-        layout added.
+    x: (..., N), any floating dtype and strides, N a multiple of 16; a Float8Tensor is returned as it is, whatever its
+        scales, or with a layout added.
     dtype: torch.float8_e4m3fn or torch.float8_e5m2. rows, columns: the layouts wanted.
-    Raises InputError for another dtype or shape, and for DTensors.
+    by_row: a scale for each row, of its own maximum, which goes with rows alone.
+    Raises InputError for another dtype or shape, for columns by_row, and for DTensors.
     """
+    if by_row and columns:
+        raise InputError("float8_cast: by_row: columns have one scale; a scale for each row goes with rows alone")
     if isinstance(x, Float8Tensor):
-        return with_layouts(x, rows, columns)
+        if not (columns and x.scale.dim()):
+            return with_layouts(x, rows, columns)
+        x = x.dequantize()
     if dtype not in MAX_EXPONENT:
         raise InputError(f"float8_cast: dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
     check_last("float8_cast", "x", x)
     reject_dtensors("float8_cast", x)
     x = x.detach()
+    if by_row:
+        return float8_rows(x, dtype)
     return as_float8(_float8_cast(x, _float8_amax(x), dtype, rows, columns), x.shape, x.dtype)
 
 

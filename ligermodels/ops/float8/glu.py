@@ -1,7 +1,7 @@
 """Gated activations that write float8, and gradients of theirs that are float8: see `ops.glu` for the formulas.
 
 Each is computed twice from its inputs, once for its maximum and once to write it: this moves fewer bytes than to write
-it in bf16 and cast that, and holds no bf16 at all.
+it in bf16 and cast that, and holds no bf16 at all. With a scale for each row both are one pass: see `glu_by_row`.
 """
 
 from typing import Any
@@ -20,6 +20,9 @@ from ligermodels.ops.float8.cast import (
     scale_of_bits,
     tiles,
 )
+from ligermodels.ops.float8.cast_by_row import of_rows
+from ligermodels.ops.float8.glu_by_row import float8_glu_rows
+from ligermodels.ops.float8.glu_values import glu_values, load_pairs, values_reference
 from ligermodels.ops.float8.scaling import (
     ALIGNMENT,
     E4M3,
@@ -32,84 +35,48 @@ from ligermodels.ops.float8.scaling import (
     use_float8_kernels,
 )
 from ligermodels.ops.float8.tensor import Float8Tensor
-from ligermodels.ops.glu.glu import GELU, GLUOptions, activation_part, bounded, glu_numbers, glu_reference
-from ligermodels.ops.runtime.dispatch import tl, triton
+from ligermodels.ops.glu.glu import GELU, GLUOptions, glu_numbers
+from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import rows_and_stride
 
 
-def float8_swiglu(gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, **options: Any) -> Float8Tensor:
+def float8_swiglu(
+    gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, *, by_row: bool = False, **options: Any
+) -> Float8Tensor:
     """`swiglu` of packed pairs (..., 2 I), I a multiple of 16, as float8 (..., I) rounded once from float32.
 
     dtype, gradient_dtype: the formats of the result and of the gradient that it passes on, a Float8Tensor too.
-    Its transposed layout, which the gradient of the next layer's weight needs, is written where gradients are recorded.
+    Transposed layouts, which gradients of weights need, are written where gradients are recorded; with `by_row`, for
+    layers whose weights are frozen, each row has a scale of its own, and there are no such layouts.
     options: those of `swiglu`. Raises InputError if shapes do not fit, and for DTensors.
     """
-    return _glu("float8_swiglu", gate_up, dtype, gradient_dtype, GLUOptions("silu", **options))
+    return _glu("float8_swiglu", gate_up, dtype, gradient_dtype, by_row, GLUOptions("silu", **options))
 
 
 def float8_geglu(
-    gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, approximate: str = "tanh", **options: Any
+    gate_up: Tensor,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    approximate: str = "tanh",
+    *,
+    by_row: bool = False,
+    **options: Any,
 ) -> Float8Tensor:
     """`geglu` of packed pairs; otherwise as `float8_swiglu`."""
     if approximate not in GELU:
         raise InputError(f'float8_geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return _glu("float8_geglu", gate_up, dtype, gradient_dtype, GLUOptions(GELU[approximate], **options))
+    return _glu("float8_geglu", gate_up, dtype, gradient_dtype, by_row, GLUOptions(GELU[approximate], **options))
 
 
 def _glu(
-    op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, options: GLUOptions
+    op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, by_row: bool, options: GLUOptions
 ) -> Float8Tensor:
     reject_dtensors(op, gate_up)
     check_last(op, "gate_up", gate_up, 2 * ALIGNMENT)
-    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, options)
+    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, by_row, options)
     return found
-
-
-@triton.jit
-def _load_pairs(gate_up, stride, dy, dy_stride, row, first, M, N, BACKWARD: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a tile's rows: pairs of gate and up, and in the backward pass dy."""
-    col = first + tl.arange(0, COLUMNS)
-    pair = 2 * first + tl.arange(0, 2 * COLUMNS)
-    inside = (row < M)[:, None]
-    pairs = tl.load(gate_up + row[:, None] * stride + pair[None, :], mask=inside & (pair < 2 * N)[None, :], other=0.0)
-    d = 0.0
-    if BACKWARD:
-        d = tl.load(dy + row[:, None] * dy_stride + col[None, :], mask=inside & (col < N)[None, :], other=0.0)
-    return pairs, d
-
-
-@triton.jit
-def _values(
-    pairs, d, gate_multiplier, down_multiplier, limit, up_offset,
-    ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """activation(gate) * up (QUADS, COLUMNS), or backward the gradients of the pairs (QUADS, 2 COLUMNS), float32."""
-    g0, u0 = tl.split(tl.reshape(pairs, (QUADS, COLUMNS, 2)))
-    g0 = g0.to(tl.float32)
-    u0 = u0.to(tl.float32)
-    g, u = bounded(g0, u0, limit, up_offset)
-    if gate_multiplier is not None:
-        g = g * gate_multiplier
-    p, slope = activation_part(g, ACTIVATION)
-    if not BACKWARD:
-        if down_multiplier is not None:
-            u = u * down_multiplier
-        values = g * p * u
-    else:
-        d = d.to(tl.float32)
-        if down_multiplier is not None:
-            d = d * down_multiplier
-        if gate_multiplier is not None:
-            u = u * gate_multiplier  # which occurs in the gate's gradient alone
-        of_gate = d * u * (p + g * slope)
-        of_up = d * g * p
-        if limit is not None:  # beyond the bounds, which count as within, no gradient; NaN stays
-            of_gate = tl.where(g0 > limit, 0.0, of_gate)
-            of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
-        values = tl.reshape(tl.join(of_gate, of_up), (QUADS, 2 * COLUMNS))
-    return values
 
 
 @kernel
@@ -124,14 +91,14 @@ def _glu_kernel(
     first_row = (program // across).to(tl.int64) * (4 * QUADS)
     quad = first_row + 4 * tl.arange(0, QUADS)
     first = program % across * COLUMNS
-    p0, d0 = _load_pairs(gate_up, stride, dy, dy_stride, quad, first, M, N, BACKWARD, COLUMNS)
-    p1, d1 = _load_pairs(gate_up, stride, dy, dy_stride, quad + 1, first, M, N, BACKWARD, COLUMNS)
-    p2, d2 = _load_pairs(gate_up, stride, dy, dy_stride, quad + 2, first, M, N, BACKWARD, COLUMNS)
-    p3, d3 = _load_pairs(gate_up, stride, dy, dy_stride, quad + 3, first, M, N, BACKWARD, COLUMNS)
-    v0 = _values(p0, d0, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
-    v1 = _values(p1, d1, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
-    v2 = _values(p2, d2, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
-    v3 = _values(p3, d3, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
+    p0, d0 = load_pairs(gate_up, stride, dy, dy_stride, quad, first, M, N, BACKWARD, COLUMNS)
+    p1, d1 = load_pairs(gate_up, stride, dy, dy_stride, quad + 1, first, M, N, BACKWARD, COLUMNS)
+    p2, d2 = load_pairs(gate_up, stride, dy, dy_stride, quad + 2, first, M, N, BACKWARD, COLUMNS)
+    p3, d3 = load_pairs(gate_up, stride, dy, dy_stride, quad + 3, first, M, N, BACKWARD, COLUMNS)
+    v0 = glu_values(p0, d0, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
+    v1 = glu_values(p1, d1, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
+    v2 = glu_values(p2, d2, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
+    v3 = glu_values(p3, d3, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION, BACKWARD, QUADS, COLUMNS)
     if AMAX:
         most = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
         tl.atomic_max(amax, bits_of_max(most), sem="relaxed")
@@ -146,16 +113,6 @@ def _glu_kernel(
         )  # fmt: skip
 
 
-def _values_reference(gate_up: Tensor, dy: Tensor | None, options: GLUOptions) -> Tensor:
-    """What the kernels compute, (M, I) or the gradient (M, 2 I), in float32."""
-    wide = gate_up.detach().reshape(-1, gate_up.shape[-1]).float()
-    if dy is None:
-        return glu_reference(wide, None, options)
-    with torch.enable_grad():
-        wide.requires_grad_()
-        return torch.autograd.grad(glu_reference(wide, None, options), wide, dy.reshape(wide.shape[0], -1).float())[0]
-
-
 @custom_op()
 def _float8_glu_amax(
     gate_up: Tensor, dy: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float,
@@ -164,7 +121,7 @@ def _float8_glu_amax(
     """The bits of the maximum of what `_float8_glu_cast` writes, int32 ()."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
     if not use_float8_kernels(gate_up):
-        return amax_reference(_values_reference(gate_up, dy, options))
+        return amax_reference(values_reference(gate_up, dy, options))
     amax = gate_up.new_zeros((), dtype=torch.int32)
     if not is_fake(amax):
         _launch(gate_up, dy, amax, amax, amax, amax, E4M3, options, AMAX=True, ROWS=False, WORDS=False)
@@ -179,7 +136,7 @@ def _float8_glu_cast(
     """Rows, columns and scale: of the activation, or with dy of the gradient of gate_up."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
     if not use_float8_kernels(gate_up):
-        values = _values_reference(gate_up, dy, options)
+        values = values_reference(gate_up, dy, options)
         return quantized_reference(values, scale_of_bits(amax, dtype), dtype, True, need_columns)
     M, N = gate_up.shape[:-1].numel(), gate_up.shape[-1] // (2 if dy is None else 1)
     rows, columns = empty_layouts(gate_up, M, N, dtype, True, need_columns)
@@ -206,9 +163,11 @@ def _launch(
 
 class _Float8GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, dtype, gradient_dtype, options):
+    def forward(ctx, gate_up, dtype, gradient_dtype, by_row, options):
         ctx.save_for_backward(gate_up)
-        ctx.options, ctx.dtype = options, gradient_dtype
+        ctx.options, ctx.dtype, ctx.by_row = options, gradient_dtype, by_row
+        if by_row:
+            return of_rows(float8_glu_rows(gate_up, None, dtype, *options), gate_up)
         amax = _float8_glu_amax(gate_up, None, *options)
         parts = _float8_glu_cast(gate_up, None, amax, dtype, ctx.needs_input_grad[0], *options)
         shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
@@ -218,6 +177,8 @@ class _Float8GLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
+        if ctx.by_row:
+            return (of_rows(float8_glu_rows(gate_up, dy, ctx.dtype, *ctx.options), gate_up),)
         amax = _float8_glu_amax(gate_up, dy, *ctx.options)
         parts = _float8_glu_cast(gate_up, dy, amax, ctx.dtype, True, *ctx.options)
         return (as_float8(parts, gate_up.shape, gate_up.dtype),)

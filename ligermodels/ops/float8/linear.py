@@ -1,10 +1,12 @@
 """A linear layer in float8: y = x W^T, dx = dy W and dW = dy^T x, each a product of float8 operands.
 
-Scales are tensor-wise, so that one rounding serves both products in which a tensor takes part, in either layout.
+Scales are tensor-wise, so that one rounding serves both products in which a tensor takes part, in either layout. Where
+the weight is frozen there is no dW, and x and dy have a scale for each row: they are cast in one pass.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +20,22 @@ from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 
 
+class Float8Form(NamedTuple):
+    """In which form a linear layer takes its input from what computes it.
+
+    dtype: the format of the input. gradient_dtype: that of gradients of outputs. by_row: the weight is frozen, so that
+    no product sums over rows: each row has a scale of its own, and there is no transposed layout.
+    """
+
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    by_row: bool = False
+
+
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How linear layers compute in float8; scales are tensor-wise, of each tensor's own maximum or of a bound of it.
+    """How linear layers compute in float8. Scales of what meets a weight that is trained are tensor-wise, of the
+    tensor's own maximum or of a bound of it; of what meets a frozen weight they are of each row.
 
     gradient_dtype: the format of gradients of outputs; inputs and weights are E4M3.
     forward_fast, backward_fast: whether the tensor cores' sums stay in their registers, of fewer bits than float32.
@@ -41,6 +56,10 @@ class Float8Recipe:
                 f"got {self.gradient_dtype}"
             )
 
+    def form(self, weight: Tensor) -> Float8Form:
+        """The form of what meets this weight."""
+        return Float8Form(self.dtype, self.gradient_dtype, by_row=not weight.requires_grad)
+
 
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Float8Recipe, frozen: Float8Tensor | None = None
@@ -49,7 +68,8 @@ def float8_linear(
 
     x: (..., K), any floating dtype, or a Float8Tensor, whose producer has cast it. weight: (N, K), any floating dtype.
     bias: (N,). K and N are multiples of 16; the number of rows is any. frozen: a weight that needs no gradient, cast
-    before by `float8_cast`; `weight` is then not read. The gradient of x takes its columns, or transposes its rows.
+    before by `float8_cast` with one scale; `weight` is then not read. The gradient of x takes its columns, or
+    transposes its rows.
     Returns (..., N) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
     Gradients are computed only for what requires one, in the dtypes of x, weight and bias.
     Raises InputError if shapes, dtypes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
@@ -70,7 +90,7 @@ def float8_linear(
         raise InputError(f"float8_linear: computes bfloat16, float16 or float32, not {dtype}; cast model and inputs")
     recording = torch.is_grad_enabled()
     need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
-    x8 = float8_cast(x, recipe.dtype, columns=need_weight)
+    x8 = float8_cast(x, recipe.dtype, columns=need_weight, by_row=recipe.form(weight).by_row)
     w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, False)
     transposed = w8.columns is not None
     layout = (w8.columns if transposed else w8.rows) if need_x else None
@@ -110,7 +130,7 @@ class _Gradients(torch.autograd.Function):
     def forward(ctx, x, weight, bias, kept, dtype, recipe, transposed):
         ctx.save_for_backward(*kept)  # plain tensors, which hooks on what is saved know
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.shape, ctx.transposed = x.shape, transposed
+        ctx.shape, ctx.transposed, ctx.by_row = x.shape, transposed, recipe.form(weight).by_row
         return weight.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -121,7 +141,8 @@ class _Gradients(torch.autograd.Function):
         fast = ctx.recipe.backward_fast
         dx = dw = db = None
         if need_x or need_weight:
-            dy8 = float8_cast(dy, ctx.recipe.gradient_dtype, rows=need_x, columns=need_weight)
+            dtype = ctx.recipe.gradient_dtype
+            dy8 = float8_cast(dy, dtype, rows=need_x, columns=need_weight, by_row=ctx.by_row)
         if need_x:
             w_columns = layout if ctx.transposed else float8_transpose(layout)
             dx = float8_mm(_rows(dy8), w_columns, dy8.scale, w_scale, ctx.dtypes[0], fast_accumulation=fast)

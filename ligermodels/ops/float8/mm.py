@@ -26,14 +26,16 @@ def float8_mm(
     """(a * scale_a) (b * scale_b)^T + bias: a (M, K), b (N, K), float8, contiguous -> (M, N) of out_dtype.
 
     Both operands have the dimension that is summed over last: Hopper's tensor cores read float8 no other way.
-    scale_a, scale_b: float32 (). bias: (N,) of out_dtype. out_dtype: bfloat16, float16 or float32. K and N are
-    multiples of 16. Not both operands are E5M2. fast_accumulation: sums are kept in the tensor cores' registers, of
-    fewer bits than float32, rather than added up in float32 every so often.
+    scale_a: float32 (), or (M,), one for each row. scale_b: float32 (). bias: (N,) of out_dtype. out_dtype: bfloat16,
+    float16 or float32. K and N are multiples of 16. Not both operands are E5M2. fast_accumulation: sums are kept in the
+    tensor cores' registers, of fewer bits than float32, rather than added up in float32 every so often.
     Raises InputError if shapes, dtypes or devices do not fit.
     """
     for name, x in (("a", a), ("b", b)):
         check_tensor("float8_mm", name, x, (name.upper() + "'s rows", "K"), a.device, E4M3, E5M2)
-        check_tensor("float8_mm", f"scale_{name}", scale_a if x is a else scale_b, (), a.device, torch.float32)
+    by_row = (a.shape[0],) if scale_a.dim() else ()
+    for name, scale, shape in (("scale_a", scale_a, by_row), ("scale_b", scale_b, ())):
+        check_tensor("float8_mm", name, scale, shape, a.device, torch.float32)
     K, N = a.shape[1], b.shape[0]
     if b.shape[1] != K or K % ALIGNMENT or N % ALIGNMENT or not (a.is_contiguous() and b.is_contiguous()):
         raise InputError(
@@ -54,7 +56,7 @@ def float8_mm_reference(
 ) -> Tensor:
     """The specification of `float8_mm`, in plain torch: a sum in float32."""
     with without_autocast(a):
-        y = (a.float() @ b.float().t()) * (scale_a * scale_b)
+        y = (a.float() @ b.float().t()) * ((scale_a.unsqueeze(1) if scale_a.dim() else scale_a) * scale_b)
     return (y if bias is None else y + bias).to(out_dtype)
 
 
@@ -72,10 +74,12 @@ def _float8_mm(
         return empty if bias is None else empty.add_(bias)
     wide = out_dtype == torch.float32  # for which the products take no bias
     fused = None if wide else bias
+    if by_row := scale_a.dim() == 1:
+        scale_a, scale_b = scale_a.view(-1, 1), scale_b.expand(1, b.shape[0]).contiguous()
     if hasattr(F, "scaled_mm"):  # since torch 2.10
-        whole = F.ScalingType.TensorWise
+        kind = F.ScalingType.RowWise if by_row else F.ScalingType.TensorWise
         y = F.scaled_mm(
-            a, b.t(), scale_a, whole, scale_b, whole, bias=fused, output_dtype=out_dtype,
+            a, b.t(), scale_a, kind, scale_b, kind, bias=fused, output_dtype=out_dtype,
             use_fast_accum=fast_accumulation,
         )  # fmt: skip
     else:

@@ -1,7 +1,7 @@
 """RMSNorm, alone or after a residual addition, that writes float8: see `ops.norm.rms_norm` for the formulas.
 
-The scale needs no pass over the tensor: |x| / rms(x) is at most sqrt(N), so that the result is at most
-sqrt(N) max|offset + weight|.
+One scale needs no pass over the tensor: |x| / rms(x) is at most sqrt(N), so that the result is at most
+sqrt(N) max|offset + weight|. A scale for each row is of its own maximum: see `norm_by_row`.
 """
 
 import math
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.float8.cast import as_float8, check_last, empty_layouts, outputs, quantized_reference, tiles
+from ligermodels.ops.float8.cast_by_row import of_rows
+from ligermodels.ops.float8.norm_by_row import float8_rms_norm_rows, normalized_reference
 from ligermodels.ops.float8.scaling import (
     MAX_EXPONENT,
     TILE,
@@ -38,16 +40,18 @@ def float8_add_rms_norm(
     *,
     offset: float = 0.0,
     casting_mode: CastingMode = "llama",
+    by_row: bool = False,
 ) -> tuple[Float8Tensor, Tensor]:
     """`add_rms_norm`, with the normalised sum as float8 for a float8 linear layer. Returns (y, sum).
 
     dtype: the format of y. Its transposed layout, which the gradient of the next layer's weight needs, is written where
-    gradients are recorded. Other arguments and errors as there; InputError for DTensors too.
+    gradients are recorded; with `by_row`, for a layer whose weight is frozen, each row has a scale of its own, and
+    there is no such layout. Other arguments and errors as there; InputError for DTensors too.
     """
     reject_dtensors("float8_add_rms_norm", x, residual, weight)
     check_rms_norm("float8_add_rms_norm", x, residual, weight, casting_mode)
     check_last("float8_add_rms_norm", "x", x)
-    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama")
+    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama", by_row)
     return y, total
 
 
@@ -141,27 +145,30 @@ def _float8_rms_norm_forward(
 
 def _reference(x, residual, weight, dtype, need_columns, eps, offset, cast_before):
     total = x if residual is None else (x + residual).contiguous()
-    wide = total.reshape(-1, x.shape[-1]).float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    y, w = wide * rstd, weight.float() + offset
-    y = (y.to(x.dtype).float() if cast_before else y) * w
-    scale = scale_reference(w.abs().max() * math.sqrt(x.shape[-1]), dtype)
+    y, rstd = normalized_reference(total, weight, eps, offset, cast_before)
+    scale = scale_reference((weight.float() + offset).abs().max() * math.sqrt(x.shape[-1]), dtype)
     nothing = x.new_empty(0) if residual is None else total
-    return *quantized_reference(y, scale, dtype, True, need_columns), nothing, rstd.reshape(x.shape[:-1])
+    return *quantized_reference(y, scale, dtype, True, need_columns), nothing, rstd
 
 
 class _Float8RMSNorm(torch.autograd.Function):
     """y, and the sum that is normalised."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before):
+    def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before, by_row):
         ctx.eps, ctx.offset, ctx.cast_before = eps, offset, cast_before
-        columns = any(ctx.needs_input_grad)
-        *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, columns, eps, offset, cast_before)
+        options = eps, offset, cast_before
+        if by_row:
+            *parts, total, rstd = float8_rms_norm_rows(x, residual, weight, dtype, *options)
+            y = of_rows(tuple(parts), x)
+        else:
+            columns = any(ctx.needs_input_grad)
+            *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, columns, *options)
+            y = as_float8(tuple(parts), x.shape, x.dtype)
         total = x if residual is None else total
         ctx.save_for_backward(total, weight, rstd)
         ctx.set_materialize_grads(False)  # an unused sum costs nothing
-        return as_float8(tuple(parts), x.shape, x.dtype), total
+        return y, total
 
     @staticmethod
     @once_differentiable

@@ -1,9 +1,9 @@
 """The two float8 formats, their tensor-wise scales, and the store of a tile as float8 in either layout.
 
-A tensor x is kept as q, float8, and a scale, one float32 on the device: x is about q * scale. The scale is the least
-power of two with which max|x| does not overflow. So dividing by it is exact, and what is lost is what rounding to the
-format loses: of E4M3 the last of 4 significant bits, of E5M2 the last of 3. Where x has an infinity, or NaN in the
-maximum, the scale is NaN, and with it all that is computed from x.
+A tensor x is kept as q, float8, and a scale, float32 on the device, of the tensor or of each row: x is about q * scale.
+The scale is the least power of two with which max|x| does not overflow. So dividing by it is exact, and what is lost is
+what rounding to the format loses: of E4M3 the last of 4 significant bits, of E5M2 the last of 3. Where x has an
+infinity, or NaN in the maximum, the scale is NaN, and with it all that is computed from x.
 """
 
 import torch
@@ -88,10 +88,11 @@ def _word(v0, v1, v2, v3, inverse, MAX_EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def _store_row(
+def store_row(
     rows, v, inverse, row, first_col, M, R, MAX_EXPONENT: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Stores v (QUADS, COLUMNS) to these rows of `rows`, int32 (M, R)."""
+    """Stores v (QUADS, COLUMNS), float32, times the inverse of the scale, a number or (QUADS, 1), to these rows of
+    `rows`, int32 (M, R)."""
     even, odd = tl.split(tl.reshape(v, (QUADS, COLUMNS // 2, 2)))
     v0, v2 = tl.split(tl.reshape(even, (QUADS, COLUMNS // 4, 2)))
     v1, v3 = tl.split(tl.reshape(odd, (QUADS, COLUMNS // 4, 2)))
@@ -111,10 +112,10 @@ def store_float8(
     stored if WORDS: word i of a column holds its rows 4 i to 4 i + 3. N is a multiple of 16."""
     quad = first_row + 4 * tl.arange(0, QUADS)
     if ROWS:
-        _store_row(rows, v0, inverse, quad, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
-        _store_row(rows, v1, inverse, quad + 1, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
-        _store_row(rows, v2, inverse, quad + 2, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
-        _store_row(rows, v3, inverse, quad + 3, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
+        store_row(rows, v0, inverse, quad, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
+        store_row(rows, v1, inverse, quad + 1, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
+        store_row(rows, v2, inverse, quad + 2, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
+        store_row(rows, v3, inverse, quad + 3, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
     if WORDS:
         word = _word(v0, v1, v2, v3, inverse, MAX_EXPONENT)
         col = first_col + tl.arange(0, COLUMNS)

@@ -19,7 +19,7 @@ class Float8Tensor(Tensor):
 
     rows: float8 (M, N), row-major, with M the product of the other dimensions; None if it was not asked for.
     columns: float8 (N, M'), the transposed one, M' being M rounded up to a multiple of 16, zeros beyond M; or None.
-    scale: float32 (), by which float8 is multiplied.
+    scale: float32, by which float8 is multiplied: of shape (), or (M,), one for each row, without columns.
     """
 
     rows: Tensor | None
@@ -32,6 +32,8 @@ class Float8Tensor(Tensor):
     ) -> "Float8Tensor":
         if rows is None and columns is None:
             raise InputError("Float8Tensor: needs rows, columns, or both")
+        if columns is not None and scale.dim():
+            raise InputError("Float8Tensor: columns have one scale; a scale for each row goes with rows alone")
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=scale.device)
         self.rows, self.columns, self.scale = rows, columns, scale
         return self
@@ -49,7 +51,8 @@ class Float8Tensor(Tensor):
         else:
             assert self.columns is not None
             q = self.columns[:, : self.shape[:-1].numel()].t()
-        return (q.float() * self.scale).to(self.dtype).reshape(self.shape)
+        scale = self.scale.unsqueeze(1) if self.scale.dim() else self.scale
+        return (q.float() * scale).to(self.dtype).reshape(self.shape)
 
     def __coerce_same_metadata_as_tangent__(self, expected_metadata: Any, expected_type: type | None = None) -> Any:
         """What torch.compile, which has planned with plain gradients, gets for one."""

@@ -1,0 +1,91 @@
+"""Casts to float8 with a scale for each row, of its exact maximum, in one pass.
+
+A program takes a row to its maximum, and goes through it again: what it read before is still in the caches. Such a
+tensor has no transposed layout, whose products sum over rows: it serves where the weight that it meets is frozen.
+"""
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.float8.scaling import MAX_EXPONENT, scale_and_inverse, scale_reference, store_row
+from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake
+from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
+
+BLOCK = 4096  # elements of a row at a time
+
+
+def of_rows(parts: tuple[Tensor, Tensor], like: Tensor) -> Float8Tensor:
+    """Of the results of an op: float8 (M, N), and the scale of each row, for a tensor of `like`'s dtype and shape, but
+    for its last dimension, N."""
+    rows, scale = parts
+    return Float8Tensor(rows, None, scale, torch.Size((*like.shape[:-1], rows.shape[1])), like.dtype)
+
+
+def rows_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (M, N) float32 as float8, and the scale of each row, float32 (M,)."""
+    most = torch.finfo(dtype).max
+    scale = scale_reference(x.abs().amax(1) if x.numel() else x.new_zeros(len(x)), dtype)
+    return (x / scale.nan_to_num(1.0).unsqueeze(1)).clamp(-most, most).to(dtype), scale
+
+
+def empty_rows(like: Tensor, M: int, N: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for float8 (M, N) and the scale of each row."""
+    return like.new_empty(M, N, dtype=dtype), like.new_empty(M, dtype=torch.float32)
+
+
+@triton.jit
+def scale_of_rows(most, scales, row, M, MAX_EXPONENT: tl.constexpr):
+    """Stores the scale of each of these rows, of which `most` (ROWS, BLOCK) has the maxima of every BLOCK-th element,
+    and gives the inverses, (ROWS, 1)."""
+    bits = tl.max(most, axis=1).to(tl.int32, bitcast=True)  # which order as numbers do
+    s, inverse = scale_and_inverse(bits, MAX_EXPONENT)
+    tl.store(scales + row, s, mask=row < M)
+    return inverse[:, None]
+
+
+@triton.jit
+def _load(x, stride, row, first, M, N, BLOCK: tl.constexpr):
+    col = first + tl.arange(0, BLOCK)
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    return tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@kernel
+def _cast_rows_kernel(
+    x, stride, rows, scales, M, N, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    v = _load(x, stride, row, 0, M, N, BLOCK)
+    most = tl.abs(v)
+    for first in range(BLOCK, N, BLOCK):
+        most = tl.maximum(most, tl.abs(_load(x, stride, row, first, M, N, BLOCK)))
+    inverse = scale_of_rows(most, scales, row, M, MAX_EXPONENT)
+    store_row(rows, v, inverse, row, 0, M, N // 4, MAX_EXPONENT, ROWS, BLOCK)
+    for first in range(BLOCK, N, BLOCK):
+        v = _load(x, stride, row, first, M, N, BLOCK)
+        store_row(rows, v, inverse, row, first, M, N // 4, MAX_EXPONENT, ROWS, BLOCK)
+
+
+@custom_op()
+def _float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    if not use_kernels(x):
+        return rows_reference(as_rows(x).float(), dtype)
+    rows, scale = empty_rows(x, M, N, dtype)
+    if is_fake(rows) or not rows.numel():
+        return rows, scale
+    block = min(power_of_2_above(N), BLOCK)
+    at_once = max(BLOCK // 2 // block, 1)
+    _cast_rows_kernel[(-(-M // at_once),)](
+        *rows_and_stride(x), rows.view(torch.int32), scale, M, N, MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=at_once,
+        BLOCK=block, num_warps=4 if N <= BLOCK else 8,
+    )  # fmt: skip
+    return rows, scale
+
+
+def float8_rows(x: Tensor, dtype: torch.dtype) -> Float8Tensor:
+    """x (..., N) as float8 with a scale for each row."""
+    return of_rows(_float8_rows(x, dtype), x)

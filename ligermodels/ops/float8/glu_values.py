@@ -1,0 +1,62 @@
+"""What gated activations that write float8 compute of a tile, and its specification: see `ops.glu` for the formulas."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.glu.glu import GLUOptions, activation_part, bounded, glu_reference
+from ligermodels.ops.runtime.dispatch import tl, triton
+
+
+@triton.jit
+def load_pairs(gate_up, stride, dy, dy_stride, row, first, M, N, BACKWARD: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile's rows: pairs of gate and up, and in the backward pass dy."""
+    col = first + tl.arange(0, COLUMNS)
+    pair = 2 * first + tl.arange(0, 2 * COLUMNS)
+    inside = (row < M)[:, None]
+    pairs = tl.load(gate_up + row[:, None] * stride + pair[None, :], mask=inside & (pair < 2 * N)[None, :], other=0.0)
+    d = 0.0
+    if BACKWARD:
+        d = tl.load(dy + row[:, None] * dy_stride + col[None, :], mask=inside & (col < N)[None, :], other=0.0)
+    return pairs, d
+
+
+@triton.jit
+def glu_values(
+    pairs, d, gate_multiplier, down_multiplier, limit, up_offset,
+    ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """activation(gate) * up (QUADS, COLUMNS), or backward the gradients of the pairs (QUADS, 2 COLUMNS), float32."""
+    g0, u0 = tl.split(tl.reshape(pairs, (QUADS, COLUMNS, 2)))
+    g0 = g0.to(tl.float32)
+    u0 = u0.to(tl.float32)
+    g, u = bounded(g0, u0, limit, up_offset)
+    if gate_multiplier is not None:
+        g = g * gate_multiplier
+    p, slope = activation_part(g, ACTIVATION)
+    if not BACKWARD:
+        if down_multiplier is not None:
+            u = u * down_multiplier
+        values = g * p * u
+    else:
+        d = d.to(tl.float32)
+        if down_multiplier is not None:
+            d = d * down_multiplier
+        if gate_multiplier is not None:
+            u = u * gate_multiplier  # which occurs in the gate's gradient alone
+        of_gate = d * u * (p + g * slope)
+        of_up = d * g * p
+        if limit is not None:  # beyond the bounds, which count as within, no gradient; NaN stays
+            of_gate = tl.where(g0 > limit, 0.0, of_gate)
+            of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
+        values = tl.reshape(tl.join(of_gate, of_up), (QUADS, 2 * COLUMNS))
+    return values
+
+
+def values_reference(gate_up: Tensor, dy: Tensor | None, options: GLUOptions) -> Tensor:
+    """What the kernels compute, (M, I) or the gradient (M, 2 I), in float32."""
+    wide = gate_up.detach().reshape(-1, gate_up.shape[-1]).float()
+    if dy is None:
+        return glu_reference(wide, None, options)
+    with torch.enable_grad():
+        wide.requires_grad_()
+        return torch.autograd.grad(glu_reference(wide, None, options), wide, dy.reshape(wide.shape[0], -1).float())[0]

@@ -1,0 +1,164 @@
+"""Products with a matrix of low rank R, of rows that may be float8: what LoRA needs beside the products of the weight.
+
+Each reads its large operand once, and is bound by that: rows in float8 are half of the bytes of bfloat16. Numbers are
+multiplied as bfloat16, which has every number of either float8 format, or else as float32; sums are float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.norm.norm_rows import sum_rows
+from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+
+LEAST_RANKS, MOST_RANKS = 16, 64
+"""Ranks that a program takes: no fewer than tensor cores multiply, and what its registers hold."""
+TILE, STEP = 128, 64  # rows or columns of a program; rows at a time of sums over rows
+LEAST_ROWS = 512  # of a program that sums over rows
+
+
+def project(x: Tensor, scale: Tensor | None, w: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+    """out (N, R) = alpha * (x * scale) w.
+
+    x: (N, K), float8 or floating, its last dimension contiguous. scale: float32 () or (N,), of each row; None for 1.
+    w: (K, R), of any strides. out: contiguous, of w's dtype.
+    """
+    (N, K), R = x.shape, w.shape[1]
+    if not use_kernels(w):
+        out.copy_((_numbers(x, scale) @ w.float()).mul_(alpha))
+    elif out.numel():
+        ranks = _ranks(R)
+        _project_kernel[(-(-N // TILE), -(-R // ranks))](
+            x, x.stride(0), *_scale_and_stride(scale), w, *w.stride(), out, N, K, R, alpha,
+            COMPUTE=_compute(w), ROWS=TILE, WIDTH=TILE, RANKS=ranks, num_warps=8, num_stages=3,
+        )  # fmt: skip
+
+
+def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transposed: bool, alpha: float = 1.0) -> None:
+    """out (K, R) = alpha * (x * scale)^T d, or its transpose, (R, K).
+
+    x, scale: as for `project`. d: (N, R), contiguous. out: contiguous, of d's dtype. The sum over rows is divided over
+    programs, whose parts are added up in the same order in every run.
+    """
+    (N, K), R = x.shape, d.shape[1]
+    if not use_kernels(d):
+        found = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
+        out.copy_(found.t() if transposed else found)
+        return
+    if not out.numel() or not N:
+        out.zero_()
+        return
+    ranks = _ranks(R)
+    columns, across = -(-K // TILE), -(-R // ranks)
+    parts = max(min(2 * num_sms(x.device) // (columns * across), -(-N // LEAST_ROWS)), 1)
+    rows = -(-N // (parts * STEP)) * STEP
+    parts = -(-N // rows)
+    sums = d.new_empty((parts, *out.shape), dtype=torch.float32)
+    strides = (1, K) if transposed else (R, 1)
+    _correlate_kernel[(columns, across, parts)](
+        x, x.stride(0), *_scale_and_stride(scale), d, sums, *strides, N, K, R, rows, alpha,
+        COMPUTE=_compute(d), ROWS=STEP, WIDTH=TILE, RANKS=ranks, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    sum_rows(sums.view(parts, -1), out.view(-1))
+
+
+def add_product(y: Tensor, d: Tensor, w: Tensor, alpha: float = 1.0) -> None:
+    """y (N, M) += alpha * d w, rounded once.
+
+    y: contiguous, floating. d: (N, R), contiguous. w: (R, M), of d's dtype and any strides.
+    """
+    (N, M), R = y.shape, d.shape[1]
+    if not use_kernels(d):
+        y.copy_(torch.addmm(y.float(), d.float(), w.float(), alpha=alpha))
+    elif y.numel():
+        across = -(-M // TILE)
+        _add_product_kernel[(-(-N // TILE) * across,)](
+            y, d, w, *w.stride(), N, M, R, alpha, across, COMPUTE=_compute(d), ROWS=TILE, COLUMNS=TILE,
+            RANKS=_ranks(R), num_warps=8,
+        )  # fmt: skip
+
+
+def _numbers(x: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is None:
+        return x.float()
+    return x.float() * (scale.unsqueeze(1) if scale.dim() else scale)
+
+
+def _scale_and_stride(scale: Tensor | None) -> tuple[Tensor | None, int]:
+    return scale, 0 if scale is None else scale.dim()
+
+
+def _ranks(R: int) -> int:
+    return min(max(power_of_2_above(R), LEAST_RANKS), MOST_RANKS)
+
+
+def _compute(w: Tensor) -> Any:
+    return tl.bfloat16 if w.dtype == torch.bfloat16 else tl.float32
+
+
+@kernel
+def _project_kernel(
+    x, stride, scale, scale_stride, w, k_stride, r_stride, out, N, K, R, alpha,
+    COMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    for first in range(0, K, WIDTH):
+        k = first + tl.arange(0, WIDTH)
+        v = tl.load(x + row[:, None] * stride + k[None, :], mask=(row < N)[:, None] & (k < K)[None, :], other=0.0)
+        inside = (k < K)[:, None] & (rank < R)[None, :]
+        u = tl.load(w + k[:, None] * k_stride + rank[None, :] * r_stride, mask=inside, other=0.0)
+        total = tl.dot(v.to(COMPUTE), u.to(COMPUTE), total, input_precision="ieee")
+    if scale is not None:
+        total *= tl.load(scale + row * scale_stride, mask=row < N, other=0.0)[:, None]
+    inside = (row < N)[:, None] & (rank < R)[None, :]
+    tl.store(out + row[:, None] * R + rank[None, :], (alpha * total).to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _correlate_kernel(
+    x, stride, scale, scale_stride, d, sums, k_stride, r_stride, N, K, R, rows, alpha,
+    COMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Columns of x by ranks of d, over the `rows` rows of the third program index."""
+    k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    start = tl.program_id(2).to(tl.int64) * rows
+    end = tl.minimum(start + rows, N)
+    total = tl.zeros((RANKS, WIDTH), dtype=tl.float32)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < end)[:, None] & (k < K)[None, :]
+        v = tl.load(x + row[:, None] * stride + k[None, :], mask=inside, other=0.0)
+        inside = (row < end)[:, None] & (rank < R)[None, :]
+        u = tl.load(d + row[:, None] * R + rank[None, :], mask=inside, other=0.0)
+        if scale is not None:  # a power of two: bfloat16 loses nothing
+            u = u.to(tl.float32) * tl.load(scale + row * scale_stride, mask=row < end, other=0.0)[:, None]
+        total = tl.dot(tl.trans(u.to(COMPUTE)), v.to(COMPUTE), total, input_precision="ieee")
+    place = tl.program_id(2).to(tl.int64) * K * R + k[None, :] * k_stride + rank[:, None] * r_stride
+    tl.store(sums + place, alpha * total, mask=(rank < R)[:, None] & (k < K)[None, :])
+
+
+@kernel
+def _add_product_kernel(
+    y, d, w, r_stride, m_stride, N, M, R, alpha, across,
+    COMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = program % across * COLUMNS + tl.arange(0, COLUMNS)
+    place = y + row[:, None] * M + col[None, :]
+    whole = (row < N)[:, None] & (col < M)[None, :]
+    before = tl.load(place, mask=whole, other=0.0)  # on its way during the products
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, R, RANKS):
+        rank = first + tl.arange(0, RANKS)
+        inside = (row < N)[:, None] & (rank < R)[None, :]
+        v = tl.load(d + row[:, None] * R + rank[None, :], mask=inside, other=0.0)
+        inside = (rank < R)[:, None] & (col < M)[None, :]
+        u = tl.load(w + rank[:, None] * r_stride + col[None, :] * m_stride, mask=inside, other=0.0)
+        total = tl.dot(v.to(COMPUTE), u.to(COMPUTE), total, input_precision="ieee")
+    tl.store(place, (before.to(tl.float32) + alpha * total).to(y.dtype.element_ty), mask=whole)

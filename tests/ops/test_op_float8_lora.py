@@ -1,0 +1,135 @@
+"""LoRA on a frozen weight in float8: every product is that of what was cast, whoever cast it."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Where
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops import Float8Recipe, float8_cast, float8_lora_linear
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+IN, OUT = 96, 48
+NAMES = ("x", "a", "b", "dropped")
+
+
+def operands(where: Where, rows: tuple[int, ...], rank: int, **without: None) -> dict[str, Any]:
+    shapes = {"x": (*rows, IN), "a": (rank, IN), "b": (OUT, rank), "bias": (OUT,), "dropped": (*rows, IN)}
+    generator = torch.Generator().manual_seed(0)
+    made = {
+        name: torch.randn(shape, generator=generator).to(where.device, where.dtype) for name, shape in shapes.items()
+    }
+    return made | without
+
+
+def cast_values(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is left of x (..., N) in float8, with a scale for each row: float64."""
+    found = float8_cast(x, dtype, by_row=True)
+    assert found.rows is not None
+    return (found.rows.double() * found.scale.double().unsqueeze(1)).view(x.shape)
+
+
+def truth(given: dict[str, Any], w: Tensor, dy: Tensor, scaling: float, recipe: Float8Recipe) -> dict[str, Tensor]:
+    """The result and all gradients, in float64, of operands as they are cast."""
+    double = {name: None if t is None else t.double() for name, t in given.items()}
+    x8, dy8 = cast_values(given["x"], E4M3).flatten(0, -2), cast_values(dy, recipe.gradient_dtype).flatten(0, -2)
+    a, b, w = double["a"], double["b"], w.double()
+    source = x8 if double["dropped"] is None else double["dropped"].flatten(0, -2)
+    d_down = scaling * dy8 @ b
+    found = {
+        "y": x8 @ w.t() + scaling * source @ a.t() @ b.t() + (0 if double["bias"] is None else double["bias"]),
+        "x": dy8 @ w + (d_down @ a if double["dropped"] is None else 0),
+        "a": d_down.t() @ source,
+        "b": scaling * dy8.t() @ (source @ a.t()),
+        "dropped": d_down @ a,
+    }
+    return {name: t.view(*dy.shape[:-1], -1) if name in ("y", "x", "dropped") else t for name, t in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("rank", "trained"),
+    [(3, NAMES), (70, NAMES), (3, ("a", "b")), (3, ("x",)), (3, ("b", "x")), (3, ("a", "dropped"))],
+    ids=str,
+)
+@pytest.mark.parametrize("without", [(), ("bias", "dropped")], ids=str)
+def test_against_float64(where: Where, trained: tuple[str, ...], without: tuple[str, ...], rank: int) -> None:
+    recipe, scaling = Float8Recipe(forward_fast=False, backward_fast=False), 0.7
+    weight = float8_cast((torch.randn(OUT, IN, device=where.device) / 10).to(where.dtype), E4M3, columns=rank == 3)
+    for rows in ((1,), (3, 37), (530,)):
+        given = operands(where, rows, rank, **dict.fromkeys(without))
+        dy = torch.randn(*rows, OUT, device=where.device).to(where.dtype)
+        wanted = truth(given, weight.dequantize(), dy, scaling, recipe)
+        names = [name for name in trained if name not in without]
+        leaves = {n: None if t is None else t.requires_grad_(n in names) for n, t in given.items()}
+        y = float8_lora_linear(
+            *(leaves[n] if n else weight for n in ("x", "", "a", "b", "bias")),
+            recipe=recipe, scaling=scaling, dropped=leaves["dropped"],
+        )  # fmt: skip
+        found = dict(zip(names, torch.autograd.grad(y, [leaves[n] for n in names], dy), strict=True)) | {
+            "y": y.detach()
+        }
+        again = float8_lora_linear(
+            float8_cast(given["x"].detach(), E4M3, by_row=True), weight, leaves["a"], leaves["b"], leaves["bias"],
+            recipe=recipe, scaling=scaling, dropped=leaves["dropped"],
+        )  # fmt: skip
+        assert torch.equal(again, y)
+        exact = 1e-5 if where.device.type == "cpu" else 2e-3  # of sums in tensor cores
+        limit = max(4 * torch.finfo(where.dtype).eps, exact)
+        for name, each in found.items():
+            assert each.dtype == where.dtype and each.shape == wanted[name].shape, name
+            largest = float(wanted[name].abs().max())
+            torch.testing.assert_close(each.double(), wanted[name], rtol=limit, atol=limit * largest, msg=name)
+
+
+def test_gradients_that_are_float8_and_none_at_all(where: Where) -> None:
+    """A gradient that its producer has cast, equal bits in every run; and no rows."""
+    recipe = Float8Recipe()
+    weight = float8_cast(torch.randn(OUT, IN, device=where.device).to(where.dtype), E4M3)
+    for rows in ((530,), (0,)):
+        given = operands(where, rows, 5, bias=None, dropped=None)
+        leaves = [given[name].requires_grad_() for name in ("x", "a", "b")]
+        dy = torch.randn(*rows, OUT, device=where.device).to(where.dtype)
+
+        def gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(float8_lora_linear(x, weight, a, b, recipe=recipe), (x, a, b), dy)
+
+        first = gradients(dy, *leaves)
+        for each in (dy, float8_cast(dy, E5M2, by_row=True)):
+            assert all(torch.equal(one, two) for one, two in zip(gradients(each, *leaves), first, strict=True))
+        assert rows[0] or not any(each.any() for each in first)
+
+
+def test_autocast() -> None:
+    """Of float32 parameters; of an input that was cast from float32, whose gradient is float32 too."""
+    given = operands(Where(torch.device("cpu"), torch.float32), (5,), 4, dropped=None)
+    weight, recipe = float8_cast(torch.randn(OUT, IN), E4M3), Float8Recipe()
+    a, b, bias = given["a"], given["b"], given["bias"]
+    x8 = float8_cast(given["x"], E4M3, by_row=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = float8_lora_linear(x8, weight, a, b, bias, recipe=recipe)
+        plain = float8_lora_linear(given["x"].requires_grad_(), weight, a, b, bias, recipe=recipe)
+    wanted = float8_lora_linear(x8, weight, a, b, bias, recipe=recipe)
+    assert found.dtype == plain.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.05 * float(wanted.abs().max()))
+    torch.testing.assert_close(plain.float(), wanted, rtol=0.02, atol=0.1 * float(wanted.abs().max()))
+    plain.sum().backward()
+    assert given["x"].grad.dtype == torch.float32
+
+
+BAD: dict[str, tuple[int, ...]] = {"a": (4, 95), "b": (OUT, 3), "bias": (47,), "dropped": (4, IN)}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tensors(name: str) -> None:
+    given = operands(Where(torch.device("cpu"), torch.float32), (5,), 4)
+    weight = float8_cast(torch.randn(OUT, IN), E4M3)
+    for bad in (torch.zeros(BAD[name]), given[name].double()):
+        with pytest.raises(InputError, match=f"float8_lora_linear: {name} must be"):
+            float8_lora_linear(**given | {name: bad}, weight=weight, recipe=Float8Recipe())
+    with pytest.raises(InputError, match="weight must be a Float8Tensor"):
+        float8_lora_linear(**given, weight=float8_cast(torch.randn(IN, OUT), E4M3), recipe=Float8Recipe())
+    given["bias"].requires_grad_()
+    with pytest.raises(InputError, match="bias must need no gradient"):
+        float8_lora_linear(**given, weight=weight, recipe=Float8Recipe())
