@@ -61,7 +61,7 @@ def float8_lora_linear(
     if dropped is not None:
         check_tensor(name, "dropped", dropped, x.shape, x.device, dtype)
     y: Tensor = _Float8LoRALinear.apply(x, dropped, weight, bias, a, b, scaling, recipe)
-    return y.view(*x.shape[:-1], M)
+    return y
 
 
 @custom_op()
@@ -132,7 +132,9 @@ class _Float8LoRALinear(torch.autograd.Function):
         ctx.save_for_backward(*kept, dropped, layout, weight.scale, a, b, down)
         ctx.scaling, ctx.recipe, ctx.transposed = scaling, recipe, weight.columns is not None
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return y
+        return y.view(
+            *x.shape[:-1], -1
+        )  # here, for a view's own backward pass would see a gradient in float8 as numbers
 
     @staticmethod
     @once_differentiable

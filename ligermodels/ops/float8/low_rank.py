@@ -15,7 +15,6 @@ from ligermodels.ops.runtime.launcher import kernel
 
 LEAST_RANKS, MOST_RANKS = 16, 64
 """Ranks that a program takes: no fewer than tensor cores multiply, and what its registers hold."""
-TILE, STEP = 128, 64  # rows or columns of a program; rows at a time of sums over rows
 LEAST_ROWS = 512  # of a program that sums over rows
 
 
@@ -30,9 +29,9 @@ def project(x: Tensor, scale: Tensor | None, w: Tensor, out: Tensor, alpha: floa
         out.copy_((_numbers(x, scale) @ w.float()).mul_(alpha))
     elif out.numel():
         ranks = _ranks(R)
-        _project_kernel[(-(-N // TILE), -(-R // ranks))](
+        _project_kernel[(-(-N // 64), -(-R // ranks))](
             x, x.stride(0), *_scale_and_stride(scale), w, *w.stride(), out, N, K, R, alpha,
-            COMPUTE=_compute(w), ROWS=TILE, WIDTH=TILE, RANKS=ranks, num_warps=8, num_stages=3,
+            COMPUTE=_compute(w), ROWS=64, WIDTH=128, RANKS=ranks, num_warps=4, num_stages=4,
         )  # fmt: skip
 
 
@@ -51,15 +50,15 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
         out.zero_()
         return
     ranks = _ranks(R)
-    columns, across = -(-K // TILE), -(-R // ranks)
+    columns, across, step = -(-K // 256), -(-R // ranks), 32
     parts = max(min(2 * num_sms(x.device) // (columns * across), -(-N // LEAST_ROWS)), 1)
-    rows = -(-N // (parts * STEP)) * STEP
+    rows = -(-N // (parts * step)) * step
     parts = -(-N // rows)
     sums = d.new_empty((parts, *out.shape), dtype=torch.float32)
     strides = (1, K) if transposed else (R, 1)
     _correlate_kernel[(columns, across, parts)](
         x, x.stride(0), *_scale_and_stride(scale), d, sums, *strides, N, K, R, rows, alpha,
-        COMPUTE=_compute(d), ROWS=STEP, WIDTH=TILE, RANKS=ranks, num_warps=4, num_stages=3,
+        COMPUTE=_compute(d), ROWS=step, WIDTH=256, RANKS=ranks, num_warps=4, num_stages=4,
     )  # fmt: skip
     sum_rows(sums.view(parts, -1), out.view(-1))
 
@@ -73,10 +72,10 @@ def add_product(y: Tensor, d: Tensor, w: Tensor, alpha: float = 1.0) -> None:
     if not use_kernels(d):
         y.copy_(torch.addmm(y.float(), d.float(), w.float(), alpha=alpha))
     elif y.numel():
-        across = -(-M // TILE)
-        _add_product_kernel[(-(-N // TILE) * across,)](
-            y, d, w, *w.stride(), N, M, R, alpha, across, COMPUTE=_compute(d), ROWS=TILE, COLUMNS=TILE,
-            RANKS=_ranks(R), num_warps=8,
+        across = -(-M // 128)
+        _add_product_kernel[(-(-N // 64) * across,)](
+            y, d, w, *w.stride(), N, M, R, alpha, across, COMPUTE=_compute(d), ROWS=64, COLUMNS=128,
+            RANKS=_ranks(R), num_warps=4,
         )  # fmt: skip
 
 
