@@ -132,9 +132,8 @@ class _Float8LoRALinear(torch.autograd.Function):
         ctx.save_for_backward(*kept, dropped, layout, weight.scale, a, b, down)
         ctx.scaling, ctx.recipe, ctx.transposed = scaling, recipe, weight.columns is not None
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return y.view(
-            *x.shape[:-1], -1
-        )  # here, for a view's own backward pass would see a gradient in float8 as numbers
+        # Here, not after it: the backward pass of a view would see a gradient in float8 as numbers.
+        return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     @once_differentiable
