@@ -170,6 +170,18 @@ def test_rank_counts_ties_by_index(where: Where) -> None:
     assert rank.tolist() == [4, 1, 2, 3, 0]
 
 
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -2.0, float("-inf")])
+def test_rank_counts_ties_in_other_tiles(where: Where, value: float) -> None:
+    """Rows of several tiles, all but two logits equal to the target's."""
+    V = 40_000
+    y = torch.tensor([0, 1, 17_000, 20_000, V - 2, V - 1], device=where.device)
+    logits = torch.full((len(y), V), value, dtype=where.dtype, device=where.device)
+    logits[:, 5], logits[:, 30_000] = 3.0, float("-inf")
+    _, rank = cross_entropy(logits, y, return_rank=True)
+    order = logits.double().argsort(dim=1, descending=True, stable=True)
+    assert torch.equal(rank, (order == y.unsqueeze(1)).int().argmax(1))
+
+
 def test_repeated_backward(where: Where) -> None:
     logits = torch.randn(4, 33, dtype=where.dtype, device=where.device, requires_grad=True)
     loss = cross_entropy(logits, targets((4,), 33, where.device))

@@ -14,7 +14,7 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 
-BLOCK = 4096  # elements of a row at a time
+BLOCK = 2048  # elements of a row at a time
 
 
 def of_rows(parts: tuple[Tensor, Tensor], like: Tensor) -> Float8Tensor:
@@ -78,10 +78,10 @@ def _float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if is_fake(rows) or not rows.numel():
         return rows, scale
     block = min(power_of_2_above(N), BLOCK)
-    at_once = max(BLOCK // 2 // block, 1)
+    at_once = BLOCK // block
     _cast_rows_kernel[(-(-M // at_once),)](
         *rows_and_stride(x), rows.view(torch.int32), scale, M, N, MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=at_once,
-        BLOCK=block, num_warps=4 if N <= BLOCK else 8,
+        BLOCK=block, num_warps=4 if N <= 8192 else 8,
     )  # fmt: skip
     return rows, scale
 

@@ -15,7 +15,7 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import rows_and_stride
 
-BLOCK = 4096  # pairs of a row at a time
+BLOCK = 2048  # pairs of a row at a time
 
 
 @triton.jit
@@ -71,10 +71,10 @@ def float8_glu_rows(
     if is_fake(rows) or not rows.numel():
         return rows, scale
     block = min(power_of_2_above(N), BLOCK)
-    at_once = max(BLOCK // 2 // block, 1)
+    at_once = BLOCK // block
     _glu_rows_kernel[(-(-M // at_once),)](
         *rows_and_stride(gate_up), *rows_and_stride(dy), rows.view(torch.int32), scale, *glu_numbers(*options[1:]),
         M, N, ACTIVATION=activation, BACKWARD=dy is not None, MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=at_once,
-        BLOCK=block, num_warps=16 if N > BLOCK else 8,
+        BLOCK=block, num_warps=16,
     )  # fmt: skip
     return rows, scale
