@@ -6,8 +6,8 @@ and in place of AdamW in bf16 one of 14 bytes a parameter. Past attention in the
 count. The embedding, biases and launches are left out: it is one CUDA graph. It is timed among others like it, once a
 second of them has warmed the card; its parts by themselves, which draw less power, take less time.
 
-In float8 the projections of the blocks multiply operands that are cast already, with tensor-wise scales and fast
-accumulation, and all else is as before. Casts take no pass of their own, nor one for a maximum: whatever computes an
+In float8 the projections of the blocks multiply operands that are cast already, with tensor-wise scales (where the
+weight is frozen, with a scale for each row of the other operand) and fast accumulation, and all else is as before. Casts take no pass of their own, nor one for a maximum: whatever computes an
 operand, attention included, writes it once in place of bf16, one byte for each product that it takes part in. With
 weight gradients these are two, as in bf16; a frozen weight leaves one, forward and backward. What comes in addition:
 the gradient of the residual is needed in bf16 and, as that of an output projection, in float8; and of a trained

@@ -29,15 +29,17 @@ def gemms(shape: Shape, gradients: Sequence[str] = BOTH) -> list[Call]:
 
 def float8_gemms(shape: Shape, gradients: Sequence[str] = BOTH, recipe: ops.Float8Recipe | None = None) -> list[Call]:
     """The same in float8 as `ops.float8_linear` computes it, by its default recipe or another, to bf16: of operands
-    that are cast already, in the layouts that these products take."""
+    that are cast already, in the layouts that these products take; without the gradient of the weight, which is frozen
+    then, by row."""
     rows, size, width = shape
     recipe = recipe or ops.Float8Recipe()
     to_input, to_weight = ("input" in gradients), ("weight" in gradients)
-    x8 = ops.float8_cast(random(rows, width), recipe.dtype, columns=to_weight)
+    x8 = ops.float8_cast(random(rows, width), recipe.dtype, columns=to_weight, by_row=not to_weight)
     w8 = ops.float8_cast(random(size, width) * width**-0.5, recipe.dtype, columns=to_input)
     calls = [_product(x8, x8.rows, w8, w8.rows, recipe.forward_fast)]
     if gradients:
-        dy8 = ops.float8_cast(random(rows, size), recipe.gradient_dtype, rows=to_input, columns=to_weight)
+        options: dict[str, bool] = {"rows": to_input, "columns": to_weight, "by_row": not to_weight}
+        dy8 = ops.float8_cast(random(rows, size), recipe.gradient_dtype, **options)
     for name in gradients:
         pair = (dy8.rows, w8, w8.columns) if name == "input" else (dy8.columns, x8, x8.columns)
         calls.append(_product(dy8, *pair, recipe.backward_fast))
