@@ -7,11 +7,12 @@ count. The embedding, biases and launches are left out: it is one CUDA graph. It
 second of them has warmed the card; its parts by themselves, which draw less power, take less time.
 
 In float8 the projections of the blocks multiply operands that are cast already, with tensor-wise scales (where the
-weight is frozen, with a scale for each row of the other operand) and fast accumulation, and all else is as before. Casts take no pass of their own, nor one for a maximum: whatever computes an
-operand, attention included, writes it once in place of bf16, one byte for each product that it takes part in. With
-weight gradients these are two, as in bf16; a frozen weight leaves one, forward and backward. What comes in addition:
-the gradient of the residual is needed in bf16 and, as that of an output projection, in float8; and of a trained
-weight, which the optimizer keeps in bf16, it writes two bytes more. A frozen one has been cast before.
+weight is frozen, with a scale for each row of the other operand) and fast accumulation, and all else is as before.
+Casts take no pass of their own, nor one for a maximum: whatever computes an operand, attention included, writes it once
+in place of bf16, one byte for each product that it takes part in. With weight gradients these are two, as in bf16; a
+frozen weight leaves one, forward and backward. What comes in addition: the gradient of the residual is needed in bf16
+and, as that of an output projection, in float8; and of a trained weight, which the optimizer keeps in bf16, it writes
+two bytes more. A frozen one has been cast before.
 
 Of LoRA, which trains neither head nor embedding, there are the gradients of inputs alone. Its own products, of low
 rank, are left out, as is the optimizer; the inputs of the first block need no gradient. Nothing is recomputed.
