@@ -110,7 +110,7 @@ def _project_kernel(
         v = tl.load(x + row[:, None] * stride + k[None, :], mask=(row < N)[:, None] & (k < K)[None, :], other=0.0)
         inside = (k < K)[:, None] & (rank < R)[None, :]
         u = tl.load(w + k[:, None] * k_stride + rank[None, :] * r_stride, mask=inside, other=0.0)
-        total = tl.dot(v.to(COMPUTE), u.to(COMPUTE), total, input_precision="ieee")
+        total = tl.dot(v.to(tl.float32).to(COMPUTE), u.to(COMPUTE), total, input_precision="ieee")
     if scale is not None:
         total *= tl.load(scale + row * scale_stride, mask=row < N, other=0.0)[:, None]
     inside = (row < N)[:, None] & (rank < R)[None, :]
@@ -136,7 +136,7 @@ def _correlate_kernel(
         u = tl.load(d + row[:, None] * R + rank[None, :], mask=inside, other=0.0)
         if scale is not None:  # a power of two: bfloat16 loses nothing
             u = u.to(tl.float32) * tl.load(scale + row * scale_stride, mask=row < end, other=0.0)[:, None]
-        total = tl.dot(tl.trans(u.to(COMPUTE)), v.to(COMPUTE), total, input_precision="ieee")
+        total = tl.dot(tl.trans(u.to(COMPUTE)), v.to(tl.float32).to(COMPUTE), total, input_precision="ieee")
     place = tl.program_id(2).to(tl.int64) * K * R + k[None, :] * k_stride + rank[:, None] * r_stride
     tl.store(sums + place, alpha * total, mask=(rank < R)[:, None] & (k < K)[None, :])
 
