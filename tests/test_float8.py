@@ -152,6 +152,28 @@ def test_norms_and_activations_write_float8() -> None:
     assert arrived == [Float8Tensor]
 
 
+@pytest.mark.parametrize("kind", ["lora", "lora, with dropout", "medusa"])
+def test_what_meets_frozen_weights_is_float8_by_row(kind: str) -> None:
+    """Cast by what computes it, with a scale for each row; not where LoRA's dropout needs the numbers themselves."""
+    model: Any = lm.float8(build())
+    if kind == "medusa":
+        model = lm.MedusaModel.from_base(model, num_heads=1).train()
+    else:
+        lm.add_lora(model, r=4, lora_dropout=0.5 if "dropout" in kind else 0.0)
+    seen: dict[str, Any] = {}
+    gradients: list[Tensor] = []
+    block = (model.base if kind == "medusa" else model).decoder.blocks[1]
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: seen.__setitem__(name, inputs[0]))
+    if kind == "lora":
+        block.mlp.gate_up.register_forward_hook(lambda *args: args[2].register_hook(gradients.append) and None)
+    model(tokens(), labels=tokens()).loss.backward()
+    by_row = {name for name, x in seen.items() if isinstance(x, Float8Tensor) and x.scale.shape == (38,)}
+    assert by_row == (set() if "dropout" in kind else {"mixer.qkv", "mlp.gate_up", "mlp.down"})
+    assert kind != "lora" or (isinstance(gradients[0], Float8Tensor) and gradients[0].scale.shape == (38,))
+
+
 def test_evaluation_and_generation_are_those_of_the_weights() -> None:
     model = build()
     wanted = model.eval()(tokens(), labels=tokens()).loss.detach()
