@@ -50,7 +50,7 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
     if not out.numel() or not N:
         out.zero_()
         return
-    columns, across, step = -(-K // 256), -(-R // MOST_RANKS), 32
+    columns, across, step = -(-K // 256), -(-R // MOST_RANKS), 64
     parts = max(min(2 * num_sms(x.device) // (columns * across), -(-N // LEAST_ROWS)), 1)
     rows = -(-N // (parts * step)) * step
     parts = -(-N // rows)
@@ -58,7 +58,7 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
     strides = (1, K) if transposed else (R, 1)
     _correlate_kernel[(columns, across, parts)](
         x, x.stride(0), *_scale_and_stride(scale), d, sums, *strides, N, K, R, rows, alpha,
-        COMPUTE=_compute(d), ROWS=step, WIDTH=256, RANKS=MOST_RANKS, num_warps=4, num_stages=4,
+        COMPUTE=_compute(d), ROWS=step, WIDTH=256, RANKS=MOST_RANKS, num_warps=4, num_stages=3,
     )  # fmt: skip
     sum_rows(sums.view(parts, -1), out.view(-1))
 
