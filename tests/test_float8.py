@@ -218,6 +218,13 @@ def test_training_stays_near_that_in_other_dtypes(dtype: torch.dtype) -> None:
     assert all(abs(a - b) < 0.03 for a, b in zip(plain, found, strict=True))
 
 
+def test_training_of_lora_stays_near_that_without_float8() -> None:
+    """Its matrices multiply inputs and gradients that are rounded to float8."""
+    plain, found = (losses_of_training(lm.add_lora(make(), r=8)) for make in (build, lambda: lm.float8(build())))
+    assert plain[-1] < 0.8 * plain[0] and plain != found
+    assert all(abs(a - b) < 0.03 for a, b in zip(plain, found, strict=True))
+
+
 def test_exclusion() -> None:
     blocks = len(build().decoder.blocks)
     whole = "decoder.blocks.{}.{}"
