@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,12 +52,6 @@ class LoRAPart:
             into = view.view(native)
             count = into.numel() // native.shape[1]
             into.add_(rows[view.start : view.start + count].view(into.shape))
-
-    def gather(self, native: Tensor) -> Tensor:
-        """Its rows (out, n) of `native` (out of the native weight, n), in the checkpoint's order."""
-        views = sorted(self.views, key=lambda view: view.start)
-        rows = [view.view(native).reshape(-1, native.shape[1]) for view in views]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 class LoRALinear(nn.Linear):
@@ -177,7 +171,12 @@ class LoRALinear(nn.Linear):
         """B of all parts, (native out, sum of r), zero off the blocks; relative to the first part's scaling."""
         if self._whole:
             return parameters[0]
-        found: Tensor = _NativeB.apply(self.parts, self.out_features, *parameters)
+        found = parameters[0].new_zeros(self.out_features, sum(part.r for part in self.parts))
+        start = 0
+        for part, b in zip(self.parts, parameters, strict=True):
+            ratio = part.scaling / self.parts[0].scaling
+            part.scatter(found[:, start : start + part.r], b if ratio == 1 else b * ratio)
+            start += part.r
         return found
 
     @torch.no_grad()
@@ -201,34 +200,6 @@ class LoRALinear(nn.Linear):
         found = [concat(f"{native}.lora_A", [f"{name}A.weight" for name in there], sizes)]
         pairs = zip(self._names, there, strict=True)
         return found + [rename(f"{native}.{name}", f"{source}B.weight") for name, source in pairs]
-
-
-class _NativeB(torch.autograd.Function):
-    """B of all parts in one matrix; the backward pass launches a third of what autograd does after writes to views."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Sequence[LoRAPart], rows: int, *parameters: Tensor) -> Tensor:
-        ctx.parts = parts
-        found = parameters[0].new_zeros(rows, sum(part.r for part in parts))
-        for b, (part, columns, ratio) in zip(parameters, _columns(parts, found), strict=True):
-            part.scatter(columns, b if ratio == 1 else b * ratio)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = []
-        for need, (part, columns, ratio) in zip(ctx.needs_input_grad[2:], _columns(ctx.parts, gradient), strict=True):
-            db = part.gather(columns) if need else None
-            found.append(db if db is None or ratio == 1 else db * ratio)
-        return None, None, *found
-
-
-def _columns(parts: Sequence[LoRAPart], native: Tensor) -> Iterator[tuple[LoRAPart, Tensor, float]]:
-    """Each part with its columns of the matrix, and its scaling over that of the first."""
-    start = 0
-    for part in parts:
-        yield part, native[:, start : start + part.r], part.scaling / parts[0].scaling
-        start += part.r
 
 
 def _short(names: Sequence[str]) -> list[str]:
