@@ -245,6 +245,34 @@ def test_compiled_blocks() -> None:
         torch.testing.assert_close(layer.lora_A.grad, wanted[f"{key}.lora_A"], rtol=1e-4, atol=1e-6)
 
 
+def test_compiled_with_frozen_layers_between_trained_ones() -> None:
+    """Gradients go through layers that have no trained weight, from blocks to those before them."""
+    model = lm.float8(with_lora(build({**LLAMA, "num_hidden_layers": 2}), target_modules=["q_proj", "v_proj"]))
+    wanted = gradients(model)
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager")(tokens(), labels=tokens()).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name not in wanted)
+        if parameter.grad is not None:
+            assert agreement(parameter.grad, wanted[name])[0] > 0.9999, name
+
+
+def test_the_first_step_under_activation_checkpointing() -> None:
+    """In which frozen weights are cast, in blocks that are computed again."""
+
+    def first(mode: Any) -> dict[str, Tensor]:
+        model = lm.float8(build())
+        for block in model.decoder.blocks:
+            block.mixer.qkv.requires_grad_(False)
+        model.activation_checkpointing = mode
+        return gradients(model)
+
+    wanted = first("none")
+    for mode in ("selective", "full"):
+        found = first(mode)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted), mode
+
+
 def test_inference_mode_before_training() -> None:
     """What it has cast, training can use; and a model that was made in it computes in float8."""
     model, other = lm.float8(with_lora(build())), lm.float8(with_lora(build()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ligermodels import ops
 from ligermodels.layers import token_parts
@@ -45,6 +47,7 @@ class FrozenWeight:
         self._weight: Callable[[], Tensor | None] = lambda: None
         self._cast: Float8Tensor | None = None
 
+    @torch.compiler.disable
     def get(self, weight: Tensor, recipe: Float8Recipe) -> Float8Tensor | None:
         """None for a weight that is trained, that was made in inference mode, or in a group of processes, which may
         shard it."""
@@ -58,7 +61,10 @@ class FrozenWeight:
         if self._cast is None or of != self._of or self._weight() is not weight:
             # Another tensor may have come to be where the weight was.
             self._of, self._weight = of, weakref.ref(weight)
-            with torch.inference_mode(False):  # or training after it could not use this
+            # Apart from activation checkpointing: what is computed again will find this, and cast nothing. On the meta
+            # device, where memory is planned, all is to be seen.
+            apart = nullcontext() if weight.is_meta else _disable_current_modes()
+            with torch.inference_mode(False), apart:  # or training after inference could not use this
                 self._cast = ops.float8_cast(weight, recipe.dtype)
         return self._cast
 

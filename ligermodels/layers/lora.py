@@ -64,7 +64,7 @@ class LoRALinear(nn.Linear):
 
     `weight` and `bias` are those of `linear`, which this takes the place of. A and B have `dtype` and compute in the
     dtype of x. With a `float8` recipe, that of `linear` if it has one, and as `in_float8` has it, the weight's products
-    are float8, and A and B multiply what these read: x and the gradient of the result, rounded to float8.
+    are float8, and A and B multiply what these read: the gradient of the result and, without dropout, x, as float8.
     """
 
     unexportable: ClassVar[str] = (

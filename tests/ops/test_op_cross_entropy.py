@@ -182,6 +182,17 @@ def test_rank_counts_ties_in_other_tiles(where: Where, value: float) -> None:
     assert torch.equal(rank, (order == y.unsqueeze(1)).int().argmax(1))
 
 
+def test_rank_beside_nan_and_infinity(where: Where) -> None:
+    """NaN is greater than nothing, and nothing is greater than it."""
+    nan, inf = float("nan"), float("inf")
+    rows = [([1, 2, nan, 0, 5, nan], 3), ([1, 2, nan, 0, 5, nan], 4), ([nan, 1, 2, 3, 4, 5], 0), ([inf, 1, inf, 2], 2)]
+    for row, y in rows:
+        logits = torch.tensor([row], dtype=where.dtype, device=where.device)
+        _, rank = cross_entropy(logits, torch.tensor([y], device=where.device), return_rank=True)
+        ahead = sum(x > row[y] or (x == row[y] and i < y) for i, x in enumerate(row))
+        assert rank.tolist() == [ahead], (row, y)
+
+
 def test_repeated_backward(where: Where) -> None:
     logits = torch.randn(4, 33, dtype=where.dtype, device=where.device, requires_grad=True)
     loss = cross_entropy(logits, targets((4,), 33, where.device))

@@ -117,7 +117,7 @@ def test_cast_by_row(where: Where, shape: tuple[int, ...], layout: Callable[...,
     check_layouts(again)
     assert torch.equal(again.dequantize(), float8_cast(found.dequantize(), dtype).dequantize())
     strange = torch.ones(4, 16, dtype=where.dtype, device=where.device)
-    strange[1], strange[2, 3] = 0, math.inf
+    strange[1], strange[2, 3] = 0, -math.inf
     values = float8_cast(strange, dtype, by_row=True).dequantize()
     assert torch.equal(values[[0, 1, 3]], strange[[0, 1, 3]]) and values[2].isnan().all()
     assert float8_cast(strange[:0], dtype, by_row=True).dequantize().shape == (0, 16)
@@ -197,7 +197,7 @@ def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting
 @pytest.mark.parametrize("by_row", [False, True])
 def test_glu(where: Where, by_row: bool, op: Callable[..., Float8Tensor], options: dict[str, float]) -> None:
     """The activation and, as float8 too, the gradient of its pairs."""
-    for shape in ((3, 16), (2, 37, 48), (70, 80), *([(2, 4112)] if by_row else [])):
+    for shape in ((3, 16), (2, 37, 48), (70, 80), *([(2, 4112)] if by_row else [])):  # rows of one block and of several
         gate_up = torch.randn(*shape[:-1], 2 * shape[-1], device=where.device).to(where.dtype).requires_grad_()
         y = op(gate_up, E4M3, E5M2, by_row=by_row, **options)
         assert y.shape == shape and y.dtype == where.dtype
@@ -297,6 +297,8 @@ def test_refusals() -> None:
     by_row = float8_cast(x, E4M3, by_row=True)
     with pytest.raises(InputError, match="columns have one scale"):
         Float8Tensor(by_row.rows, by_row.rows.t().contiguous(), by_row.scale, x.shape, x.dtype)
+    with pytest.raises(InputError, match=r"float8_linear: frozen must be a Float8Tensor .* with one scale"):
+        float8_linear(x, w, recipe=Float8Recipe(), frozen=float8_cast(w, E4M3, by_row=True))
     with pytest.raises(InputError, match=r"float8_mm: scale_b must be torch.float32 of shape \(\)"):
         float8_mm(by_row.rows, by_row.rows, by_row.scale, by_row.scale, torch.float32)
     with pytest.raises(InputError, match="float8_transpose: takes float8"):

@@ -130,6 +130,9 @@ def test_bad_tensors(name: str) -> None:
             float8_lora_linear(**given | {name: bad}, weight=weight, recipe=Float8Recipe())
     with pytest.raises(InputError, match="weight must be a Float8Tensor"):
         float8_lora_linear(**given, weight=float8_cast(torch.randn(IN, OUT), E4M3), recipe=Float8Recipe())
+    with pytest.raises(InputError, match=r"weight must be a Float8Tensor .* with one scale"):
+        by_row = float8_cast(torch.randn(OUT, IN), E4M3, by_row=True)
+        float8_lora_linear(**given, weight=by_row, recipe=Float8Recipe())
     given["bias"].requires_grad_()
     with pytest.raises(InputError, match="bias must need no gradient"):
         float8_lora_linear(**given, weight=weight, recipe=Float8Recipe())

@@ -1,1 +1,1 @@
-"""Float8: casts with tensor-wise scales, producers that write float8, and matrix products of it."""
+"""Float8: casts with a scale for each tensor or each row, producers that write float8, and matrix products of it."""

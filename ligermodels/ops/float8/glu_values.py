@@ -87,4 +87,4 @@ def values_reference(gate_up: Tensor, dy: Tensor | None, options: GLUOptions) ->
         return glu_reference(wide, None, options)
     with torch.enable_grad():
         wide.requires_grad_()
-        return torch.autograd.grad(glu_reference(wide, None, options), wide, dy.reshape(wide.shape[0], -1).float())[0]
+        return torch.autograd.grad(glu_reference(wide, None, options), wide, dy.reshape(-1, dy.shape[-1]).float())[0]

@@ -18,6 +18,7 @@ from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.tensors import autocast_dtype
 
 
 class Float8Form(NamedTuple):
@@ -61,6 +62,7 @@ class Float8Recipe:
         return Float8Form(self.dtype, self.gradient_dtype, by_row=not weight.requires_grad)
 
 
+@torch.compiler.disable  # which would lose the gradient of an x that is a Float8Tensor
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Float8Recipe, frozen: Float8Tensor | None = None
 ) -> Tensor:
@@ -83,19 +85,19 @@ def float8_linear(
     check_float8_sizes("float8_linear", *weight.shape)
     if (reason := float8_unsupported(x.device)) is not None:
         raise BackendError(f"float8_linear: {reason}")
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    if frozen is not None:
+        check_frozen("float8_linear", "frozen", frozen, weight.shape)
+    dtype, by_row = autocast_dtype(x), recipe.form(weight).by_row
     if dtype not in OUTPUTS:
         raise InputError(f"float8_linear: computes bfloat16, float16 or float32, not {dtype}; cast model and inputs")
     recording = torch.is_grad_enabled()
     need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
-    x8 = float8_cast(x, recipe.dtype, columns=need_weight, by_row=recipe.form(weight).by_row)
+    x8 = float8_cast(x, recipe.dtype, columns=need_weight, by_row=by_row)
     w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, False)
     transposed = w8.columns is not None
     layout = (w8.columns if transposed else w8.rows) if need_x else None
     kept = x8.columns if need_weight else None, x8.scale, layout, w8.scale
-    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed)
+    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed, by_row)
     added = None if bias is None else bias.detach().to(dtype)
     found: Tensor = _Product.apply(y, _rows(x8), _rows(w8), x8.scale, w8.scale, added, recipe.forward_fast)
     return found
@@ -108,6 +110,13 @@ def check_float8_sizes(name: str, out_features: int, in_features: int) -> None:
             f"{name}: in_features {in_features} and out_features {out_features} must be multiples of {ALIGNMENT} for "
             "float8; exclude the layer"
         )
+
+
+def check_frozen(op: str, name: str, weight: Tensor, shape: tuple[int | None, ...]) -> None:
+    """InputError unless the weight is a Float8Tensor with one scale and of this shape, in which None is any size."""
+    fits = isinstance(weight, Float8Tensor) and weight.dim() == 2 and not weight.scale.dim()
+    if not fits or any(wanted not in (None, size) for wanted, size in zip(shape, weight.shape, strict=True)):
+        raise InputError(f"{op}: {name} must be a Float8Tensor of shape {tuple(shape)} with one scale")
 
 
 def _rows(x: Float8Tensor) -> Tensor:
@@ -127,10 +136,10 @@ class _Gradients(torch.autograd.Function):
     the last tensor that is saved, then leaves out the last product of a block."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, kept, dtype, recipe, transposed):
+    def forward(ctx, x, weight, bias, kept, dtype, recipe, transposed, by_row):
         ctx.save_for_backward(*kept)  # plain tensors, which hooks on what is saved know
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.shape, ctx.transposed, ctx.by_row = x.shape, transposed, recipe.form(weight).by_row
+        ctx.shape, ctx.transposed, ctx.by_row = x.shape, transposed, by_row
         return weight.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 from ligermodels.ops.norm.norm_rows import sum_rows
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.tensors import without_autocast
 
 LEAST_RANKS, MOST_RANKS = 16, 64
 """Ranks that a program takes: no fewer than tensor cores multiply, and what its registers hold. Sums over rows take the
@@ -27,12 +28,14 @@ def project(x: Tensor, scale: Tensor | None, w: Tensor, out: Tensor, alpha: floa
     """
     (N, K), R = x.shape, w.shape[1]
     if not use_kernels(w):
-        out.copy_((_numbers(x, scale) @ w.float()).mul_(alpha))
+        with without_autocast(x):
+            out.copy_((_numbers(x, scale) @ w.float()).mul_(alpha))
     elif out.numel():
         ranks = _ranks(R)
         _project_kernel[(-(-N // 64), -(-R // ranks))](
             x, x.stride(0), *_scale_and_stride(scale), w, *w.stride(), out, N, K, R, alpha,
-            COMPUTE=_compute(w), ROWS=64, WIDTH=128, RANKS=ranks, num_warps=4, num_stages=4,
+            COMPUTE=_compute(w), ROWS=64, WIDTH=128 if _is_bf16(w) else 64, RANKS=ranks, num_warps=4,
+            num_stages=4 if _is_bf16(w) else 1,
         )  # fmt: skip
 
 
@@ -44,13 +47,15 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
     """
     (N, K), R = x.shape, d.shape[1]
     if not use_kernels(d):
-        found = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
+        with without_autocast(x):
+            found = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
         out.copy_(found.t() if transposed else found)
         return
     if not out.numel() or not N:
         out.zero_()
         return
-    columns, across, step = -(-K // 256), -(-R // MOST_RANKS), 64
+    width, step = (256, 64) if _is_bf16(d) else (64, 32)
+    columns, across = -(-K // width), -(-R // MOST_RANKS)
     parts = max(min(2 * num_sms(x.device) // (columns * across), -(-N // LEAST_ROWS)), 1)
     rows = -(-N // (parts * step)) * step
     parts = -(-N // rows)
@@ -58,7 +63,7 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
     strides = (1, K) if transposed else (R, 1)
     _correlate_kernel[(columns, across, parts)](
         x, x.stride(0), *_scale_and_stride(scale), d, sums, *strides, N, K, R, rows, alpha,
-        COMPUTE=_compute(d), ROWS=step, WIDTH=256, RANKS=MOST_RANKS, num_warps=4, num_stages=3,
+        COMPUTE=_compute(d), ROWS=step, WIDTH=width, RANKS=MOST_RANKS, num_warps=4, num_stages=3 if _is_bf16(d) else 1,
     )  # fmt: skip
     sum_rows(sums.view(parts, -1), out.view(-1))
 
@@ -70,7 +75,8 @@ def add_product(y: Tensor, d: Tensor, w: Tensor, alpha: float = 1.0) -> None:
     """
     (N, M), R = y.shape, d.shape[1]
     if not use_kernels(d):
-        y.copy_(torch.addmm(y.float(), d.float(), w.float(), alpha=alpha))
+        with without_autocast(y):
+            y.copy_(torch.addmm(y.float(), d.float(), w.float(), alpha=alpha))
     elif y.numel():
         across = -(-M // 128)
         _add_product_kernel[(-(-N // 64) * across,)](
@@ -93,8 +99,13 @@ def _ranks(R: int) -> int:
     return min(max(power_of_2_above(R), LEAST_RANKS), MOST_RANKS)
 
 
+def _is_bf16(w: Tensor) -> bool:
+    """Others are multiplied as float32, in smaller tiles: those of bfloat16 would not fit the shared memory of Ada."""
+    return w.dtype == torch.bfloat16
+
+
 def _compute(w: Tensor) -> Any:
-    return tl.bfloat16 if w.dtype == torch.bfloat16 else tl.float32
+    return tl.bfloat16 if _is_bf16(w) else tl.float32
 
 
 @kernel

@@ -72,6 +72,10 @@ def _float8_mm(
     if not a.numel():
         empty = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
         return empty if bias is None else empty.add_(bias)
+    if scale_a.dim() and out_dtype != torch.bfloat16:  # which only some GPUs multiply by row to; scales are exact
+        y = _float8_mm(a, b, torch.ones_like(scale_b), scale_b, None, torch.float32, fast_accumulation)
+        y.mul_(scale_a.unsqueeze(1))
+        return (y if bias is None else y.add_(bias)).to(out_dtype)
     wide = out_dtype == torch.float32  # for which the products take no bias
     fused = None if wide else bias
     if by_row := scale_a.dim() == 1:

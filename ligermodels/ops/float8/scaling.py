@@ -1,4 +1,4 @@
-"""The two float8 formats, their tensor-wise scales, and the store of a tile as float8 in either layout.
+"""The two float8 formats, their scales, and the store of a tile as float8 in either layout.
 
 A tensor x is kept as q, float8, and a scale, float32 on the device, of the tensor or of each row: x is about q * scale.
 The scale is the least power of two with which max|x| does not overflow. So dividing by it is exact, and what is lost is
@@ -33,7 +33,7 @@ def aligned(size: int) -> int:
 
 
 def scale_reference(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale, float32 of shape (), of a tensor whose greatest absolute value is `amax`, float32 of shape ()."""
+    """The scale, float32, of a tensor whose greatest absolute value is `amax`, float32 of shape (), or of each row."""
     mantissa, exponent = torch.frexp(amax.float())  # amax = mantissa * 2 ** exponent, mantissa in [1/2, 1)
     exponent = exponent - 1 - MAX_EXPONENT[dtype] + (mantissa > 0.875)
     scale = torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-126, 126))

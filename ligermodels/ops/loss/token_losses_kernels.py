@@ -60,21 +60,21 @@ def _below(x, maximum):
 
 
 @triton.jit
-def _next_below(x):
-    """The greatest float32 below x; of the least, -inf, NaN."""
+def _next_above(x):
+    """The least float32 above x; of inf, and of NaN, NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(x == 0, -2147483647, tl.where(bits < 0, bits + 1, bits - 1)).to(tl.float32, bitcast=True)
+    return tl.where(x == 0, 1, tl.where(bits < 0, bits - 1, bits + 1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _observe(
-    start, first, col, V, outranked, top, total, plain, before, spread, best, best_at, scale, softcap,
+    start, first, col, V, least, top, total, plain, before, spread, best, best_at, scale, softcap,
     class_weights, MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
     MEAN: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile (TILES, BLOCK) of a row's logits, from `first` on, to the state of BLOCK lanes: their maxima, sums of
-    exp(x - maximum), plain sums (if MEAN, weighted by class), counts of given logits that are not `outranked` or below,
-    sums of exp(x - maximum) * (x - maximum), and the greatest given logits and their first tiles."""
+    exp(x - maximum), plain sums (if MEAN, weighted by class), counts of given logits from `least` on, sums of
+    exp(x - maximum) * (x - maximum), and the greatest given logits and their first tiles."""
     col += first
     inside = col < V
     given = tl.load(start + col, mask=inside, other=float("-inf")) if MASKED else tl.load(start + col)
@@ -92,7 +92,7 @@ def _observe(
         weight = tl.load(class_weights + col, mask=inside, other=0.0)
         plain += tl.sum(tl.where(inside, x * weight, 0.0), axis=0)
     if RANK:
-        before += tl.sum((inside & ~(given.to(tl.float32) <= outranked)).to(tl.int32), axis=0)
+        before += tl.sum((given.to(tl.float32) >= least).to(tl.int32), axis=0)
     if PREDICTED:
         greatest = tl.max(given.to(tl.float32), axis=0)
         best_at = tl.where(greatest > best, first, best_at)
@@ -162,11 +162,11 @@ def _cross_entropy_row_kernel(
     prediction = tl.full((), -1, dtype=tl.int64)
     if (y != ignore_index) & (y >= 0) & (y < V):
         given_y = tl.load(start + y)
-        # Of logits equal to the target's, those before it rank before it: in tiles before its own whatever is above the
-        # next number below, in others whatever is above it. One comparison for each logit, or a row takes half as long
-        # again.
+        # Of logits equal to the target's, those before it rank before it: in tiles before its own whatever is not below
+        # it, in others whatever is not below the next number. One comparison for each logit, or a row takes half as
+        # long again.
         at_y = given_y.to(tl.float32)
-        below_y = _next_below(at_y)
+        above_y = _next_above(at_y)
         top = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         plain = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -175,14 +175,14 @@ def _cross_entropy_row_kernel(
         best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
         best_at = tl.zeros((BLOCK,), dtype=tl.int32)
         for first in range(0, whole, SIZE):
-            outranked = tl.where(first + SIZE <= y, below_y, at_y)
+            least = tl.where(first + SIZE <= y, at_y, above_y)
             top, total, plain, before, spread, best, best_at = _observe(
-                start, first, col, V, outranked, top, total, plain, before, spread, best, best_at, scale, softcap,
+                start, first, col, V, least, top, total, plain, before, spread, best, best_at, scale, softcap,
                 class_weights, False, SCALED, CAPPED, SMOOTHED, means is not None, RANK, PREDICTED, ENTROPY,
             )  # fmt: skip
         if whole < V:
             top, total, plain, before, spread, best, best_at = _observe(
-                start, whole, col, V, at_y, top, total, plain, before, spread, best, best_at, scale, softcap,
+                start, whole, col, V, above_y, top, total, plain, before, spread, best, best_at, scale, softcap,
                 class_weights, True, SCALED, CAPPED, SMOOTHED, means is not None, RANK, PREDICTED, ENTROPY,
             )  # fmt: skip
         maximum = tl.max(top, axis=0)

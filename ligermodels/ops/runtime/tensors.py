@@ -50,6 +50,13 @@ def under_autocast(*operands: Tensor | None) -> list[Any]:
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands]
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matrix product of x computes: that of torch's autocast on x's device, if it is on."""
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which torch's autocast is off on x's device; the meta device has none."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
