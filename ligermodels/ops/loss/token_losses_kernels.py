@@ -199,10 +199,11 @@ def _cross_entropy_row_kernel(
             entropy = log_sum - tl.sum(spread, axis=0) / total_of_row
         if means is not None:
             weighted = tl.sum(plain, axis=0)
-        if RANK:  # equal ones in the target's own tile are still to be counted
-            place = y.to(tl.int32) // SIZE * SIZE + col
-            equal = (place < y) & (tl.load(start + place, mask=place < y, other=0.0) == given_y)
-            rank = (tl.sum(before, axis=0) + tl.sum(tl.sum(equal.to(tl.int32), axis=0), axis=0)).to(tl.int64)
+        if RANK:
+            for first in range(y.to(tl.int32) // SIZE * SIZE, y.to(tl.int32), BLOCK):  # equal ones in the target's tile
+                place = first + tl.arange(0, BLOCK)
+                before += (tl.load(start + place, mask=place < y, other=float("nan")) == given_y).to(tl.int32)
+            rank = tl.sum(before, axis=0).to(tl.int64)
         if PREDICTED:
             greatest = tl.max(best, axis=0)
             places = tl.min(tl.where(best == greatest, best_at, V), axis=0) + col  # of the first tile that has it
