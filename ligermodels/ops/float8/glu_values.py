@@ -32,9 +32,9 @@ def _reciprocal(x):
 
 @triton.jit
 def _part(g, ACTIVATION: tl.constexpr):
-    """`activation_part` to a few units of float32, far more than float8 keeps, in half as many instructions, which are
-    what activations by row take their time for. 1 - p has few digits where p is near 1; there g p' hardly counts beside
-    p."""
+    """`activation_part` to a few float32 units in the last place, far more than float8 keeps, in half as many
+    instructions: their number bounds the kernels by row. Where p is near 1, 1 - p loses digits; there g p' is small
+    beside p."""
     if ACTIVATION == "gelu":
         p, slope = activation_part(g, ACTIVATION)
     else:

@@ -1,7 +1,7 @@
 """Products with a matrix of low rank R, of rows that may be float8: what LoRA needs beside the products of the weight.
 
-Each reads its large operand once, and is bound by that: rows in float8 are half of the bytes of bfloat16. Numbers are
-multiplied as bfloat16, which has every number of either float8 format, or else as float32; sums are float32.
+Each reads its large operand once; rows in float8 are half of the bytes of bfloat16. In a bfloat16 model numbers are
+multiplied as bfloat16, which has every number of either float8 format, in others as float32; sums are float32.
 """
 
 from typing import Any
