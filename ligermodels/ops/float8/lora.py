@@ -2,7 +2,8 @@
 
 All products read the float8 numbers of x and of the gradient of the result, each with a scale for each row, those with
 the low-rank matrices too, which multiply in the model's dtype: so the layer needs its input in no other form, and keeps
-it for the backward pass in half of the bytes. With dropout, a multiplies x after dropout, which is not cast. Beside casts in passes of their own this makes a step of Llama-3-8B 6 % faster, and 10 % smaller.
+it for the backward pass in half of the bytes. With dropout, a multiplies x after dropout, which is not cast. Compared
+with casts in passes of their own, a LoRA step of Llama-3-8B is 6 % faster and takes 10 % less memory.
 """
 
 import torch
