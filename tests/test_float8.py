@@ -27,7 +27,7 @@ from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.float8 import Float8Linear, float8_input, slots
 from ligermodels.ops import Float8Tensor
-from ligermodels.ops.float8 import cast, glu, mm
+from ligermodels.ops.float8 import cast, glu, mm, tail
 from ligermodels.training import train_heads
 
 
@@ -153,8 +153,11 @@ def test_norms_and_activations_write_float8() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "lora, with dropout", "medusa"])
-def test_what_meets_frozen_weights_is_float8_by_row(kind: str) -> None:
-    """Cast by what computes it, with a scale for each row; not where LoRA's dropout needs the numbers themselves."""
+def test_what_meets_frozen_weights_is_float8_by_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cast by what computes it, with a scale for each row; not where LoRA's dropout needs the numbers themselves. Its
+    updates are part of the layers' products, which there is a tail for."""
+    passes: list[Any] = []
+    monkeypatch.setattr(tail, "add_product", lambda *args, unless: passes.append(unless))
     model: Any = lm.float8(build())
     if kind == "medusa":
         model = lm.MedusaModel.from_base(model, num_heads=1).train()
@@ -172,6 +175,9 @@ def test_what_meets_frozen_weights_is_float8_by_row(kind: str) -> None:
     by_row = {name for name, x in seen.items() if isinstance(x, Float8Tensor) and x.scale.shape == (38,)}
     assert by_row == (set() if "dropout" in kind else {"mixer.qkv", "mlp.gate_up", "mlp.down"})
     assert kind != "lora" or (isinstance(gradients[0], Float8Tensor) and gradients[0].scale.shape == (38,))
+    assert all(x.tail == (128 if kind == "lora" else 0) for x in (*gradients, *(seen[name] for name in by_row)))
+    assert all(unless is not None and unless.item() == 1 for unless in passes)
+    assert len(passes) == {"lora": 12 + 11, "lora, with dropout": 12, "medusa": 0}[kind]
 
 
 def test_evaluation_and_generation_are_those_of_the_weights() -> None:

@@ -48,8 +48,8 @@ class FrozenWeight:
         self._cast: Float8Tensor | None = None
 
     @torch.compiler.disable
-    def get(self, weight: Tensor, recipe: Float8Recipe) -> Float8Tensor | None:
-        """None for a weight that is trained, that was made in inference mode, or in a group of processes, which may
+    def get(self, weight: Tensor, recipe: Float8Recipe, tail: int = 0) -> Float8Tensor | None:
+        """Its rows with a tail. None for a weight that is trained, that was made in inference mode, or in a group of processes, which may
         shard it."""
         several = planned_processes.get()
         if several is None:
@@ -57,7 +57,7 @@ class FrozenWeight:
         if several or weight.requires_grad or weight.is_inference():
             self.clear()
             return None
-        of = (weight.data_ptr(), weight._version, weight.device, recipe)
+        of = (weight.data_ptr(), weight._version, weight.device, recipe, tail)
         if self._cast is None or of != self._of or self._weight() is not weight:
             # Another tensor may have come to be where the weight was.
             self._of, self._weight = of, weakref.ref(weight)
@@ -65,7 +65,7 @@ class FrozenWeight:
             # device, where memory is planned, all is to be seen.
             apart = nullcontext() if weight.is_meta else _disable_current_modes()
             with torch.inference_mode(False), apart:  # or training after inference could not use this
-                self._cast = ops.float8_cast(weight, recipe.dtype)
+                self._cast = ops.float8_cast(weight, recipe.dtype, tail=tail)
         return self._cast
 
     def __deepcopy__(self, memo: Any) -> FrozenWeight:

@@ -121,7 +121,11 @@ class LoRALinear(nn.Linear):
         """The form in which it takes its input as a Float8Tensor now, or None: without float8, and with dropout."""
         if self.float8 is None or (self.training and self.dropout) or not in_float8(self):
             return None
-        return self.float8.form(self.weight)
+        return self.float8.form(self.weight, self._tail)
+
+    @property
+    def _tail(self) -> int:
+        return ops.tail_of(self.lora_A.shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in), or a Float8Tensor that its producer has cast -> (..., out), in the dtype of x."""
@@ -157,9 +161,9 @@ class LoRALinear(nn.Linear):
                 raise InputError(
                     "LoRA in float8: the weight must need no gradient; freeze it, or exclude it from float8"
                 )
-            frozen = self._frozen.get(weight, self.float8)
+            frozen = self._frozen.get(weight, self.float8, self._tail)
             if frozen is None:
-                frozen = ops.float8_cast(weight, self.float8.dtype, columns=x.requires_grad)
+                frozen = ops.float8_cast(weight, self.float8.dtype, tail=self._tail)
             return ops.float8_lora_linear(x, frozen, a, b, bias, recipe=self.float8, scaling=scaling, dropped=dropped)
         return ops.lora_linear(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
 

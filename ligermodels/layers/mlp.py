@@ -50,7 +50,8 @@ class GatedActivation(nn.Module):
         if isinstance(gate_up, PendingLinear):
             return gate_up.gated(self.activation, **self.options)
         if float8 is not None:
-            return _FLOAT8[self.activation](gate_up, *float8[:2], by_row=float8.by_row, **self.options)
+            formats, layout = float8[:2], {"by_row": float8.by_row, "tail": float8.tail}
+            return _FLOAT8[self.activation](gate_up, *formats, **layout, **self.options)
         return ACTIVATIONS[self.activation](gate_up, **self.options)
 
 

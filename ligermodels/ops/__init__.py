@@ -19,6 +19,7 @@ from ligermodels.ops.float8.linear import (
 from ligermodels.ops.float8.lora import float8_lora_linear
 from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.norm import float8_add_rms_norm
+from ligermodels.ops.float8.tail import tail_of
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from ligermodels.ops.linear.decode_linear import DecodeLinears, decode_linear
@@ -146,6 +147,7 @@ __all__ = [
     "sort_by_expert",
     "swiglu",
     "swiglu_reference",
+    "tail_of",
     "topk_indices",
     "topk_indices_reference",
     "tree_inputs",

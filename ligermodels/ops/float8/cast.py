@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.float8.cast_by_row import float8_rows
+from ligermodels.ops.float8.cast_by_row import check_tail, float8_rows, with_tail
 from ligermodels.ops.float8.scaling import (
     ALIGNMENT,
     COLUMNS,
@@ -31,7 +31,7 @@ from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 
 
 def float8_cast(
-    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False, by_row: bool = False
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False, by_row: bool = False, tail: int = 0
 ) -> Float8Tensor:
     """x as float8, with the scale of its exact maximum or of those of its rows, rounded to nearest even; no gradient.
 
@@ -39,8 +39,11 @@ def float8_cast(
         scales, or with a layout added.
     dtype: torch.float8_e4m3fn or torch.float8_e5m2. rows, columns: the layouts wanted.
     by_row: a scale for each row, of its own maximum, which goes with rows alone.
-    Raises InputError for another dtype or shape, for columns by_row, and for DTensors.
+    tail: columns of memory after each row, a multiple of 16, for what a layer multiplies beside its weight: see
+        `ops.float8.tail`.
+    Raises InputError for another dtype, shape or tail, for columns by_row, and for DTensors.
     """
+    check_tail("float8_cast", tail, by_row=True)
     if by_row and columns:
         raise InputError("float8_cast: by_row: columns have one scale; a scale for each row goes with rows alone")
     if isinstance(x, Float8Tensor):
@@ -53,8 +56,8 @@ def float8_cast(
     reject_dtensors("float8_cast", x)
     x = x.detach()
     if by_row:
-        return float8_rows(x, dtype)
-    return as_float8(_float8_cast(x, _float8_amax(x), dtype, rows, columns), x.shape, x.dtype)
+        return float8_rows(x, dtype, tail)
+    return as_float8(_float8_cast(x, _float8_amax(x), dtype, rows, columns, tail), x.shape, x.dtype)
 
 
 def as_float8(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:
@@ -66,12 +69,12 @@ def as_float8(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: to
 def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
     """x with at least the layouts wanted: one that it lacks is its other one, transposed."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
-    there, more = x.rows, x.columns
+    there, more = x.wide, x.columns
     if rows and there is None and more is not None:
         there = float8_transpose(more)[:M, :N].contiguous()  # N is its own padding
     if columns and more is None and there is not None:
-        more = float8_transpose(there)
-    return x if there is x.rows and more is x.columns else Float8Tensor(there, more, x.scale, x.shape, x.dtype)
+        more = float8_transpose(there[:, :N])
+    return x if there is x.wide and more is x.columns else Float8Tensor(there, more, x.scale, x.shape, x.dtype)
 
 
 def check_last(op: str, name: str, x: Tensor, multiple: int = ALIGNMENT) -> None:
@@ -83,19 +86,20 @@ def check_last(op: str, name: str, x: Tensor, multiple: int = ALIGNMENT) -> None
         )
 
 
-def float8_transpose(x: Tensor) -> Tensor:
-    """x (M, N) float8 -> (N, M'), contiguous, M' being M rounded up to a multiple of 16, zeros beyond M.
+def float8_transpose(x: Tensor, tail: int = 0) -> Tensor:
+    """x (M, N) float8, its rows contiguous -> (N, M' + tail), M' being M rounded up to a multiple of 16, zeros beyond M
+    and the tail undefined.
 
     Raises InputError unless N is a multiple of 16."""
     if x.dim() != 2 or x.dtype not in MAX_EXPONENT or x.shape[1] % ALIGNMENT:
         raise InputError(f"float8_transpose: takes float8 (M, N), N a multiple of 16; got {x.dtype} {tuple(x.shape)}")
-    return _float8_transpose(x.view(torch.uint8)).view(x.dtype)
+    return _float8_transpose(x.view(torch.uint8), tail).view(x.dtype)
 
 
 def amax_reference(x: Tensor) -> Tensor:
     """The bits of max |x|, int32 ()."""
     most = x.detach().abs().max() if x.numel() else x.new_zeros(())
-    return most.float().view(torch.int32)
+    return most.float().view(torch.int32) & 0x7FFFFFFF  # of a NaN without its sign
 
 
 def scale_of_bits(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,25 +108,27 @@ def scale_of_bits(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantized_reference(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, tail: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, N) float32 as float8 with a given scale: rows, columns (each empty if not wanted), and the scale."""
     most = torch.finfo(dtype).max
     q = (x / scale.nan_to_num(1.0)).clamp(-most, most).to(dtype)
     nothing = x.new_empty(0, dtype=dtype)
-    return q if rows else nothing, _transposed(q) if columns else nothing, scale
+    return with_tail(q, tail) if rows else nothing, _transposed(q) if columns else nothing, scale
 
 
-def _transposed(q: Tensor) -> Tensor:
-    found = q.new_zeros(q.shape[1], aligned(q.shape[0]), dtype=torch.uint8)
+def _transposed(q: Tensor, tail: int = 0) -> Tensor:
+    found = q.new_zeros(q.shape[1], aligned(q.shape[0]) + tail, dtype=torch.uint8)
     found[:, : q.shape[0]] = q.view(torch.uint8).t()
     return found.view(q.dtype)
 
 
-def empty_layouts(like: Tensor, M: int, N: int, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+def empty_layouts(
+    like: Tensor, M: int, N: int, dtype: torch.dtype, rows: bool, columns: bool, tail: int = 0
+) -> tuple[Tensor, Tensor]:
     """Memory for the layouts of a float8 (M, N) on the device of `like`; empty if not wanted."""
     return (
-        like.new_empty((M, N) if rows else 0, dtype=dtype),
+        like.new_empty((M, N + tail) if rows else 0, dtype=dtype),
         like.new_empty((N, aligned(M)) if columns else 0, dtype=dtype),
     )
 
@@ -140,7 +146,7 @@ def outputs(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _cast_kernel(
-    x, x_stride, amax, rows, words, scale, M, N, W, across,
+    x, x_stride, amax, rows, pitch, words, scale, M, N, W, across,
     AMAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -166,79 +172,87 @@ def _cast_kernel(
             tl.store(scale, s)
         store_float8(
             v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32), inverse,
-            rows, words, first_row, first_col, M, N, W, MAX_EXPONENT, ROWS, WORDS, QUADS, COLUMNS,
+            rows, pitch, words, first_row, first_col, M, N, W, MAX_EXPONENT, ROWS, WORDS, QUADS, COLUMNS,
         )  # fmt: skip
 
 
 @kernel
-def _transpose_kernel(x, words, M, N, R, W, across, QUADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x int32 (M, R), N = 4 R bytes a row -> words int32 (N, W), of which word i holds the rows 4 i to 4 i + 3."""
+def _transpose_kernel(x, stride, words, pitch, M, R, W, across, QUADS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x int32 (M, R), 4 R bytes a row -> words int32 (4 R, W), of which word i holds the rows 4 i to 4 i + 3. stride,
+    pitch: words from one row to the next of x, and of words."""
     program = tl.program_id(0)
     first_row = (program // across).to(tl.int64) * (4 * QUADS)
     quad = first_row + 4 * tl.arange(0, QUADS)
     first_col = program % across * COLUMNS
     col = first_col // 4 + tl.arange(0, COLUMNS // 4)
-    start = x + quad[:, None] * R + col[None, :]
+    start = x + quad[:, None] * stride + col[None, :]
     inside = (col < R)[None, :]
     w0 = tl.load(start, mask=inside & (quad < M)[:, None], other=0)
-    w1 = tl.load(start + R, mask=inside & (quad + 1 < M)[:, None], other=0)
-    w2 = tl.load(start + 2 * R, mask=inside & (quad + 2 < M)[:, None], other=0)
-    w3 = tl.load(start + 3 * R, mask=inside & (quad + 3 < M)[:, None], other=0)
+    w1 = tl.load(start + stride, mask=inside & (quad + 1 < M)[:, None], other=0)
+    w2 = tl.load(start + 2 * stride, mask=inside & (quad + 2 < M)[:, None], other=0)
+    w3 = tl.load(start + 3 * stride, mask=inside & (quad + 3 < M)[:, None], other=0)
     place = first_row // 4 + tl.arange(0, QUADS)
     for j in tl.static_range(4):
         low = ((w0 >> (8 * j)) & 255) | (((w1 >> (8 * j)) & 255) << 8)
         word = low | (((w2 >> (8 * j)) & 255) << 16) | (((w3 >> (8 * j)) & 255) << 24)
-        at = (4 * col + j).to(tl.int64)[:, None] * W + place[None, :]
+        at = (4 * col + j).to(tl.int64)[:, None] * pitch + place[None, :]
         tl.store(words + at, tl.trans(word), mask=(col < R)[:, None] & (place < W)[None, :])
 
 
 @custom_op()
 def _float8_amax(x: Tensor) -> Tensor:
     """The bits of max |x|, int32 (). An op of its own: what it gives is worth keeping where x is computed again."""
-    if not use_float8_kernels(x):
-        return amax_reference(x)
     amax = x.new_zeros((), dtype=torch.int32)
     if not is_fake(amax):
-        _launch(x, amax, amax, amax, amax, E4M3, AMAX=True, ROWS=False, WORDS=False)
+        take_up_amax(x, amax)
     return amax
+
+
+def take_up_amax(x: Tensor, amax: Tensor) -> None:
+    """amax, int32 (), the bits of a maximum, takes up that of |x|."""
+    if use_float8_kernels(x):
+        _launch(x, amax, amax, amax, amax, 0, E4M3, AMAX=True, ROWS=False, WORDS=False)
+    else:
+        amax.copy_(torch.maximum(amax, amax_reference(x)))  # bits order as numbers do
 
 
 @custom_op()
 def _float8_cast(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool
+    x: Tensor, amax: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool, tail: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not use_float8_kernels(x):
         wide = as_rows(x).float()
-        return quantized_reference(wide, scale_of_bits(amax, dtype), dtype, need_rows, need_columns)
-    rows, columns = empty_layouts(x, x.shape[:-1].numel(), x.shape[-1], dtype, need_rows, need_columns)
+        return quantized_reference(wide, scale_of_bits(amax, dtype), dtype, need_rows, need_columns, tail)
+    rows, columns = empty_layouts(x, x.shape[:-1].numel(), x.shape[-1], dtype, need_rows, need_columns, tail)
     scale = x.new_empty((), dtype=torch.float32)
     if not is_fake(scale):
-        _launch(x, amax, *outputs(rows, columns), scale, dtype, AMAX=False, ROWS=need_rows, WORDS=need_columns)
+        _launch(x, amax, *outputs(rows, columns), scale, tail, dtype, AMAX=False, ROWS=need_rows, WORDS=need_columns)
     return rows, columns, scale
 
 
 def _launch(
-    x: Tensor, amax: Tensor, rows: Tensor, words: Tensor, scale: Tensor, dtype: torch.dtype, **options: bool
+    x: Tensor, amax: Tensor, rows: Tensor, words: Tensor, scale: Tensor, tail: int, dtype: torch.dtype, **options: bool
 ) -> None:
     M, N = x.shape[:-1].numel(), x.shape[-1]
     programs, across = tiles(M, N)
     _cast_kernel[(max(programs, 1),)](
-        *rows_and_stride(x), amax, rows, words, scale, M, N, aligned(M) // 4, max(across, 1),
+        *rows_and_stride(x), amax, rows, (N + tail) // 4, words, scale, M, N, aligned(M) // 4, max(across, 1),
         AMAX=options["AMAX"], MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=options["ROWS"], WORDS=options["WORDS"], **TILE,
     )  # fmt: skip
 
 
 @custom_op()
-def _float8_transpose(x: Tensor) -> Tensor:
+def _float8_transpose(x: Tensor, tail: int) -> Tensor:
     """Of the bytes of float8."""
     if not use_float8_kernels(x):
-        return _transposed(x)
+        return _transposed(x, tail)
     M, N = x.shape
-    found = x.new_empty(N, aligned(M))
+    found = x.new_empty(N, aligned(M) + tail)
     if is_fake(found) or not found.numel():
         return found
     programs, across = tiles(M, N)
     _transpose_kernel[(programs,)](
-        x.contiguous().view(torch.int32), found.view(torch.int32), M, N, N // 4, aligned(M) // 4, across, **TILE
-    )
+        *rows_and_stride(as_rows(x).view(torch.int32)), found.view(torch.int32), found.shape[1] // 4, M, N // 4,
+        aligned(M) // 4, across, **TILE,
+    )  # fmt: skip
     return found

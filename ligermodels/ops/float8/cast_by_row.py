@@ -7,7 +7,8 @@ tensor has no transposed layout, whose products sum over rows: it serves where t
 import torch
 from torch import Tensor
 
-from ligermodels.ops.float8.scaling import MAX_EXPONENT, scale_and_inverse, scale_reference, store_row
+from ligermodels.errors import InputError
+from ligermodels.ops.float8.scaling import ALIGNMENT, MAX_EXPONENT, scale_and_inverse, scale_reference, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -17,23 +18,39 @@ from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 BLOCK = 2048  # elements of a row at a time
 
 
-def of_rows(parts: tuple[Tensor, Tensor], like: Tensor) -> Float8Tensor:
-    """Of the results of an op: float8 (M, N), and the scale of each row, for a tensor of `like`'s dtype and shape, but
-    for its last dimension, N."""
+def check_tail(op: str, tail: int, by_row: bool) -> None:
+    """InputError unless the tail is a multiple of 16 columns, and goes with a scale for each row."""
+    if tail % ALIGNMENT or tail < 0:
+        raise InputError(f"{op}: tail must be a multiple of {ALIGNMENT}, got {tail}")
+    if tail and not by_row:
+        raise InputError(f"{op}: tail: goes with by_row alone")
+
+
+def of_rows(parts: tuple[Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:
+    """Of the results of an op: float8 (M, N), with or without a tail, and the scale of each row."""
     rows, scale = parts
-    return Float8Tensor(rows, None, scale, torch.Size((*like.shape[:-1], rows.shape[1])), like.dtype)
+    return Float8Tensor(rows, None, scale, shape, dtype)
 
 
-def rows_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (M, N) float32 as float8, and the scale of each row, float32 (M,)."""
+def rows_reference(x: Tensor, dtype: torch.dtype, tail: int) -> tuple[Tensor, Tensor]:
+    """x (M, N) float32 as float8 (M, N + tail), and the scale of each row, float32 (M,)."""
     most = torch.finfo(dtype).max
     scale = scale_reference(x.abs().amax(1) if x.numel() else x.new_zeros(len(x)), dtype)
-    return (x / scale.nan_to_num(1.0).unsqueeze(1)).clamp(-most, most).to(dtype), scale
+    return with_tail((x / scale.nan_to_num(1.0).unsqueeze(1)).clamp(-most, most).to(dtype), tail), scale
 
 
-def empty_rows(like: Tensor, M: int, N: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Memory for float8 (M, N) and the scale of each row."""
-    return like.new_empty(M, N, dtype=dtype), like.new_empty(M, dtype=torch.float32)
+def with_tail(q: Tensor, tail: int) -> Tensor:
+    """q (M, N) float8 -> (M, N + tail), what is beyond N undefined."""
+    if not tail:
+        return q
+    wide = q.new_empty(q.shape[0], q.shape[1] + tail)
+    wide[:, : q.shape[1]] = q
+    return wide
+
+
+def empty_rows(like: Tensor, M: int, N: int, dtype: torch.dtype, tail: int) -> tuple[Tensor, Tensor]:
+    """Memory for float8 (M, N + tail) and the scale of each row."""
+    return like.new_empty(M, N + tail, dtype=dtype), like.new_empty(M, dtype=torch.float32)
 
 
 @triton.jit
@@ -55,7 +72,7 @@ def _load(x, stride, row, first, M, N, BLOCK: tl.constexpr):
 
 @kernel
 def _cast_rows_kernel(
-    x, stride, rows, scales, M, N, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, stride, rows, pitch, scales, M, N, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     v = _load(x, stride, row, 0, M, N, BLOCK)
@@ -63,29 +80,29 @@ def _cast_rows_kernel(
     for first in range(BLOCK, N, BLOCK):
         most = tl.maximum(most, tl.abs(_load(x, stride, row, first, M, N, BLOCK)))
     inverse = scale_of_rows(most, scales, row, M, MAX_EXPONENT)
-    store_row(rows, v, inverse, row, 0, M, N // 4, MAX_EXPONENT, ROWS, BLOCK)
+    store_row(rows, v, inverse, row, 0, M, N // 4, pitch, MAX_EXPONENT, ROWS, BLOCK)
     for first in range(BLOCK, N, BLOCK):
         v = _load(x, stride, row, first, M, N, BLOCK)
-        store_row(rows, v, inverse, row, first, M, N // 4, MAX_EXPONENT, ROWS, BLOCK)
+        store_row(rows, v, inverse, row, first, M, N // 4, pitch, MAX_EXPONENT, ROWS, BLOCK)
 
 
 @custom_op()
-def _float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _float8_rows(x: Tensor, dtype: torch.dtype, tail: int) -> tuple[Tensor, Tensor]:
     M, N = x.shape[:-1].numel(), x.shape[-1]
     if not use_kernels(x):
-        return rows_reference(as_rows(x).float(), dtype)
-    rows, scale = empty_rows(x, M, N, dtype)
+        return rows_reference(as_rows(x).float(), dtype, tail)
+    rows, scale = empty_rows(x, M, N, dtype, tail)
     if is_fake(rows) or not rows.numel():
         return rows, scale
     block = min(power_of_2_above(N), BLOCK)
     at_once = BLOCK // block
     _cast_rows_kernel[(-(-M // at_once),)](
-        *rows_and_stride(x), rows.view(torch.int32), scale, M, N, MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=at_once,
-        BLOCK=block, num_warps=4 if N <= 8192 else 8,
+        *rows_and_stride(x), rows.view(torch.int32), (N + tail) // 4, scale, M, N, MAX_EXPONENT=MAX_EXPONENT[dtype],
+        ROWS=at_once, BLOCK=block, num_warps=4 if N <= 8192 else 8,
     )  # fmt: skip
     return rows, scale
 
 
-def float8_rows(x: Tensor, dtype: torch.dtype) -> Float8Tensor:
+def float8_rows(x: Tensor, dtype: torch.dtype, tail: int) -> Float8Tensor:
     """x (..., N) as float8 with a scale for each row."""
-    return of_rows(_float8_rows(x, dtype), x)
+    return of_rows(_float8_rows(x, dtype, tail), x.shape, x.dtype)

@@ -20,7 +20,7 @@ from ligermodels.ops.float8.cast import (
     scale_of_bits,
     tiles,
 )
-from ligermodels.ops.float8.cast_by_row import of_rows
+from ligermodels.ops.float8.cast_by_row import check_tail, of_rows
 from ligermodels.ops.float8.glu_by_row import float8_glu_rows
 from ligermodels.ops.float8.glu_values import glu_values, load_pairs, values_reference
 from ligermodels.ops.float8.scaling import (
@@ -43,16 +43,23 @@ from ligermodels.ops.runtime.tensors import rows_and_stride
 
 
 def float8_swiglu(
-    gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, *, by_row: bool = False, **options: Any
+    gate_up: Tensor,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    *,
+    by_row: bool = False,
+    tail: int = 0,
+    **options: Any,
 ) -> Float8Tensor:
     """`swiglu` of packed pairs (..., 2 I), I a multiple of 16, as float8 (..., I) rounded once from float32.
 
     dtype, gradient_dtype: the formats of the result and of the gradient that it passes on, a Float8Tensor too.
     Transposed layouts, which gradients of weights need, are written where gradients are recorded; with `by_row`, for
-    layers whose weights are frozen, each row has a scale of its own, and there are no such layouts.
+    layers whose weights are frozen, each row has a scale of its own, and there are no such layouts, but a `tail` of
+    both, as of `float8_cast`.
     options: those of `swiglu`. Raises InputError if shapes do not fit, and for DTensors.
     """
-    return _glu("float8_swiglu", gate_up, dtype, gradient_dtype, by_row, GLUOptions("silu", **options))
+    return _glu("float8_swiglu", gate_up, dtype, gradient_dtype, by_row, tail, GLUOptions("silu", **options))
 
 
 def float8_geglu(
@@ -62,20 +69,23 @@ def float8_geglu(
     approximate: str = "tanh",
     *,
     by_row: bool = False,
+    tail: int = 0,
     **options: Any,
 ) -> Float8Tensor:
     """`geglu` of packed pairs; otherwise as `float8_swiglu`."""
     if approximate not in GELU:
         raise InputError(f'float8_geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return _glu("float8_geglu", gate_up, dtype, gradient_dtype, by_row, GLUOptions(GELU[approximate], **options))
+    return _glu("float8_geglu", gate_up, dtype, gradient_dtype, by_row, tail, GLUOptions(GELU[approximate], **options))
 
 
 def _glu(
-    op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, by_row: bool, options: GLUOptions
-) -> Float8Tensor:
+    op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, by_row: bool, tail: int,
+    options: GLUOptions,
+) -> Float8Tensor:  # fmt: skip
+    check_tail(op, tail, by_row)
     reject_dtensors(op, gate_up)
     check_last(op, "gate_up", gate_up, 2 * ALIGNMENT)
-    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, by_row, options)
+    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, by_row, tail, options)
     return found
 
 
@@ -108,7 +118,7 @@ def _glu_kernel(
             tl.store(scale, s)
         PER_PAIR: tl.constexpr = 2 if BACKWARD else 1
         store_float8(
-            v0, v1, v2, v3, inverse, rows, words, first_row, PER_PAIR * first, M, PER_PAIR * N, W,
+            v0, v1, v2, v3, inverse, rows, PER_PAIR * N // 4, words, first_row, PER_PAIR * first, M, PER_PAIR * N, W,
             MAX_EXPONENT, ROWS, WORDS, QUADS, PER_PAIR * COLUMNS,
         )  # fmt: skip
 
@@ -163,14 +173,14 @@ def _launch(
 
 class _Float8GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, dtype, gradient_dtype, by_row, options):
+    def forward(ctx, gate_up, dtype, gradient_dtype, by_row, tail, options):
         ctx.save_for_backward(gate_up)
-        ctx.options, ctx.dtype, ctx.by_row = options, gradient_dtype, by_row
+        ctx.options, ctx.dtype, ctx.by_row, ctx.tail = options, gradient_dtype, by_row, tail
+        shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
         if by_row:
-            return of_rows(float8_glu_rows(gate_up, None, dtype, *options), gate_up)
+            return of_rows(float8_glu_rows(gate_up, None, dtype, tail, *options), shape, gate_up.dtype)
         amax = _float8_glu_amax(gate_up, None, *options)
         parts = _float8_glu_cast(gate_up, None, amax, dtype, ctx.needs_input_grad[0], *options)
-        shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
         return as_float8(parts, shape, gate_up.dtype)
 
     @staticmethod
@@ -178,7 +188,8 @@ class _Float8GLU(torch.autograd.Function):
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
         if ctx.by_row:
-            return (of_rows(float8_glu_rows(gate_up, dy, ctx.dtype, *ctx.options), gate_up),)
+            parts = float8_glu_rows(gate_up, dy, ctx.dtype, ctx.tail, *ctx.options)
+            return (of_rows(parts, gate_up.shape, gate_up.dtype),)
         amax = _float8_glu_amax(gate_up, dy, *ctx.options)
         parts = _float8_glu_cast(gate_up, dy, amax, ctx.dtype, True, *ctx.options)
         return (as_float8(parts, gate_up.shape, gate_up.dtype),)

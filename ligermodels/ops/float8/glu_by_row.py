@@ -29,7 +29,7 @@ def _part(
 
 @kernel
 def _glu_rows_kernel(
-    gate_up, stride, dy, dy_stride, rows, scales, gate_multiplier, down_multiplier, limit, up_offset, M, N,
+    gate_up, stride, dy, dy_stride, rows, pitch, scales, gate_multiplier, down_multiplier, limit, up_offset, M, N,
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -48,33 +48,35 @@ def _glu_rows_kernel(
         )  # fmt: skip
         most = tl.maximum(most, tl.abs(more))
     inverse = scale_of_rows(most, scales, row, M, MAX_EXPONENT)
-    store_row(rows, v, inverse, row, 0, M, PER_PAIR * N // 4, MAX_EXPONENT, ROWS, PER_PAIR * BLOCK)
+    store_row(rows, v, inverse, row, 0, M, PER_PAIR * N // 4, pitch, MAX_EXPONENT, ROWS, PER_PAIR * BLOCK)
     for first in range(BLOCK, N, BLOCK):
         v = _part(
             gate_up, stride, dy, dy_stride, row, first, gate_multiplier, down_multiplier, limit, up_offset, M, N,
             ACTIVATION, BACKWARD, ROWS, BLOCK,
         )  # fmt: skip
-        store_row(rows, v, inverse, row, PER_PAIR * first, M, PER_PAIR * N // 4, MAX_EXPONENT, ROWS, PER_PAIR * BLOCK)
+        store_row(
+            rows, v, inverse, row, PER_PAIR * first, M, PER_PAIR * N // 4, pitch, MAX_EXPONENT, ROWS, PER_PAIR * BLOCK
+        )
 
 
 @custom_op()
 def float8_glu_rows(
-    gate_up: Tensor, dy: Tensor | None, dtype: torch.dtype, activation: str, gate_multiplier: float,
+    gate_up: Tensor, dy: Tensor | None, dtype: torch.dtype, tail: int, activation: str, gate_multiplier: float,
     down_multiplier: float, limit: float | None, up_offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows and their scales: of the activation, or with dy of the gradient of gate_up."""
+    """Rows, with a tail, and their scales: of the activation, or with dy of the gradient of gate_up."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
     if not use_kernels(gate_up):
-        return rows_reference(values_reference(gate_up, dy, options), dtype)
+        return rows_reference(values_reference(gate_up, dy, options), dtype, tail)
     M, N = gate_up.shape[:-1].numel(), gate_up.shape[-1] // 2
-    rows, scale = empty_rows(gate_up, M, N if dy is None else 2 * N, dtype)
+    rows, scale = empty_rows(gate_up, M, N if dy is None else 2 * N, dtype, tail)
     if is_fake(rows) or not rows.numel():
         return rows, scale
     block = min(power_of_2_above(N), BLOCK)
     at_once = BLOCK // block
     _glu_rows_kernel[(-(-M // at_once),)](
-        *rows_and_stride(gate_up), *rows_and_stride(dy), rows.view(torch.int32), scale, *glu_numbers(*options[1:]),
-        M, N, ACTIVATION=activation, BACKWARD=dy is not None, MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=at_once,
+        *rows_and_stride(gate_up), *rows_and_stride(dy), rows.view(torch.int32), rows.shape[1] // 4, scale,
+        *glu_numbers(*options[1:]), M, N, ACTIVATION=activation, BACKWARD=dy is not None, MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=at_once,
         BLOCK=block, num_warps=16,
     )  # fmt: skip
     return rows, scale

@@ -25,12 +25,14 @@ class Float8Form(NamedTuple):
     """In which form a linear layer takes its input from what computes it.
 
     dtype: the format of the input. gradient_dtype: that of gradients of outputs. by_row: the weight is frozen, so that
-    no product sums over rows: each row has a scale of its own, and there is no transposed layout.
+    no product sums over rows: each row has a scale of its own, and there is no transposed layout. tail: columns of
+    memory after each row, of the input and of gradients of outputs: see `tail`.
     """
 
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     by_row: bool = False
+    tail: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,10 @@ class Float8Recipe:
                 f"got {self.gradient_dtype}"
             )
 
-    def form(self, weight: Tensor) -> Float8Form:
-        """The form of what meets this weight."""
-        return Float8Form(self.dtype, self.gradient_dtype, by_row=not weight.requires_grad)
+    def form(self, weight: Tensor, tail: int = 0) -> Float8Form:
+        """The form of what meets this weight; with a tail, if the weight is frozen."""
+        frozen = not weight.requires_grad
+        return Float8Form(self.dtype, self.gradient_dtype, by_row=frozen, tail=tail if frozen else 0)
 
 
 @torch.compiler.disable  # which would lose the gradient of an x that is a Float8Tensor
@@ -121,7 +124,7 @@ def check_frozen(op: str, name: str, weight: Tensor, shape: tuple[int | None, ..
 
 def _rows(x: Float8Tensor) -> Tensor:
     assert x.rows is not None
-    return x.rows
+    return x.rows.contiguous()  # without a tail
 
 
 def _columns(x: Float8Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.ops.float8.cast import take_up_amax
+from ligermodels.ops.float8.scaling import bits_of_max
 from ligermodels.ops.norm.norm_rows import sum_rows
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -20,20 +22,28 @@ most, zeros among them: Hopper's tensor cores then read the rows from shared mem
 LEAST_ROWS = 512  # of a program that sums over rows
 
 
-def project(x: Tensor, scale: Tensor | None, w: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+def project(
+    x: Tensor, scale: Tensor | None, w: Tensor, out: Tensor, alpha: float = 1.0, *, most: Tensor | None = None,
+    unit: Tensor | None = None,
+) -> None:  # fmt: skip
     """out (N, R) = alpha * (x * scale) w.
 
     x: (N, K), float8 or floating, its last dimension contiguous. scale: float32 () or (N,), of each row; None for 1.
-    w: (K, R), of any strides. out: contiguous, of w's dtype.
+    w: (K, R), of any strides. out: contiguous, of w's dtype. most: int32 (), the bits of a maximum, which
+    takes up that of |out / unit|, `unit` being float32 (N,).
     """
     (N, K), R = x.shape, w.shape[1]
     if not use_kernels(w):
         with without_autocast(x):
-            out.copy_((_numbers(x, scale) @ w.float()).mul_(alpha))
+            found = (_numbers(x, scale) @ w.float()).mul_(alpha)
+        out.copy_(found)
+        if most is not None and unit is not None:
+            take_up_amax(found / unit.unsqueeze(1), most)
     elif out.numel():
         ranks = _ranks(R)
         _project_kernel[(-(-N // 64), -(-R // ranks))](
-            x, x.stride(0), *_scale_and_stride(scale), w, *w.stride(), out, N, K, R, alpha,
+            x, x.stride(0), *_scale_and_stride(scale), w, *w.stride(), out,
+            most, unit, N, K, R, alpha,
             COMPUTE=_compute(w), ROWS=64, WIDTH=128 if _is_bf16(w) else 64, RANKS=ranks, num_warps=4,
             num_stages=4 if _is_bf16(w) else 1,
         )  # fmt: skip
@@ -68,19 +78,22 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
     sum_rows(sums.view(parts, -1), out.view(-1))
 
 
-def add_product(y: Tensor, d: Tensor, w: Tensor, alpha: float = 1.0) -> None:
-    """y (N, M) += alpha * d w, rounded once.
+def add_product(y: Tensor, d: Tensor, w: Tensor, alpha: float = 1.0, unless: Tensor | None = None) -> None:
+    """y (N, M) += alpha * d w, rounded once; nothing, if `unless`, int32 () on the device, is not 0.
 
     y: contiguous, floating. d: (N, R), contiguous. w: (R, M), of d's dtype and any strides.
     """
     (N, M), R = y.shape, d.shape[1]
     if not use_kernels(d):
-        with without_autocast(y):
-            y.copy_(torch.addmm(y.float(), d.float(), w.float(), alpha=alpha))
+        if unless is None or not unless:
+            with without_autocast(y):
+                y.copy_(torch.addmm(y.float(), d.float(), w.float(), alpha=alpha))
     elif y.numel():
         across = -(-M // 128)
-        _add_product_kernel[(-(-N // 64) * across,)](
-            y, d, w, *w.stride(), N, M, R, alpha, across, COMPUTE=_compute(d), ROWS=64, COLUMNS=128,
+        tiles = -(-N // 64) * across
+        programs = tiles if unless is None else min(tiles, 4 * num_sms(y.device))  # few, which usually end at once
+        _add_product_kernel[(programs,)](
+            y, d, w, *w.stride(), unless, N, M, R, alpha, across, tiles, COMPUTE=_compute(d), ROWS=64, COLUMNS=128,
             RANKS=_ranks(R), num_warps=4,
         )  # fmt: skip
 
@@ -110,7 +123,7 @@ def _compute(w: Tensor) -> Any:
 
 @kernel
 def _project_kernel(
-    x, stride, scale, scale_stride, w, k_stride, r_stride, out, N, K, R, alpha,
+    x, stride, scale, scale_stride, w, k_stride, r_stride, out, most, unit, N, K, R, alpha,
     COMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -124,8 +137,12 @@ def _project_kernel(
         total = tl.dot(v.to(tl.float32).to(COMPUTE), u.to(COMPUTE), total, input_precision="ieee")
     if scale is not None:
         total *= tl.load(scale + row * scale_stride, mask=row < N, other=0.0)[:, None]
+    total *= alpha
+    if most is not None:
+        each = tl.load(unit + row, mask=row < N, other=1.0)[:, None]
+        tl.atomic_max(most, bits_of_max(total / each), sem="relaxed")
     inside = (row < N)[:, None] & (rank < R)[None, :]
-    tl.store(out + row[:, None] * R + rank[None, :], (alpha * total).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row[:, None] * R + rank[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -154,21 +171,23 @@ def _correlate_kernel(
 
 @kernel
 def _add_product_kernel(
-    y, d, w, r_stride, m_stride, N, M, R, alpha, across,
+    y, d, w, r_stride, m_stride, unless, N, M, R, alpha, across, tiles,
     COMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = program % across * COLUMNS + tl.arange(0, COLUMNS)
-    place = y + row[:, None] * M + col[None, :]
-    whole = (row < N)[:, None] & (col < M)[None, :]
-    before = tl.load(place, mask=whole, other=0.0)  # on its way during the products
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for first in range(0, R, RANKS):
-        rank = first + tl.arange(0, RANKS)
-        inside = (row < N)[:, None] & (rank < R)[None, :]
-        v = tl.load(d + row[:, None] * R + rank[None, :], mask=inside, other=0.0)
-        inside = (rank < R)[:, None] & (col < M)[None, :]
-        u = tl.load(w + rank[:, None] * r_stride + col[None, :] * m_stride, mask=inside, other=0.0)
-        total = tl.dot(v.to(COMPUTE), u.to(COMPUTE), total, input_precision="ieee")
-    tl.store(place, (before.to(tl.float32) + alpha * total).to(y.dtype.element_ty), mask=whole)
+    if unless is not None:
+        tiles = tl.where(tl.load(unless) != 0, 0, tiles)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        col = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        place = y + row[:, None] * M + col[None, :]
+        whole = (row < N)[:, None] & (col < M)[None, :]
+        before = tl.load(place, mask=whole, other=0.0)  # on its way during the products
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for first in range(0, R, RANKS):
+            rank = first + tl.arange(0, RANKS)
+            inside = (row < N)[:, None] & (rank < R)[None, :]
+            v = tl.load(d + row[:, None] * R + rank[None, :], mask=inside, other=0.0)
+            inside = (rank < R)[:, None] & (col < M)[None, :]
+            u = tl.load(w + rank[:, None] * r_stride + col[None, :] * m_stride, mask=inside, other=0.0)
+            total = tl.dot(v.to(COMPUTE), u.to(COMPUTE), total, input_precision="ieee")
+        tl.store(place, (before.to(tl.float32) + alpha * total).to(y.dtype.element_ty), mask=whole)

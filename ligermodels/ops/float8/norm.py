@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.float8.cast import as_float8, check_last, empty_layouts, outputs, quantized_reference, tiles
-from ligermodels.ops.float8.cast_by_row import of_rows
+from ligermodels.ops.float8.cast_by_row import check_tail, of_rows
 from ligermodels.ops.float8.norm_by_row import float8_rms_norm_rows, normalized_reference
 from ligermodels.ops.float8.scaling import (
     MAX_EXPONENT,
@@ -41,17 +41,20 @@ def float8_add_rms_norm(
     offset: float = 0.0,
     casting_mode: CastingMode = "llama",
     by_row: bool = False,
+    tail: int = 0,
 ) -> tuple[Float8Tensor, Tensor]:
     """`add_rms_norm`, with the normalised sum as float8 for a float8 linear layer. Returns (y, sum).
 
     dtype: the format of y. Its transposed layout, which the gradient of the next layer's weight needs, is written where
     gradients are recorded; with `by_row`, for a layer whose weight is frozen, each row has a scale of its own, and
-    there is no such layout. Other arguments and errors as there; InputError for DTensors too.
+    there is no such layout, but a `tail`, as of `float8_cast`. Other arguments and errors as there; InputError for
+    DTensors too.
     """
+    check_tail("float8_add_rms_norm", tail, by_row)
     reject_dtensors("float8_add_rms_norm", x, residual, weight)
     check_rms_norm("float8_add_rms_norm", x, residual, weight, casting_mode)
     check_last("float8_add_rms_norm", "x", x)
-    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama", by_row)
+    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama", by_row, tail)
     return y, total
 
 
@@ -109,8 +112,9 @@ def _normalize_kernel(
     if program == 0:
         tl.store(scale, s)
     store_float8(
-        v0, v1, v2, v3, inverse, rows, words, first_row, first_col, M, N, W, MAX_EXPONENT, True, WORDS, QUADS, COLUMNS
-    )
+        v0, v1, v2, v3, inverse, rows, N // 4, words, first_row, first_col, M, N, W,
+        MAX_EXPONENT, True, WORDS, QUADS, COLUMNS,
+    )  # fmt: skip
 
 
 @custom_op()
@@ -155,12 +159,12 @@ class _Float8RMSNorm(torch.autograd.Function):
     """y, and the sum that is normalised."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before, by_row):
+    def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before, by_row, tail):
         ctx.eps, ctx.offset, ctx.cast_before = eps, offset, cast_before
         options = eps, offset, cast_before
         if by_row:
-            *parts, total, rstd = float8_rms_norm_rows(x, residual, weight, dtype, *options)
-            y = of_rows(tuple(parts), x)
+            *parts, total, rstd = float8_rms_norm_rows(x, residual, weight, dtype, tail, *options)
+            y = of_rows(tuple(parts), x.shape, x.dtype)
         else:
             columns = any(ctx.needs_input_grad)
             *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, columns, *options)

@@ -14,7 +14,7 @@ from ligermodels.ops.runtime.tensors import empty_like, rows_and_stride
 
 @kernel
 def _rms_norm_rows_kernel(
-    x, x_stride, residual, residual_stride, weight, total, rstd, rows, scales, M, N, eps, offset,
+    x, x_stride, residual, residual_stride, weight, total, rstd, rows, pitch, scales, M, N, eps, offset,
     ADD: tl.constexpr, CAST_BEFORE: tl.constexpr, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows per program: x + residual with ADD, 1 / rms of each row, and the result."""
@@ -34,20 +34,21 @@ def _rms_norm_rows_kernel(
     col = tl.arange(0, BLOCK)
     y *= (tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32) + offset)[None, :]
     inverse = scale_of_rows(tl.abs(y), scales, row, M, MAX_EXPONENT)
-    store_row(rows, y, inverse, row, 0, M, N // 4, MAX_EXPONENT, ROWS, BLOCK)
+    store_row(rows, y, inverse, row, 0, M, N // 4, pitch, MAX_EXPONENT, ROWS, BLOCK)
 
 
 @custom_op()
 def float8_rms_norm_rows(
-    x: Tensor, residual: Tensor | None, weight: Tensor, dtype: torch.dtype, eps: float, offset: float, cast_before: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of the result and their scales; the sum (empty without a residual), and 1 / rms of each row."""
+    x: Tensor, residual: Tensor | None, weight: Tensor, dtype: torch.dtype, tail: int, eps: float, offset: float,
+    cast_before: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Rows of the result, with a tail, and their scales; the sum (empty without a residual), and 1 / rms of each row."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
     if not use_kernels(x, weight) or N > MAX_KERNEL_WIDTH:
         total = x if residual is None else (x + residual).contiguous()
         y, rstd = normalized_reference(total, weight, eps, offset, cast_before)
-        return *rows_reference(y, dtype), x.new_empty(0) if residual is None else total, rstd
-    rows, scale = empty_rows(x, M, N, dtype)
+        return *rows_reference(y, dtype, tail), x.new_empty(0) if residual is None else total, rstd
+    rows, scale = empty_rows(x, M, N, dtype, tail)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     total = x.new_empty(0) if residual is None else empty_like(x)
     if is_fake(rows) or not rows.numel():
@@ -55,8 +56,8 @@ def float8_rms_norm_rows(
     launch = forward_launch(M, N)
     _rms_norm_rows_kernel[(launch.programs,)](
         *rows_and_stride(x), *rows_and_stride(residual), weight.contiguous(), total, rstd, rows.view(torch.int32),
-        scale, M, N, eps, offset, ADD=residual is not None, CAST_BEFORE=cast_before, MAX_EXPONENT=MAX_EXPONENT[dtype],
-        ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
+        (N + tail) // 4, scale, M, N, eps, offset, ADD=residual is not None, CAST_BEFORE=cast_before,
+        MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
     )  # fmt: skip
     return rows, scale, total, rstd
 

@@ -41,10 +41,16 @@ def scale_reference(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
+def scale_exponent(amax_bits, MAX_EXPONENT: tl.constexpr):
+    """The exponent of the scale, from the bits of a float32 amax, an int32: biased by 127, as in a float32."""
+    exponent = (amax_bits >> 23) - MAX_EXPONENT + ((amax_bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.minimum(tl.maximum(exponent, 1), 253)
+
+
+@triton.jit
 def scale_and_inverse(amax_bits, MAX_EXPONENT: tl.constexpr):
     """The scale and its inverse, float32, from the bits of a float32 amax, an int32."""
-    exponent = (amax_bits >> 23) - MAX_EXPONENT + ((amax_bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    exponent = scale_exponent(amax_bits, MAX_EXPONENT)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(amax_bits < 0x7F800000, scale, float("nan")), inverse
@@ -89,33 +95,35 @@ def _word(v0, v1, v2, v3, inverse, MAX_EXPONENT: tl.constexpr):
 
 @triton.jit
 def store_row(
-    rows, v, inverse, row, first_col, M, R, MAX_EXPONENT: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr
+    rows, v, inverse, row, first_col, M, R, pitch,
+    MAX_EXPONENT: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Stores v (QUADS, COLUMNS), float32, times the inverse of the scale, a number or (QUADS, 1), to these rows of
-    `rows`, int32 (M, R)."""
+    `rows`, int32 (M, R), `pitch` words from one to the next."""
     even, odd = tl.split(tl.reshape(v, (QUADS, COLUMNS // 2, 2)))
     v0, v2 = tl.split(tl.reshape(even, (QUADS, COLUMNS // 4, 2)))
     v1, v3 = tl.split(tl.reshape(odd, (QUADS, COLUMNS // 4, 2)))
     word = _word(v0, v1, v2, v3, inverse, MAX_EXPONENT)
     col = first_col // 4 + tl.arange(0, COLUMNS // 4)
-    tl.store(rows + row[:, None] * R + col[None, :], word, mask=(row < M)[:, None] & (col < R)[None, :])
+    tl.store(rows + row[:, None] * pitch + col[None, :], word, mask=(row < M)[:, None] & (col < R)[None, :])
 
 
 @triton.jit
 def store_float8(
-    v0, v1, v2, v3, inverse, rows, words, first_row, first_col, M, N, W,
+    v0, v1, v2, v3, inverse, rows, pitch, words, first_row, first_col, M, N, W,
     MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile of values, float32, of which vj has the rows first_row + 4 i + j, zeros beyond M and N.
 
-    rows: int32 (M, N / 4), stored if ROWS: word i of a row holds its columns 4 i to 4 i + 3. words: int32 (N, W),
-    stored if WORDS: word i of a column holds its rows 4 i to 4 i + 3. N is a multiple of 16."""
+    rows: int32 (M, N / 4), `pitch` words from one to the next, stored if ROWS: word i of a row holds its columns 4 i to
+    4 i + 3. words: int32 (N, W), stored if WORDS: word i of a column holds its rows 4 i to 4 i + 3. N is a multiple of
+    16."""
     quad = first_row + 4 * tl.arange(0, QUADS)
     if ROWS:
-        store_row(rows, v0, inverse, quad, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
-        store_row(rows, v1, inverse, quad + 1, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
-        store_row(rows, v2, inverse, quad + 2, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
-        store_row(rows, v3, inverse, quad + 3, first_col, M, N // 4, MAX_EXPONENT, QUADS, COLUMNS)
+        store_row(rows, v0, inverse, quad, first_col, M, N // 4, pitch, MAX_EXPONENT, QUADS, COLUMNS)
+        store_row(rows, v1, inverse, quad + 1, first_col, M, N // 4, pitch, MAX_EXPONENT, QUADS, COLUMNS)
+        store_row(rows, v2, inverse, quad + 2, first_col, M, N // 4, pitch, MAX_EXPONENT, QUADS, COLUMNS)
+        store_row(rows, v3, inverse, quad + 3, first_col, M, N // 4, pitch, MAX_EXPONENT, QUADS, COLUMNS)
     if WORDS:
         word = _word(v0, v1, v2, v3, inverse, MAX_EXPONENT)
         col = first_col + tl.arange(0, COLUMNS)

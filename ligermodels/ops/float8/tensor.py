@@ -17,12 +17,15 @@ class Float8Tensor(Tensor):
     Its shape and dtype are those of the tensor that it stands for. A linear layer in float8 takes its bytes; any other
     operation gets `dequantize()`, so that hooks and foreign modules see numbers.
 
-    rows: float8 (M, N), row-major, with M the product of the other dimensions; None if it was not asked for.
+    rows: float8 (M, N), row-major, with M the product of the other dimensions; None if it was not asked for. Given with
+        more columns, (M, N + tail), those beyond N are a tail, which belongs to no number: see `ops.float8.tail`.
+    wide: the rows with their tail, contiguous.
     columns: float8 (N, M'), the transposed one, M' being M rounded up to a multiple of 16, zeros beyond M; or None.
     scale: float32, by which float8 is multiplied: of shape (), or (M,), one for each row, without columns.
     """
 
     rows: Tensor | None
+    wide: Tensor | None
     columns: Tensor | None
     scale: Tensor
 
@@ -35,8 +38,14 @@ class Float8Tensor(Tensor):
         if columns is not None and scale.dim():
             raise InputError("Float8Tensor: columns have one scale; a scale for each row goes with rows alone")
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=scale.device)
-        self.rows, self.columns, self.scale = rows, columns, scale
+        self.rows = rows if rows is None or rows.shape[1] == shape[-1] else rows[:, : shape[-1]]
+        self.wide, self.columns, self.scale = rows, columns, scale
         return self
+
+    @property
+    def tail(self) -> int:
+        """Columns of the tail after each row."""
+        return 0 if self.wide is None else self.wide.shape[1] - self.shape[-1]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -62,6 +71,6 @@ class Float8Tensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (_aten.detach.default, _aten.alias.default):
             x = args[0]
-            return cls(x.rows, x.columns, x.scale, x.shape, x.dtype)
+            return cls(x.wide, x.columns, x.scale, x.shape, x.dtype)
         args, kwargs = pytree.tree_map_only(Float8Tensor, Float8Tensor.dequantize, (args, kwargs or {}))
         return func(*args, **kwargs)

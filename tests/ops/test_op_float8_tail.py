@@ -1,0 +1,160 @@
+"""Products of low rank as further columns of float8 products, against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Where
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops import (
+    float8_add_rms_norm,
+    float8_cast,
+    float8_geglu,
+    float8_mm,
+    float8_swiglu,
+    float8_transpose,
+    tail_of,
+)
+from ligermodels.ops.float8.scaling import MAX_EXPONENT
+from ligermodels.ops.float8.tail import LowRankSum
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROUNDING = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the most that a number changes by, of itself
+SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
+M, K = 48, 96
+
+
+class Sum:
+    """The operands of a sum, and what it gave."""
+
+    def __init__(self, where: Where, N: int, rank: int, dtype: torch.dtype, alpha: float, tails: bool = True, **of: Any):
+        generator = torch.Generator().manual_seed(N + rank)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(where.device, where.dtype)
+
+        tail = tail_of(rank) if tails else 0
+        self.rank, self.alpha, self.bias = rank, alpha, random(M)
+        self.x = float8_cast(random(N, K) * torch.arange(1, N + 1, device=where.device).unsqueeze(1), dtype, by_row=True, tail=tail)
+        self.w = float8_cast(random(M, K) / 8, E4M3, tail=tail)
+        self.d, self.b = of.get("d", 1.0) * random(N, rank), of.get("b", 0.1) * random(rank, M).t()
+        if where.place == "interpreter":  # which loses the carry of a number that is rounded up to a power of two
+            self.d, self.b = (t.float().to(E5M2).to(t.dtype) for t in (self.d, self.b))
+        for name in ("d", "b"):
+            for place, value in of.get(f"{name}_at", {}).items():
+                getattr(self, name)[place] = value
+        self.y = self.product()
+
+    def product(self) -> Tensor:
+        both = LowRankSum(self.x.wide, self.x.scale, self.w.wide, self.w.scale, K, self.rank)
+        if both.most is not None:
+            both.most.copy_(((self.d.float() / self.x.scale.unsqueeze(1)).abs().amax() if len(self.d) else torch.zeros(())).view(torch.int32))
+        return both.product(self.d, self.b, self.alpha, self.d.dtype, self.bias, fast_accumulation=False)
+
+    def tails(self) -> tuple[Tensor, Tensor]:
+        return self.x.wide[:, K:].double(), self.w.wide[:, K:].double()
+
+    @property
+    def units(self) -> Tensor:
+        return self.x.scale.double().unsqueeze(1) * self.w.scale.double()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(("rank", "alpha"), [(3, 0.75), (48, -2.0), (130, 1.0)])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-12])
+def test_sum(where: Where, dtype: torch.dtype, rank: int, alpha: float, size: float) -> None:
+    """It is the product of what the tails hold, which is what d and b are to within a rounding each."""
+    for N in (1, 37, 130):
+        case = Sum(where, N, rank, dtype, alpha, b=0.1 * size)
+        d8, b8 = case.tails()
+        assert not d8[:, rank:].any() and not b8[:, rank:].any()
+        exact = (case.x.wide.double() @ case.w.wide.double().t()) * case.units + case.bias.double()
+        limit = max(4 * torch.finfo(where.dtype).eps, 1e-5 if where.device.type == "cpu" else 2e-3)
+        torch.testing.assert_close(case.y.double(), exact, rtol=limit, atol=limit * float(exact.abs().max()))
+        d, b = case.d.double(), case.alpha * case.b.double()
+        found, wanted = d8 @ b8.t() * case.units, d @ b.t()
+        relative = (1 + ROUNDING[dtype]) * (1 + ROUNDING[E4M3]) - 1
+        floor = rank * (SMALLEST[dtype] * 448 + SMALLEST[E4M3] * torch.finfo(dtype).max) * case.units
+        assert ((found - wanted).abs() <= relative * (d.abs() @ b.abs().t()) + floor).all()
+        if size > 1e-9:  # neither is too small for float8
+            assert (found - wanted).norm() <= 0.08 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        {"b": 1e4, "d": 1e4},
+        {"b_at": {(5, 1): float("inf")}},
+        {"d_at": {(7, 0): float("inf")}},
+        {"b_at": {(5, 1): float("nan")}},
+        {"d_at": {(7, 0): float("nan")}},
+    ],
+    ids=str,
+)
+def test_what_is_no_float8(where: Where, of: dict[str, Any]) -> None:
+    """It is added by a pass of its own, or is NaN where it would be without."""
+    wide, plain = (Sum(where, 37, 5, E5M2, 0.7, tails, **of) for tails in (True, False))
+    assert plain.x.tail == 0 and wide.x.tail == 128
+    if "nan" in str(of):
+        if where.place == "interpreter":
+            pytest.skip("the interpreter makes numbers of NaN")
+        assert torch.equal(wide.y.isnan(), plain.y.isnan()) and plain.y.isnan().any()
+    else:
+        torch.testing.assert_close(wide.y, plain.y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nothing_added(where: Where) -> None:
+    """With b of zeros, as where LoRA begins, the product of x and w to the bit; and none of no rows."""
+    case = Sum(where, 37, 5, E4M3, 2.0, b=0.0)
+    plain = Sum(where, 37, 5, E4M3, 2.0, tails=False, b=0.0)
+    exact = 1e-5 if where.device.type == "cpu" else 2e-3
+    torch.testing.assert_close(case.y, plain.y, rtol=max(exact, torch.finfo(where.dtype).eps), atol=exact)
+    assert not case.tails()[1].any()
+    assert Sum(where, 0, 5, E4M3, 2.0).y.shape == (0, M)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_tails_of_what_is_cast(where: Where, dtype: torch.dtype) -> None:
+    """Whoever casts, the rows are the same with a tail as without."""
+    for rows in (1, 37):
+        x = torch.randn(rows, 2 * K, device=where.device).to(where.dtype)
+        w, dy = torch.rand(2 * K, device=where.device).to(where.dtype), torch.randn(rows, K, device=where.device).to(where.dtype)
+
+        def made(tail: int) -> list[Any]:
+            pairs = x.detach().requires_grad_()
+            results = [f(pairs, dtype, E5M2, by_row=True, tail=tail) for f in (float8_swiglu, float8_geglu)]
+            gradients: list[Tensor] = []
+            pairs.register_hook(gradients.append)
+            results[0].backward(dy)
+            return [
+                float8_cast(x, dtype, by_row=True, tail=tail),
+                float8_cast(x, dtype, tail=tail),
+                float8_add_rms_norm(x, None, w, 1e-5, dtype, by_row=True, tail=tail)[0],
+                float8_add_rms_norm(x, x, w, 1e-5, dtype, by_row=True, tail=tail)[0],
+                *results,
+                *gradients,
+            ]
+
+        for wide, plain in zip(made(32), made(0), strict=True):
+            assert wide.wide.shape == (rows, plain.shape[-1] + 32) and wide.tail == 32 and plain.tail == 0
+            assert torch.equal(wide.rows.view(torch.uint8), plain.rows.view(torch.uint8))
+            assert torch.equal(wide.scale, plain.scale) and torch.equal(wide.dequantize(), plain.dequantize())
+            assert torch.equal(wide.detach().wide.view(torch.uint8), wide.wide.view(torch.uint8))
+            turned = float8_transpose(wide.rows, 64)
+            assert turned.shape[1] == -(-rows // 16) * 16 + 64
+            assert torch.equal(turned[:, :-64].view(torch.uint8), float8_transpose(plain.rows).view(torch.uint8))
+
+
+def test_bad_tails() -> None:
+    x, w = torch.randn(4, 32), torch.ones(32)
+    for tail in (8, -16):
+        with pytest.raises(InputError, match=f"float8_cast: tail must be a multiple of 16, got {tail}"):
+            float8_cast(x, E4M3, tail=tail)
+    for call in (
+        lambda: float8_swiglu(x, E4M3, E5M2, tail=16),
+        lambda: float8_add_rms_norm(x, None, w, 1e-5, E4M3, tail=16),
+    ):
+        with pytest.raises(InputError, match="tail: goes with by_row alone"):
+            call()
