@@ -3,8 +3,9 @@
 The peers have transformers' backbone (Liger's with its kernels) and the same heads in plain torch, whose losses are
 torch's own over fp32 logits, or Liger's fused linear cross entropy, one a head. "ligermodels shared" has the model's
 own lm_head for all heads; "ligermodels stage 2" trains the model too, its norms and activations recomputed; with
-"float8" among its words, the linear layers of the model's blocks compute in float8. "liger + torchao float8" has the
-backbone of transformers in torchao's float8, its blocks compiled, and Liger's losses.
+"float8" among its words, the linear layers of the model's blocks compute in float8, and with "whole" the logits of all
+tokens are computed at once, which `memory_budget` allows. "liger + torchao float8" has the backbone of transformers in
+torchao's float8, its blocks compiled, and Liger's losses.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training.fused_adamw import FusedAdamW
 
 DECAY, STEPS = 0.8, 6
+WHOLE = 2**40  # bytes, more than any logits take
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -76,7 +78,7 @@ PEERS: dict[str, tuple[str, Loss]] = {
 
 BACKBONES = {
     **dict.fromkeys(("ligermodels", "torch", "liger"), IN_BF16),
-    **dict.fromkeys(("ligermodels float8", "liger + torchao float8"), IN_FLOAT8),
+    **dict.fromkeys(("ligermodels float8", "ligermodels float8 whole", "liger + torchao float8"), IN_FLOAT8),
 }
 """Provider, of stage 1 with lm_heads of their own -> in which precision its backbone computes."""
 
@@ -93,7 +95,8 @@ def make(provider: str, config: dict[str, Any], num_heads: int) -> tuple[Callabl
             base.activation_checkpointing = "selective"
         optimizer = FusedAdamW(medusa.parameters() if joint else medusa.head_parameters(), lr=1e-5)
         model = JointMedusa(medusa) if joint else medusa
-        return lambda ids, labels: model(ids, labels=labels).loss, optimizer
+        options = {"memory_budget": WHOLE} if "whole" in provider else {}
+        return lambda ids, labels: model(ids, labels=labels, **options).loss, optimizer
     backbone, loss = PEERS[provider]
     heads = TorchHeads(PROVIDERS[backbone](config, None), num_heads, loss)
     trained = [p for p in heads.parameters() if p.requires_grad]

@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.float8 import Float8Linear, float8_input, slots
 from ligermodels.ops import Float8Tensor
-from ligermodels.ops.float8 import cast, glu, mm, tail
+from ligermodels.ops.float8 import cast, glu, mm, norm, tail
 from ligermodels.training import train_heads
 
 
@@ -61,8 +62,11 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_activation_checkpointing_changes_nothing(mode: Any) -> None:
-    model = lm.float8(build({**LLAMA, "model_type": "qwen2"}))
+@pytest.mark.parametrize("name", MODELS)
+def test_activation_checkpointing_changes_nothing(name: str, mode: Any) -> None:
+    """Also where products that narrow are computed again, such as those before a norm."""
+    config = MODELS[name] if "norms" in name else {**MODELS[name], "head_dim": 32}
+    model = lm.float8(build(config))
     wanted = gradients(model)
     model.activation_checkpointing = mode
     for _ in range(2):
@@ -96,6 +100,34 @@ def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         found[mode] = calls["products"] / blocks, calls["maxima"] / blocks
     maxima = 4 + 2 + 4  # of weights, of the inputs of o and down, of gradients
     assert found == {"none": (12, maxima), "selective": (12, maxima), "full": (15, maxima + 4 + 2)}
+
+
+def test_layouts_of_either_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With activation checkpointing the first pass writes rows alone, for its products, and the second what only the
+    backward pass reads; with "full" it computes all but the last product of a block again."""
+    seen: Counter[tuple[bool, bool]] = Counter()
+    plain = cast.quantized_reference
+
+    def counted(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, tail: int = 0) -> Any:
+        seen[rows, columns] += 1
+        return plain(x, scale, dtype, rows, columns, tail)
+
+    for module in (cast, glu, norm):
+        monkeypatch.setattr(module, "quantized_reference", counted)
+    monkeypatch.setattr(cast, "_float8_transpose", None)
+    model = lm.float8(build())
+    blocks, found = len(model.decoder.blocks), {}
+    for mode in ("none", "selective", "full"):
+        model.activation_checkpointing = mode
+        seen.clear()
+        gradients(model)
+        found[mode] = {layouts: count / blocks for layouts, count in seen.items()}
+    inputs, outputs = 4 + 4, 4  # of layers, their weights among them
+    assert found == {
+        "none": {(True, True): inputs + outputs},
+        "selective": {(True, False): inputs, (False, True): inputs, (True, True): outputs},
+        "full": {(True, False): inputs, (True, True): inputs + outputs},
+    }
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -9,7 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ligermodels.layers.float8 import computed
 from ligermodels.layers.token_parts import TokenParts
+from ligermodels.ops.float8.linear import Computed
+from ligermodels.ops.float8.mm import widens
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
@@ -32,7 +37,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
         weight = args[2] if name == "addmm" else args[1]
         if weight.shape[-1] >= weight.shape[-2]:
             return CheckpointPolicy.MUST_SAVE
-    if name == "float8_mm" and args[1].shape[0] >= args[1].shape[1]:
+    if name == "float8_mm" and widens(args[1]):
         return CheckpointPolicy.MUST_SAVE
     if name == "float8_lora_forward" and args[3].shape[0] >= args[3].shape[1]:
         return CheckpointPolicy.MUST_SAVE
@@ -53,7 +58,22 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Tok
     function = module if parts is None else partial(parts.call, module)
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
-    contexts: dict[str, Any] = {}
-    if mode == "selective":
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(function, *args, use_reentrant=False, **contexts)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=partial(_contexts, mode))
+
+
+def _contexts(mode: ActivationCheckpointing) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Of the first forward pass, and of the one in the backward pass."""
+    if mode == "full":
+        return _passing("first"), nullcontext()
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return _passing("first", first), _passing("again", again)
+
+
+@contextmanager
+def _passing(which: Computed, context: AbstractContextManager[Any] | None = None) -> Iterator[None]:
+    with nullcontext() if context is None else context:
+        token = computed.set(which)
+        try:
+            yield
+        finally:
+            computed.reset(token)

@@ -121,7 +121,7 @@ class LoRALinear(nn.Linear):
         """The form in which it takes its input as a Float8Tensor now, or None: without float8, and with dropout."""
         if self.float8 is None or (self.training and self.dropout) or not in_float8(self):
             return None
-        return self.float8.form(self.weight, self._tail)
+        return self.float8.form(self.weight, tail=self._tail)
 
     @property
     def _tail(self) -> int:

@@ -50,8 +50,7 @@ class GatedActivation(nn.Module):
         if isinstance(gate_up, PendingLinear):
             return gate_up.gated(self.activation, **self.options)
         if float8 is not None:
-            formats, layout = float8[:2], {"by_row": float8.by_row, "tail": float8.tail}
-            return _FLOAT8[self.activation](gate_up, *formats, **layout, **self.options)
+            return _FLOAT8[self.activation](gate_up, *float8[:2], **float8.layouts, **self.options)
         return ACTIVATIONS[self.activation](gate_up, **self.options)
 
 

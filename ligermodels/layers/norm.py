@@ -110,8 +110,7 @@ class AddRMSNorm(RMSNorm):
         weight = local(self, self.weight)
         options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
         if float8 is not None:
-            options |= {"by_row": float8.by_row, "tail": float8.tail}
-            return ops.float8_add_rms_norm(x, branch, weight, config.eps, float8.dtype, **options)
+            return ops.float8_add_rms_norm(x, branch, weight, config.eps, float8.dtype, **options, **float8.layouts)
         return ops.add_rms_norm(x, branch, weight, config.eps, **options)
 
 

@@ -266,6 +266,41 @@ def test_linear(where: Where, gradient_dtype: torch.dtype, bias: bool) -> None:
                 torch.testing.assert_close(a.double(), c, rtol=limit, atol=limit * float(c.abs().max()))
 
 
+def test_layouts_that_are_wanted(where: Where) -> None:
+    """Of norms and activations each alone, byte for byte that of both; without gradients there are rows alone."""
+    x = torch.randn(37, 96, device=where.device).to(where.dtype)
+    weight = torch.rand(96, device=where.device).to(where.dtype)
+    producers: list[Callable[..., Float8Tensor]] = [
+        lambda x, **layouts: float8_add_rms_norm(x, None, weight, 1e-5, E4M3, **layouts)[0],
+        lambda x, **layouts: float8_swiglu(x, E4M3, E5M2, **layouts),
+        lambda x, **layouts: float8_geglu(x, E4M3, E5M2, **layouts),
+    ]
+    for write in producers:
+        recorded = x.clone().requires_grad_()
+        both, rows, columns = write(recorded), write(recorded, columns=False), write(recorded, rows=False)
+        plain = write(x, rows=False)
+        assert rows.columns is columns.rows is plain.columns is None
+        for found, wanted in ((rows.rows, both.rows), (plain.rows, both.rows), (columns.columns, both.columns)):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(columns.dequantize(), both.dequantize())
+
+
+def test_passes_of_activation_checkpointing_alone() -> None:
+    """They cannot stand for the whole, and say so."""
+    x, w = torch.randn(4, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
+    first = float8_linear(x, w, recipe=Float8Recipe(), computed="first")
+    assert torch.equal(first, float8_linear(x, w, recipe=Float8Recipe()))
+    with pytest.raises(InputError, match="must be contiguous"):
+        first.sum().backward()
+    with pytest.raises(InputError, match="must be contiguous"):
+        float8_linear(x, w, recipe=Float8Recipe(), computed="again")
+    narrow = torch.randn(16, 32, requires_grad=True)  # whose product is computed again
+    again, wanted = (float8_linear(x, narrow, recipe=Float8Recipe(), computed=c) for c in ("again", "once"))
+    assert torch.equal(again, wanted)
+    for one, two in zip(*(torch.autograd.grad(y.square().sum(), (x, narrow)) for y in (again, wanted)), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_other_operations_see_numbers(where: Where) -> None:
     x = exact((2, 3, 16), where, E4M3)
     x8 = float8_cast(x, E4M3)

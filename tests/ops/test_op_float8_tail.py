@@ -1,5 +1,6 @@
 """Products of low rank as further columns of float8 products, against float64."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,15 +10,14 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops import (
+    Float8Tensor,
     float8_add_rms_norm,
     float8_cast,
     float8_geglu,
-    float8_mm,
     float8_swiglu,
     float8_transpose,
     tail_of,
 )
-from ligermodels.ops.float8.scaling import MAX_EXPONENT
 from ligermodels.ops.float8.tail import LowRankSum
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,7 +29,11 @@ M, K = 48, 96
 class Sum:
     """The operands of a sum, and what it gave."""
 
-    def __init__(self, where: Where, N: int, rank: int, dtype: torch.dtype, alpha: float, tails: bool = True, **of: Any):
+    def __init__(
+        self, where: Where, N: int, rank: int, dtype: torch.dtype, alpha: float, *, tails: bool = True,
+        d: float = 1.0, b: float = 0.1, put: tuple[str, tuple[int, int], float] | None = None,
+    ) -> None:  # fmt: skip
+        """d, b: standard deviations. put: a number in place of one of theirs."""
         generator = torch.Generator().manual_seed(N + rank)
 
         def random(*shape: int) -> Tensor:
@@ -37,21 +41,19 @@ class Sum:
 
         tail = tail_of(rank) if tails else 0
         self.rank, self.alpha, self.bias = rank, alpha, random(M)
-        self.x = float8_cast(random(N, K) * torch.arange(1, N + 1, device=where.device).unsqueeze(1), dtype, by_row=True, tail=tail)
+        sizes = torch.arange(1, N + 1, device=where.device).unsqueeze(1)
+        self.x = float8_cast(random(N, K) * sizes, dtype, by_row=True, tail=tail)
         self.w = float8_cast(random(M, K) / 8, E4M3, tail=tail)
-        self.d, self.b = of.get("d", 1.0) * random(N, rank), of.get("b", 0.1) * random(rank, M).t()
+        self.d, self.b = d * random(N, rank), b * random(rank, M).t()
         if where.place == "interpreter":  # which loses the carry of a number that is rounded up to a power of two
             self.d, self.b = (t.float().to(E5M2).to(t.dtype) for t in (self.d, self.b))
-        for name in ("d", "b"):
-            for place, value in of.get(f"{name}_at", {}).items():
-                getattr(self, name)[place] = value
-        self.y = self.product()
-
-    def product(self) -> Tensor:
-        both = LowRankSum(self.x.wide, self.x.scale, self.w.wide, self.w.scale, K, self.rank)
-        if both.most is not None:
-            both.most.copy_(((self.d.float() / self.x.scale.unsqueeze(1)).abs().amax() if len(self.d) else torch.zeros(())).view(torch.int32))
-        return both.product(self.d, self.b, self.alpha, self.d.dtype, self.bias, fast_accumulation=False)
+        if put is not None:
+            getattr(self, put[0])[put[1]] = put[2]
+        both = LowRankSum(self.x.wide, self.x.scale, self.w.wide, self.w.scale, K, rank)
+        if both.most is not None and N:
+            most = (self.d.float() / self.x.scale.unsqueeze(1)).abs().amax()
+            both.most.copy_(most.view(torch.int32))
+        self.y = both.product(self.d, self.b, alpha, self.d.dtype, self.bias, fast_accumulation=False)
 
     def tails(self) -> tuple[Tensor, Tensor]:
         return self.x.wide[:, K:].double(), self.w.wide[:, K:].double()
@@ -82,22 +84,15 @@ def test_sum(where: Where, dtype: torch.dtype, rank: int, alpha: float, size: fl
             assert (found - wanted).norm() <= 0.08 * wanted.norm()
 
 
-@pytest.mark.parametrize(
-    "of",
-    [
-        {"b": 1e4, "d": 1e4},
-        {"b_at": {(5, 1): float("inf")}},
-        {"d_at": {(7, 0): float("inf")}},
-        {"b_at": {(5, 1): float("nan")}},
-        {"d_at": {(7, 0): float("nan")}},
-    ],
-    ids=str,
-)
+PUT = [("b", (5, 1), math.inf), ("d", (7, 0), math.inf), ("b", (5, 1), math.nan), ("d", (7, 0), math.nan)]
+
+
+@pytest.mark.parametrize("of", [{"b": 1e4, "d": 1e4}, *({"put": put} for put in PUT)], ids=str)
 def test_what_is_no_float8(where: Where, of: dict[str, Any]) -> None:
     """It is added by a pass of its own, or is NaN where it would be without."""
-    wide, plain = (Sum(where, 37, 5, E5M2, 0.7, tails, **of) for tails in (True, False))
+    wide, plain = (Sum(where, 37, 5, E5M2, 0.7, tails=tails, **of) for tails in (True, False))
     assert plain.x.tail == 0 and wide.x.tail == 128
-    if "nan" in str(of):
+    if "put" in of and math.isnan(of["put"][2]):
         if where.place == "interpreter":
             pytest.skip("the interpreter makes numbers of NaN")
         assert torch.equal(wide.y.isnan(), plain.y.isnan()) and plain.y.isnan().any()
@@ -115,36 +110,33 @@ def test_nothing_added(where: Where) -> None:
     assert Sum(where, 0, 5, E4M3, 2.0).y.shape == (0, M)
 
 
+def all_casts(x: Tensor, w: Tensor, dy: Tensor, dtype: torch.dtype, tail: int) -> list[Float8Tensor]:
+    """Of whatever casts by row, and of a cast with one scale."""
+    pairs = x.clone().requires_grad_()
+    results = [f(pairs, dtype, E5M2, by_row=True, tail=tail) for f in (float8_swiglu, float8_geglu)]
+    gradients: list[Any] = []
+    pairs.register_hook(gradients.append)
+    results[0].backward(dy)
+    norms = [float8_add_rms_norm(x, each, w, 1e-5, dtype, by_row=True, tail=tail)[0] for each in (None, x)]
+    casts = [float8_cast(x, dtype, by_row=by_row, tail=tail) for by_row in (True, False)]
+    return [*casts, *norms, *results, *gradients]
+
+
+@pytest.mark.parametrize("rows", [1, 37])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-def test_tails_of_what_is_cast(where: Where, dtype: torch.dtype) -> None:
+def test_tails_of_what_is_cast(where: Where, dtype: torch.dtype, rows: int) -> None:
     """Whoever casts, the rows are the same with a tail as without."""
-    for rows in (1, 37):
-        x = torch.randn(rows, 2 * K, device=where.device).to(where.dtype)
-        w, dy = torch.rand(2 * K, device=where.device).to(where.dtype), torch.randn(rows, K, device=where.device).to(where.dtype)
-
-        def made(tail: int) -> list[Any]:
-            pairs = x.detach().requires_grad_()
-            results = [f(pairs, dtype, E5M2, by_row=True, tail=tail) for f in (float8_swiglu, float8_geglu)]
-            gradients: list[Tensor] = []
-            pairs.register_hook(gradients.append)
-            results[0].backward(dy)
-            return [
-                float8_cast(x, dtype, by_row=True, tail=tail),
-                float8_cast(x, dtype, tail=tail),
-                float8_add_rms_norm(x, None, w, 1e-5, dtype, by_row=True, tail=tail)[0],
-                float8_add_rms_norm(x, x, w, 1e-5, dtype, by_row=True, tail=tail)[0],
-                *results,
-                *gradients,
-            ]
-
-        for wide, plain in zip(made(32), made(0), strict=True):
-            assert wide.wide.shape == (rows, plain.shape[-1] + 32) and wide.tail == 32 and plain.tail == 0
-            assert torch.equal(wide.rows.view(torch.uint8), plain.rows.view(torch.uint8))
-            assert torch.equal(wide.scale, plain.scale) and torch.equal(wide.dequantize(), plain.dequantize())
-            assert torch.equal(wide.detach().wide.view(torch.uint8), wide.wide.view(torch.uint8))
-            turned = float8_transpose(wide.rows, 64)
-            assert turned.shape[1] == -(-rows // 16) * 16 + 64
-            assert torch.equal(turned[:, :-64].view(torch.uint8), float8_transpose(plain.rows).view(torch.uint8))
+    x, w, dy = (
+        torch.randn(shape, device=where.device).to(where.dtype) for shape in ((rows, 2 * K), (2 * K,), (rows, K))
+    )
+    for wide, plain in zip(all_casts(x, w, dy, dtype, 32), all_casts(x, w, dy, dtype, 0), strict=True):
+        assert wide.wide.shape == (rows, plain.shape[-1] + 32) and wide.tail == 32 and plain.tail == 0
+        assert torch.equal(wide.rows.view(torch.uint8), plain.rows.view(torch.uint8))
+        assert torch.equal(wide.scale, plain.scale) and torch.equal(wide.dequantize(), plain.dequantize())
+        assert torch.equal(wide.detach().wide.view(torch.uint8), wide.wide.view(torch.uint8))
+        turned = float8_transpose(wide.rows, 64)
+        assert turned.shape[1] == -(-rows // 16) * 16 + 64
+        assert torch.equal(turned[:, :-64].view(torch.uint8), float8_transpose(plain.rows).view(torch.uint8))
 
 
 def test_bad_tails() -> None:

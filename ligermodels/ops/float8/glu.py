@@ -49,17 +49,23 @@ def float8_swiglu(
     *,
     by_row: bool = False,
     tail: int = 0,
+    rows: bool = True,
+    columns: bool = True,
     **options: Any,
 ) -> Float8Tensor:
     """`swiglu` of packed pairs (..., 2 I), I a multiple of 16, as float8 (..., I) rounded once from float32.
 
     dtype, gradient_dtype: the formats of the result and of the gradient that it passes on, a Float8Tensor too.
-    Transposed layouts, which gradients of weights need, are written where gradients are recorded; with `by_row`, for
-    layers whose weights are frozen, each row has a scale of its own, and there are no such layouts, but a `tail` of
-    both, as of `float8_cast`.
+    Transposed layouts, which gradients of weights need, are written where gradients are recorded.
+    rows, columns: False where activation checkpointing has no use for that layout of the result. Without gradients
+    there are rows.
+    by_row: for layers whose weights are frozen: each row has a scale of its own, and there are rows alone, after them,
+    also of the gradient, a `tail`, as of `float8_cast`.
     options: those of `swiglu`. Raises InputError if shapes do not fit, and for DTensors.
     """
-    return _glu("float8_swiglu", gate_up, dtype, gradient_dtype, by_row, tail, GLUOptions("silu", **options))
+    return _glu(
+        "float8_swiglu", gate_up, dtype, gradient_dtype, (by_row, tail, rows, columns), GLUOptions("silu", **options)
+    )
 
 
 def float8_geglu(
@@ -70,22 +76,26 @@ def float8_geglu(
     *,
     by_row: bool = False,
     tail: int = 0,
+    rows: bool = True,
+    columns: bool = True,
     **options: Any,
 ) -> Float8Tensor:
     """`geglu` of packed pairs; otherwise as `float8_swiglu`."""
     if approximate not in GELU:
         raise InputError(f'float8_geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return _glu("float8_geglu", gate_up, dtype, gradient_dtype, by_row, tail, GLUOptions(GELU[approximate], **options))
+    layouts = by_row, tail, rows, columns
+    return _glu("float8_geglu", gate_up, dtype, gradient_dtype, layouts, GLUOptions(GELU[approximate], **options))
 
 
 def _glu(
-    op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, by_row: bool, tail: int,
+    op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, layouts: tuple[bool, int, bool, bool],
     options: GLUOptions,
 ) -> Float8Tensor:  # fmt: skip
+    by_row, tail, *_ = layouts
     check_tail(op, tail, by_row)
     reject_dtensors(op, gate_up)
     check_last(op, "gate_up", gate_up, 2 * ALIGNMENT)
-    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, by_row, tail, options)
+    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, *layouts, options)
     return found
 
 
@@ -140,20 +150,20 @@ def _float8_glu_amax(
 
 @custom_op()
 def _float8_glu_cast(
-    gate_up: Tensor, dy: Tensor | None, amax: Tensor, dtype: torch.dtype, need_columns: bool, activation: str,
-    gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
+    gate_up: Tensor, dy: Tensor | None, amax: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool,
+    activation: str, gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rows, columns and scale: of the activation, or with dy of the gradient of gate_up."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
     if not use_float8_kernels(gate_up):
         values = values_reference(gate_up, dy, options)
-        return quantized_reference(values, scale_of_bits(amax, dtype), dtype, True, need_columns)
+        return quantized_reference(values, scale_of_bits(amax, dtype), dtype, need_rows, need_columns)
     M, N = gate_up.shape[:-1].numel(), gate_up.shape[-1] // (2 if dy is None else 1)
-    rows, columns = empty_layouts(gate_up, M, N, dtype, True, need_columns)
+    rows, columns = empty_layouts(gate_up, M, N, dtype, need_rows, need_columns)
     scale = gate_up.new_empty((), dtype=torch.float32)
     if not is_fake(scale):
         layouts = outputs(rows, columns)
-        _launch(gate_up, dy, amax, *layouts, scale, dtype, options, AMAX=False, ROWS=True, WORDS=need_columns)
+        _launch(gate_up, dy, amax, *layouts, scale, dtype, options, AMAX=False, ROWS=need_rows, WORDS=need_columns)
     return rows, columns, scale
 
 
@@ -173,14 +183,15 @@ def _launch(
 
 class _Float8GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, dtype, gradient_dtype, by_row, tail, options):
+    def forward(ctx, gate_up, dtype, gradient_dtype, by_row, tail, rows, columns, options):
         ctx.save_for_backward(gate_up)
         ctx.options, ctx.dtype, ctx.by_row, ctx.tail = options, gradient_dtype, by_row, tail
         shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
         if by_row:
             return of_rows(float8_glu_rows(gate_up, None, dtype, tail, *options), shape, gate_up.dtype)
         amax = _float8_glu_amax(gate_up, None, *options)
-        parts = _float8_glu_cast(gate_up, None, amax, dtype, ctx.needs_input_grad[0], *options)
+        columns = columns and ctx.needs_input_grad[0]
+        parts = _float8_glu_cast(gate_up, None, amax, dtype, rows or not columns, columns, *options)
         return as_float8(parts, shape, gate_up.dtype)
 
     @staticmethod
@@ -191,5 +202,5 @@ class _Float8GLU(torch.autograd.Function):
             parts = float8_glu_rows(gate_up, dy, ctx.dtype, ctx.tail, *ctx.options)
             return (of_rows(parts, gate_up.shape, gate_up.dtype),)
         amax = _float8_glu_amax(gate_up, dy, *ctx.options)
-        parts = _float8_glu_cast(gate_up, dy, amax, ctx.dtype, True, *ctx.options)
+        parts = _float8_glu_cast(gate_up, dy, amax, ctx.dtype, True, True, *ctx.options)
         return (as_float8(parts, gate_up.shape, gate_up.dtype),)

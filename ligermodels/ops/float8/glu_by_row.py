@@ -76,7 +76,7 @@ def float8_glu_rows(
     at_once = BLOCK // block
     _glu_rows_kernel[(-(-M // at_once),)](
         *rows_and_stride(gate_up), *rows_and_stride(dy), rows.view(torch.int32), rows.shape[1] // 4, scale,
-        *glu_numbers(*options[1:]), M, N, ACTIVATION=activation, BACKWARD=dy is not None, MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=at_once,
-        BLOCK=block, num_warps=16,
+        *glu_numbers(*options[1:]), M, N, ACTIVATION=activation, BACKWARD=dy is not None,
+        MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=at_once, BLOCK=block, num_warps=16,
     )  # fmt: skip
     return rows, scale

@@ -6,19 +6,24 @@ the weight is frozen there is no dW, and x and dy have a scale for each row: the
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ligermodels.arguments import check_flag
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layouts
-from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
-from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
+from ligermodels.ops.float8.mm import OUTPUTS, float8_mm, widens
+from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2, aligned
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
+
+Computed = Literal["once", "first", "again"]
+"""Which forward pass it is: with activation checkpointing there is a "first" one, which keeps nothing for the backward
+pass, and one "again" before that, in which results of products that widen are those of the first."""
 
 
 class Float8Form(NamedTuple):
@@ -26,13 +31,21 @@ class Float8Form(NamedTuple):
 
     dtype: the format of the input. gradient_dtype: that of gradients of outputs. by_row: the weight is frozen, so that
     no product sums over rows: each row has a scale of its own, and there is no transposed layout. tail: columns of
-    memory after each row, of the input and of gradients of outputs: see `tail`.
+    memory after each row, of the input and of gradients of outputs: see `tail`. rows, columns: the layouts wanted of
+    the input, `columns` where gradients are recorded.
     """
 
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     by_row: bool = False
     tail: int = 0
+    rows: bool = True
+    columns: bool = True
+
+    @property
+    def layouts(self) -> dict[str, Any]:
+        """As ops take them that write float8."""
+        return {name: getattr(self, name) for name in ("by_row", "tail", "rows", "columns")}
 
 
 @dataclass(frozen=True)
@@ -59,22 +72,26 @@ class Float8Recipe:
                 f"got {self.gradient_dtype}"
             )
 
-    def form(self, weight: Tensor, tail: int = 0) -> Float8Form:
-        """The form of what meets this weight; with a tail, if the weight is frozen."""
-        frozen = not weight.requires_grad
-        return Float8Form(self.dtype, self.gradient_dtype, by_row=frozen, tail=tail if frozen else 0)
+    def form(self, weight: Tensor, *, tail: int = 0, computed: Computed = "once") -> Float8Form:
+        """The form of what meets this weight: with a tail, if it is frozen; else with the layouts of this pass."""
+        if not weight.requires_grad:
+            return Float8Form(self.dtype, self.gradient_dtype, by_row=True, tail=tail, columns=False)
+        rows, columns = computed != "again", computed != "first"
+        return Float8Form(self.dtype, self.gradient_dtype, rows=rows, columns=columns)
 
 
 @torch.compiler.disable  # which would lose the gradient of an x that is a Float8Tensor
 def float8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Float8Recipe, frozen: Float8Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Float8Recipe, frozen: Float8Tensor | None = None,
+    computed: Computed = "once",
+) -> Tensor:  # fmt: skip
     """x weight^T + bias, with x, weight and the gradient of the result in float8.
 
     x: (..., K), any floating dtype, or a Float8Tensor, whose producer has cast it. weight: (N, K), any floating dtype.
     bias: (N,). K and N are multiples of 16; the number of rows is any. frozen: a weight that needs no gradient, cast
     before by `float8_cast` with one scale; `weight` is then not read. The gradient of x takes its columns, or
-    transposes its rows.
+    transposes its rows. computed: for activation checkpointing, whose "first" pass transposes nothing, and which
+    "again" casts only what the backward pass needs, where it has kept the product (see `mm.widens`).
     Returns (..., N) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
     Gradients are computed only for what requires one, in the dtypes of x, weight and bias.
     Raises InputError if shapes, dtypes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
@@ -95,14 +112,27 @@ def float8_linear(
         raise InputError(f"float8_linear: computes bfloat16, float16 or float32, not {dtype}; cast model and inputs")
     recording = torch.is_grad_enabled()
     need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
-    x8 = float8_cast(x, recipe.dtype, columns=need_weight, by_row=by_row)
-    w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, False)
-    transposed = w8.columns is not None
-    layout = (w8.columns if transposed else w8.rows) if need_x else None
-    kept = x8.columns if need_weight else None, x8.scale, layout, w8.scale
+    rows, columns = computed != "again", computed != "first"
+    x8 = float8_cast(
+        x, recipe.dtype, rows=rows or by_row or not need_weight, columns=need_weight and columns, by_row=by_row
+    )
+    if frozen is None:
+        w8 = float8_cast(weight, recipe.dtype, rows=rows or not need_x, columns=need_x and columns)
+    else:
+        w8 = with_layouts(frozen, True, False)
+    transposed = frozen is None or w8.columns is not None
+    x_columns = (x8.columns if columns else _absent(x8, transposed=True)) if need_weight else None
+    layout = None
+    if need_x:
+        layout = w8.rows if not transposed else w8.columns if columns else _absent(w8, transposed=True)
+    kept = x_columns, x8.scale, layout, w8.scale
     y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed, by_row)
+    if computed == "again" and not widens(weight):
+        with _disable_current_modes():  # selective checkpointing refuses ops that the first pass has not run
+            x8, w8 = with_layouts(x8, True, False), with_layouts(w8, True, False)
+    operands = (_absent(each) if each.rows is None else _rows(each) for each in (x8, w8))
     added = None if bias is None else bias.detach().to(dtype)
-    found: Tensor = _Product.apply(y, _rows(x8), _rows(w8), x8.scale, w8.scale, added, recipe.forward_fast)
+    found: Tensor = _Product.apply(y, *operands, x8.scale, w8.scale, added, recipe.forward_fast)
     return found
 
 
@@ -120,6 +150,14 @@ def check_frozen(op: str, name: str, weight: Tensor, shape: tuple[int | None, ..
     fits = isinstance(weight, Float8Tensor) and weight.dim() == 2 and not weight.scale.dim()
     if not fits or any(wanted not in (None, size) for wanted, size in zip(shape, weight.shape, strict=True)):
         raise InputError(f"{op}: {name} must be a Float8Tensor of shape {tuple(shape)} with one scale")
+
+
+def _absent(x: Float8Tensor, *, transposed: bool = False) -> Tensor:
+    """What stands for rows, or columns, that are not there: their shape, and no elements of their own."""
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    there = x.columns if x.rows is None else x.rows
+    assert there is not None
+    return there.new_empty(1).expand((N, aligned(M)) if transposed else (M, N))
 
 
 def _rows(x: Float8Tensor) -> Tensor:

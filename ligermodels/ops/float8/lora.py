@@ -2,8 +2,8 @@
 
 All products read the float8 numbers of x and of the gradient of the result, each with a scale for each row: so the
 layer needs its input in no other form, and keeps it for the backward pass in half of the bytes. With dropout, a
-multiplies x after dropout, which is not cast. x a^T and the gradients of a and b are computed in the model's dtype; what
-is added to the products of the weight is part of them, in float8, if there is a tail for it: see `tail`.
+multiplies x after dropout, which is not cast. x a^T and the gradients of a and b are computed in the model's dtype;
+what is added to the products of the weight is part of them, in float8, if there is a tail for it: see `tail`.
 """
 
 import torch
@@ -37,9 +37,9 @@ def float8_lora_linear(
     scale; the gradient of x takes its columns, or transposes its rows. a: (r, K). b: (M, r). bias: (M,). a, b, bias and
     dropped are of x's dtype; under autocast all are cast to its dtype. dropped: x after dropout, (..., K), which a
     multiplies in place of x. Neither activations nor gradients are transposed: the weight has no gradient.
-    If the weight's rows have a tail of `tail_of(r)` columns, which is overwritten, and so have x and the gradient of the
-    result where these are Float8Tensors, what a and b add is part of the float8 products (see `tail`); else it is added
-    in a pass of its own, in the model's dtype.
+    If the weight's rows have a tail of `tail_of(r)` columns, which is overwritten, and so have x and the gradient of
+    the result where these are Float8Tensors, what a and b add is part of the float8 products (see `tail`); else it is
+    added in a pass of its own, in the model's dtype.
     Returns (..., M) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
     Raises InputError if shapes, dtypes or devices do not fit, for a bias that needs a gradient, and for DTensors;
     BackendError on a GPU without float8.

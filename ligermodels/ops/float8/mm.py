@@ -37,7 +37,7 @@ def float8_mm(
     for name, scale, shape in (("scale_a", scale_a, by_row), ("scale_b", scale_b, ())):
         check_tensor("float8_mm", name, scale, shape, a.device, torch.float32)
     K, N = a.shape[1], b.shape[0]
-    if b.shape[1] != K or K % ALIGNMENT or N % ALIGNMENT or not (a.is_contiguous() and b.is_contiguous()):
+    if b.shape[1] != K or K % ALIGNMENT or N % ALIGNMENT:
         raise InputError(
             f"float8_mm: a {tuple(a.shape)} and b {tuple(b.shape)} must be contiguous (M, K) and (N, K), K and N "
             f"multiples of {ALIGNMENT}"
@@ -49,6 +49,11 @@ def float8_mm(
     if bias is not None:
         check_tensor("float8_mm", "bias", bias, (N,), a.device, out_dtype)
     return _float8_mm(a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)
+
+
+def widens(b: Tensor) -> bool:
+    """Whether a product by b (N, K) is as wide as its operand, or wider: activation checkpointing keeps such."""
+    return b.shape[0] >= b.shape[1]
 
 
 def float8_mm_reference(
@@ -67,6 +72,8 @@ def _float8_mm(
 ) -> Tensor:  # fmt: skip
     if is_fake(a):
         return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+    if not (a.is_contiguous() and b.is_contiguous()):  # nor are operands whose product is kept, and is not run again
+        raise InputError(f"float8_mm: a {tuple(a.shape)} and b {tuple(b.shape)} must be contiguous")
     if not a.is_cuda:
         return float8_mm_reference(a, b, scale_a, scale_b, out_dtype, bias)
     if not a.numel():

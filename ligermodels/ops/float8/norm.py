@@ -42,19 +42,25 @@ def float8_add_rms_norm(
     casting_mode: CastingMode = "llama",
     by_row: bool = False,
     tail: int = 0,
+    rows: bool = True,
+    columns: bool = True,
 ) -> tuple[Float8Tensor, Tensor]:
     """`add_rms_norm`, with the normalised sum as float8 for a float8 linear layer. Returns (y, sum).
 
     dtype: the format of y. Its transposed layout, which the gradient of the next layer's weight needs, is written where
-    gradients are recorded; with `by_row`, for a layer whose weight is frozen, each row has a scale of its own, and
-    there is no such layout, but a `tail`, as of `float8_cast`. Other arguments and errors as there; InputError for
-    DTensors too.
+    gradients are recorded.
+    rows, columns: False where activation checkpointing has no use for that layout. Without gradients there are rows.
+    by_row: for a layer whose weight is frozen: each row has a scale of its own, and there are rows alone, after them a
+    `tail`, as of `float8_cast`.
+    Other arguments and errors as there; InputError for DTensors and for a bad tail too.
     """
     check_tail("float8_add_rms_norm", tail, by_row)
     reject_dtensors("float8_add_rms_norm", x, residual, weight)
     check_rms_norm("float8_add_rms_norm", x, residual, weight, casting_mode)
     check_last("float8_add_rms_norm", "x", x)
-    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama", by_row, tail)
+    y, total = _Float8RMSNorm.apply(
+        x, residual, weight, eps, dtype, offset, casting_mode == "llama", by_row, tail, rows, columns
+    )
     return y, total
 
 
@@ -94,7 +100,7 @@ def _normalized(x, stride, rstd, row, w, col, M, N, CAST_BEFORE: tl.constexpr):
 @kernel
 def _normalize_kernel(
     x, stride, rstd, weight, bound, rows, words, scale, M, N, W, offset, across,
-    CAST_BEFORE: tl.constexpr, MAX_EXPONENT: tl.constexpr, WORDS: tl.constexpr,
+    CAST_BEFORE: tl.constexpr, MAX_EXPONENT: tl.constexpr, STORE_ROWS: tl.constexpr, WORDS: tl.constexpr,
     QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of 4 QUADS rows and COLUMNS columns per program."""
@@ -113,20 +119,20 @@ def _normalize_kernel(
         tl.store(scale, s)
     store_float8(
         v0, v1, v2, v3, inverse, rows, N // 4, words, first_row, first_col, M, N, W,
-        MAX_EXPONENT, True, WORDS, QUADS, COLUMNS,
+        MAX_EXPONENT, STORE_ROWS, WORDS, QUADS, COLUMNS,
     )  # fmt: skip
 
 
 @custom_op()
 def _float8_rms_norm_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, dtype: torch.dtype, need_columns: bool, eps: float,
-    offset: float, cast_before: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool,
+    eps: float, offset: float, cast_before: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Rows, columns and scale of the result; the sum (empty without a residual), and 1 / rms of each row."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
     if not use_float8_kernels(x, weight) or N > MAX_KERNEL_WIDTH:
-        return _reference(x, residual, weight, dtype, need_columns, eps, offset, cast_before)
-    rows, columns = empty_layouts(x, M, N, dtype, True, need_columns)
+        return _reference(x, residual, weight, dtype, need_rows, need_columns, eps, offset, cast_before)
+    rows, columns = empty_layouts(x, M, N, dtype, need_rows, need_columns)
     scale, rstd = x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
     total = x.new_empty(0) if residual is None else empty_like(x)
     if is_fake(scale):
@@ -142,32 +148,33 @@ def _float8_rms_norm_forward(
     _normalize_kernel[(max(programs, 1),)](
         *(source if residual is None else rows_and_stride(total)), rstd, weight, bound, *outputs(rows, columns), scale,
         M, N, aligned(M) // 4, offset, across, CAST_BEFORE=cast_before, MAX_EXPONENT=MAX_EXPONENT[dtype],
-        WORDS=need_columns, **TILE | {"num_warps": 8},
+        STORE_ROWS=need_rows, WORDS=need_columns, **TILE | {"num_warps": 8},
     )  # fmt: skip
     return rows, columns, scale, total, rstd
 
 
-def _reference(x, residual, weight, dtype, need_columns, eps, offset, cast_before):
+def _reference(x, residual, weight, dtype, need_rows, need_columns, eps, offset, cast_before):
     total = x if residual is None else (x + residual).contiguous()
     y, rstd = normalized_reference(total, weight, eps, offset, cast_before)
     scale = scale_reference((weight.float() + offset).abs().max() * math.sqrt(x.shape[-1]), dtype)
     nothing = x.new_empty(0) if residual is None else total
-    return *quantized_reference(y, scale, dtype, True, need_columns), nothing, rstd
+    return *quantized_reference(y, scale, dtype, need_rows, need_columns), nothing, rstd
 
 
 class _Float8RMSNorm(torch.autograd.Function):
     """y, and the sum that is normalised."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before, by_row, tail):
+    def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before, by_row, tail, rows, columns):
         ctx.eps, ctx.offset, ctx.cast_before = eps, offset, cast_before
         options = eps, offset, cast_before
         if by_row:
             *parts, total, rstd = float8_rms_norm_rows(x, residual, weight, dtype, tail, *options)
             y = of_rows(tuple(parts), x.shape, x.dtype)
         else:
-            columns = any(ctx.needs_input_grad)
-            *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, columns, *options)
+            columns = columns and any(ctx.needs_input_grad)
+            layouts = rows or not columns, columns
+            *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, *layouts, *options)
             y = as_float8(tuple(parts), x.shape, x.dtype)
         total = x if residual is None else total
         ctx.save_for_backward(total, weight, rstd)

@@ -42,7 +42,7 @@ def float8_rms_norm_rows(
     x: Tensor, residual: Tensor | None, weight: Tensor, dtype: torch.dtype, tail: int, eps: float, offset: float,
     cast_before: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rows of the result, with a tail, and their scales; the sum (empty without a residual), and 1 / rms of each row."""
+    """Rows of the result, with a tail, and their scales; the sum (empty without a residual); 1 / rms of each row."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
     if not use_kernels(x, weight) or N > MAX_KERNEL_WIDTH:
         total = x if residual is None else (x + residual).contiguous()
