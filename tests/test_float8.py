@@ -6,6 +6,7 @@ import math
 import pickle
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.float8 import Float8Linear, float8_input, slots
 from ligermodels.ops import Float8Tensor
-from ligermodels.ops.float8 import cast, glu, mm, norm, tail
+from ligermodels.ops.float8 import cast, glu, lora, mm, norm, tail
 from ligermodels.training import train_heads
 
 
@@ -72,6 +73,52 @@ def test_activation_checkpointing_changes_nothing(name: str, mode: Any) -> None:
     for _ in range(2):
         found = gradients(model)
         assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+TRAINED = ["mlp.down", "blocks.0.mlp.down", "gate_up", "qkv", "mixer.o", "blocks.1", "weight", "lora", "lora_|norm"]
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_activation_checkpointing_beside_frozen_layers(trained: str) -> None:
+    """With some parameters trained: by name, and with "weight" all but the embedding and the norm after it."""
+    model = lm.float8(build())
+    if "lora" in trained:
+        lm.add_lora(model, r=4)
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.01) if "lora_B" in name else None
+    for name, parameter in model.named_parameters():
+        left_out = trained == "weight" and ("embed" in name or "blocks.0.mixer_norm" in name)
+        parameter.requires_grad_(any(part in name for part in trained.split("|")) and not left_out)
+    wanted = gradients(model)
+    assert wanted
+    for mode in ("selective", "full"):
+        model.activation_checkpointing = mode
+        found = gradients(model)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted), mode
+
+
+def test_a_second_backward_pass_under_activation_checkpointing() -> None:
+    model = lm.float8(build())
+    for mode, allowed in (("full", True), ("selective", False)):
+        model.activation_checkpointing = mode
+        loss = model(tokens(), labels=tokens()).loss
+        loss.backward(retain_graph=True)
+        with nullcontext() if allowed else pytest.raises(RuntimeError, match="backward an extra time"):
+            loss.backward()
+
+
+def test_products_of_lora_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By "selective" all that are as wide as their input; the last of a block is computed again."""
+    calls: list[int] = []
+    plain = lora.low_rank_sum
+    monkeypatch.setattr(lora, "low_rank_sum", lambda *args, **options: calls.append(1) or plain(*args, **options))
+    model, found = lm.float8(lm.add_lora(build(), r=4)), {}
+    for mode in ("none", "selective", "full"):
+        model.activation_checkpointing = mode
+        calls.clear()
+        gradients(model)
+        found[mode] = len(calls)
+    assert found == {"none": 23, "selective": 23 + 3, "full": 23 + 12}
 
 
 def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:

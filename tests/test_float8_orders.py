@@ -245,6 +245,23 @@ def test_compiled_blocks() -> None:
         torch.testing.assert_close(layer.lora_A.grad, wanted[f"{key}.lora_A"], rtol=1e-4, atol=1e-6)
 
 
+def test_compiled_blocks_under_activation_checkpointing() -> None:
+    """In the first step, in which frozen weights are cast within what is compiled, and in the next one."""
+
+    def made() -> lm.CausalLM:
+        return lm.float8(with_lora(build({**LLAMA, "num_hidden_layers": 1})))
+
+    wanted, model = gradients(made()), made()
+    model.activation_checkpointing = "selective"
+    for block in model.decoder.blocks:
+        block.compile(backend="aot_eager")
+    for _ in range(2):
+        found = gradients(model)
+        assert found.keys() == wanted.keys()
+        for key, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-6)
+
+
 def test_compiled_with_frozen_layers_between_trained_ones() -> None:
     """Gradients go through layers that have no trained weight, from blocks to those before them."""
     model = lm.float8(with_lora(build({**LLAMA, "num_hidden_layers": 2}), target_modules=["q_proj", "v_proj"]))

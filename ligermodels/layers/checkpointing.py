@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -39,7 +38,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
             return CheckpointPolicy.MUST_SAVE
     if name == "float8_mm" and widens(args[1]):
         return CheckpointPolicy.MUST_SAVE
-    if name == "float8_lora_forward" and args[3].shape[0] >= args[3].shape[1]:
+    if name == "float8_lora_forward" and args[3].shape[0] >= args[6].shape[1]:  # the weight's own columns
         return CheckpointPolicy.MUST_SAVE
     if name == "all_gather_linear_forward" and args[1].shape[0] * args[4] >= args[1].shape[1]:
         return CheckpointPolicy.MUST_SAVE
@@ -62,18 +61,23 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Tok
 
 
 def _contexts(mode: ActivationCheckpointing) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Of the first forward pass, and of the one in the backward pass."""
+    """Of the first forward pass, and of the one in the backward pass, which with "full" keeps no results."""
     if mode == "full":
-        return _passing("first"), nullcontext()
+        return _Pass("first", nullcontext()), nullcontext()
     first, again = create_selective_checkpoint_contexts(_policy)
-    return _passing("first", first), _passing("again", again)
+    return _Pass("first", first), _Pass("again", again)
 
 
-@contextmanager
-def _passing(which: Computed, context: AbstractContextManager[Any] | None = None) -> Iterator[None]:
-    with nullcontext() if context is None else context:
-        token = computed.set(which)
-        try:
-            yield
-        finally:
-            computed.reset(token)
+class _Pass:
+    """Within it this pass is being `computed`; it may be entered again, as by a second backward pass."""
+
+    def __init__(self, which: Computed, context: AbstractContextManager[Any]) -> None:
+        self._which, self._context = which, context
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        self._before = computed.set(self._which)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        computed.reset(self._before)
+        return self._context.__exit__(*error)

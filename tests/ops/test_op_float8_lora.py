@@ -1,5 +1,6 @@
 """LoRA on a frozen weight in float8: every product is that of what was cast, whoever cast it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,6 +100,38 @@ def test_gradients_that_are_float8_and_none_at_all(where: Where) -> None:
         for each in (dy, float8_cast(dy, E5M2, by_row=True)):
             assert all(torch.equal(one, two) for one, two in zip(gradients(each, *leaves), first, strict=True))
         assert rows[0] or not any(each.any() for each in first)
+
+
+def test_what_shares_tails(where: Where) -> None:
+    """Two layers that read one input, and a layer that runs twice before its first backward pass."""
+    recipe, given = Float8Recipe(), operands(where, (37,), 5, bias=None, dropped=None)
+    weights = [float8_cast(torch.randn(OUT, IN, device=where.device).to(where.dtype), E4M3, tail=128) for _ in range(2)]
+    a, b = given["a"].requires_grad_(), (given["b"] / 100).requires_grad_()
+    inputs = [float8_cast(scale * given["x"].detach(), E4M3, by_row=True, tail=128) for scale in (1, 1e-3)]
+    dy = torch.randn(37, OUT, device=where.device).to(where.dtype)
+    calls = [(x, weight) for x in inputs for weight in weights]
+
+    def results(y: Tensor) -> list[Tensor]:
+        return [y.detach(), *torch.autograd.grad(y, (a, b), dy)]
+
+    alone = [results(float8_lora_linear(x, weight, a, b, recipe=recipe)) for x, weight in calls]
+    together = [float8_lora_linear(x, weight, a, b, recipe=recipe) for x, weight in calls]
+    for y, wanted in zip(together, alone, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(results(y), wanted, strict=True))
+
+
+def test_threads_that_share_a_frozen_weight() -> None:
+    recipe, given = Float8Recipe(), operands(Where(torch.device("cpu"), torch.float32), (64,), 4)
+    weight, a, b = float8_cast(torch.randn(OUT, IN), E4M3, tail=128), given["a"], given["b"] / 100
+    inputs = [given["x"] * 10.0**power for power in (-4, 0, 2, 4)]
+
+    def product(x: Tensor) -> Tensor:
+        return float8_lora_linear(x, weight, a, b, recipe=recipe)
+
+    wanted = [product(x) for x in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(product, inputs * 100))
+    assert all(torch.equal(y, wanted[index % 4]) for index, y in enumerate(found))
 
 
 def test_autocast() -> None:

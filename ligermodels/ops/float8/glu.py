@@ -91,8 +91,10 @@ def _glu(
     op: str, gate_up: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, layouts: tuple[bool, int, bool, bool],
     options: GLUOptions,
 ) -> Float8Tensor:  # fmt: skip
-    by_row, tail, *_ = layouts
+    by_row, tail, rows, columns = layouts
     check_tail(op, tail, by_row)
+    columns = columns and torch.is_grad_enabled()
+    layouts = by_row, tail, rows or not columns, columns
     reject_dtensors(op, gate_up)
     check_last(op, "gate_up", gate_up, 2 * ALIGNMENT)
     found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, *layouts, options)
@@ -190,8 +192,7 @@ class _Float8GLU(torch.autograd.Function):
         if by_row:
             return of_rows(float8_glu_rows(gate_up, None, dtype, tail, *options), shape, gate_up.dtype)
         amax = _float8_glu_amax(gate_up, None, *options)
-        columns = columns and ctx.needs_input_grad[0]
-        parts = _float8_glu_cast(gate_up, None, amax, dtype, rows or not columns, columns, *options)
+        parts = _float8_glu_cast(gate_up, None, amax, dtype, rows, columns, *options)
         return as_float8(parts, shape, gate_up.dtype)
 
     @staticmethod

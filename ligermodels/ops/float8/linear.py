@@ -5,6 +5,7 @@ the weight is frozen there is no dW, and x and dy have a scale for each row: the
 """
 
 import functools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,8 +23,9 @@ from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
 Computed = Literal["once", "first", "again"]
-"""Which forward pass it is: with activation checkpointing there is a "first" one, which keeps nothing for the backward
-pass, and one "again" before that, in which results of products that widen are those of the first."""
+"""Which forward pass it is. Activation checkpointing runs a block twice: the "first" pass keeps nothing for the
+backward pass; the one "again", before the backward pass, keeps what that reads, and takes the results of products that
+the first has kept (`mm.widens`). A pass that computes all of it again is as good as "once"."""
 
 
 class Float8Form(NamedTuple):
@@ -73,7 +75,8 @@ class Float8Recipe:
             )
 
     def form(self, weight: Tensor, *, tail: int = 0, computed: Computed = "once") -> Float8Form:
-        """The form of what meets this weight: with a tail, if it is frozen; else with the layouts of this pass."""
+        """The form of what meets this weight: with a tail, if it is frozen; else with the layouts that this pass
+        reads."""
         if not weight.requires_grad:
             return Float8Form(self.dtype, self.gradient_dtype, by_row=True, tail=tail, columns=False)
         rows, columns = computed != "again", computed != "first"
@@ -113,9 +116,13 @@ def float8_linear(
     recording = torch.is_grad_enabled()
     need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
     rows, columns = computed != "again", computed != "first"
-    x8 = float8_cast(
-        x, recipe.dtype, rows=rows or by_row or not need_weight, columns=need_weight and columns, by_row=by_row
-    )
+    if need_weight and isinstance(x, Float8Tensor) and x.scale.dim():
+        x = x.dequantize()  # no product sums over rows with scales of their own
+    layouts = rows or by_row or not need_weight, need_weight and columns
+    if isinstance(x, Float8Tensor):
+        x8 = _with_layouts(x, *layouts, computed)
+    else:
+        x8 = float8_cast(x, recipe.dtype, rows=layouts[0], columns=layouts[1], by_row=by_row)
     if frozen is None:
         w8 = float8_cast(weight, recipe.dtype, rows=rows or not need_x, columns=need_x and columns)
     else:
@@ -128,9 +135,8 @@ def float8_linear(
     kept = x_columns, x8.scale, layout, w8.scale
     y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed, by_row)
     if computed == "again" and not widens(weight):
-        with _disable_current_modes():  # selective checkpointing refuses ops that the first pass has not run
-            x8, w8 = with_layouts(x8, True, False), with_layouts(w8, True, False)
-    operands = (_absent(each) if each.rows is None else _rows(each) for each in (x8, w8))
+        x8, w8 = (_with_layouts(each, True, False, computed) for each in (x8, w8))
+    operands = (_absent(each) if each.wide is None else _rows(each) for each in (x8, w8))
     added = None if bias is None else bias.detach().to(dtype)
     found: Tensor = _Product.apply(y, *operands, x8.scale, w8.scale, added, recipe.forward_fast)
     return found
@@ -152,17 +158,24 @@ def check_frozen(op: str, name: str, weight: Tensor, shape: tuple[int | None, ..
         raise InputError(f"{op}: {name} must be a Float8Tensor of shape {tuple(shape)} with one scale")
 
 
+def _with_layouts(x: Float8Tensor, rows: bool, columns: bool, computed: Computed) -> Float8Tensor:
+    """`with_layouts`, which selective checkpointing does not see: it refuses ops that the first pass has not run."""
+    with _disable_current_modes() if computed == "again" else nullcontext():
+        return with_layouts(x, rows, columns)
+
+
 def _absent(x: Float8Tensor, *, transposed: bool = False) -> Tensor:
     """What stands for rows, or columns, that are not there: their shape, and no elements of their own."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
-    there = x.columns if x.rows is None else x.rows
+    there = x.columns if x.wide is None else x.wide
     assert there is not None
     return there.new_empty(1).expand((N, aligned(M)) if transposed else (M, N))
 
 
 def _rows(x: Float8Tensor) -> Tensor:
-    assert x.rows is not None
-    return x.rows.contiguous()  # without a tail
+    rows = x.rows
+    assert rows is not None
+    return rows.contiguous()  # without a tail
 
 
 def _columns(x: Float8Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ligermodels.ops.float8.cast import float8_cast, float8_transpose
 from ligermodels.ops.float8.linear import Float8Recipe, check_frozen, float8_unsupported
 from ligermodels.ops.float8.low_rank import correlate, project
 from ligermodels.ops.float8.mm import float8_mm
-from ligermodels.ops.float8.tail import LowRankSum
+from ligermodels.ops.float8.tail import low_rank_sum
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, autocast_dtype, check_tensor, empty_gradient, under_autocast
@@ -55,7 +55,7 @@ def float8_lora_linear(
         raise InputError(f"{name}: x must be of shape (..., K), got a single number")
     check_frozen(name, "weight", weight, (None, x.shape[-1]))
     M, K = weight.shape
-    if weight.rows is None:
+    if weight.wide is None:
         raise InputError(f"{name}: weight must be a Float8Tensor with rows")
     dtype = autocast_dtype(x)
     check_tensor(name, "a", a, ("r", K), x.device, dtype)
@@ -75,16 +75,17 @@ def _float8_lora_forward(
     x: Tensor, x_scale: Tensor, dropped: Tensor | None, w: Tensor, w_scale: Tensor, bias: Tensor | None,
     a: Tensor, b: Tensor, scaling: float, fast: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x (N, K), w (M, K), with or without tails -> y (N, M), and x a^T (N, r) for the backward pass, in a's dtype."""
+    """x (N, K), w (M, K), with or without tails -> y (N, M), and x a^T (N, r) for the backward pass, in a's dtype.
+
+    Tails are overwritten, which no schema says: nobody reads them before this op writes them."""
     down = a.new_empty(x.shape[0], a.shape[0])
     if is_fake(a):
         return a.new_empty(x.shape[0], w.shape[0]), down
-    both = LowRankSum(x, x_scale, w, w_scale, a.shape[1], a.shape[0])
-    if dropped is None:
-        project(x[:, : a.shape[1]], x_scale, a.t(), down, most=both.most, unit=x_scale)
-    else:
-        project(dropped, None, a.t(), down, most=both.most, unit=x_scale)
-    return both.product(down, b, scaling, a.dtype, bias, fast_accumulation=fast), down
+    source, scale = (x[:, : a.shape[1]], x_scale) if dropped is None else (dropped, None)
+    y = low_rank_sum(
+        x, x_scale, w, w_scale, source, scale, a.t(), b, down, 1.0, scaling, a.dtype, bias, fast_accumulation=fast
+    )
+    return y, down
 
 
 @custom_op()
@@ -96,28 +97,30 @@ def _float8_lora_backward(
     """The gradients of x, in `dtype`, dropped, a and b; empty if not needed. dy and x: with or without tails. w: the
     weight transposed, likewise; None if the gradient of x is not needed. x: None if that of a is not, or comes of
     dropped."""
-    (M, R), K = b.shape, a.shape[1]
+    M, K = b.shape[0], a.shape[1]
     d_dropped = a.new_empty((dy.shape[0], K) if need_dropped else 0)
     da, db = empty_gradient(a, need_a, a), empty_gradient(b, need_b, a)
+    dx = a.new_empty(0 if w is None else (dy.shape[0], K), dtype=dtype)
     if is_fake(a):
-        return a.new_empty(0 if w is None else (dy.shape[0], K), dtype=dtype), d_dropped, da, db
-    both = None if w is None else LowRankSum(dy, dy_scale, w, w_scale, M, R)
-    dx, dy = a.new_empty(0, dtype=dtype), dy[:, :M]
-    if w is not None and dropped is not None:
-        dx = float8_mm(dy.contiguous(), w[:, :M].contiguous(), dy_scale, w_scale, dtype, fast_accumulation=fast)
-    if need_a or need_dropped or (both is not None and dropped is None):
-        d_down = torch.empty_like(down)
-        project(dy, dy_scale, b, d_down, scaling, most=None if both is None else both.most, unit=dy_scale)
-        if need_a and dropped is not None:
-            correlate(dropped, None, d_down, da, transposed=True)
-        elif need_a and x is not None:
-            correlate(x[:, :K], x_scale, d_down, da, transposed=True)
-        if both is not None and dropped is None:
-            dx = both.product(d_down, a.t(), 1.0, dtype, fast_accumulation=fast)
-        elif need_dropped:
-            torch.mm(d_down, a, out=d_dropped)
+        return dx, d_dropped, da, db
+    rows, d_down = dy[:, :M], torch.empty_like(down)
+    if w is not None and dropped is None:
+        dx = low_rank_sum(
+            dy, dy_scale, w, w_scale, rows, dy_scale, b, a.t(), d_down, scaling, 1.0, dtype, fast_accumulation=fast
+        )
+    else:
+        if w is not None:
+            dx = float8_mm(rows.contiguous(), w, dy_scale, w_scale, dtype, fast_accumulation=fast)
+        if need_a or need_dropped:
+            project(rows, dy_scale, b, d_down, scaling)
+    if need_dropped:
+        torch.mm(d_down, a, out=d_dropped)
+    if need_a and dropped is not None:
+        correlate(dropped, None, d_down, da, transposed=True)
+    elif need_a and x is not None:
+        correlate(x[:, :K], x_scale, d_down, da, transposed=True)
     if need_b:
-        correlate(dy, dy_scale, down, db, transposed=False, alpha=scaling)
+        correlate(rows, dy_scale, down, db, transposed=False, alpha=scaling)
     return dx, d_dropped, da, db
 
 
@@ -131,7 +134,7 @@ class _Float8LoRALinear(torch.autograd.Function):
             x8.wide, x8.scale, dropped, weight.wide, weight.scale, bias, a, b, scaling, recipe.forward_fast
         )
         keep_x = ctx.needs_input_grad[4] and dropped is None  # for the gradient of a
-        layout = weight.rows if weight.columns is None else weight.columns
+        layout = weight.wide if weight.columns is None else weight.columns
         layout = layout if ctx.needs_input_grad[0] else None
         kept = (x8.wide, x8.scale) if keep_x else (None, None)
         ctx.save_for_backward(*kept, dropped, layout, weight.scale, a, b, down)
@@ -148,7 +151,8 @@ class _Float8LoRALinear(torch.autograd.Function):
         dy8 = float8_cast(dy, ctx.recipe.gradient_dtype, by_row=True, tail=ctx.tail)
         w = None
         if need_x:
-            w = layout if ctx.transposed else float8_transpose(layout, dy8.tail)
+            tail = dy8.tail if dropped is None else 0
+            w = layout if ctx.transposed else float8_transpose(layout[:, : ctx.shape[-1]], tail)
         dx, d_dropped, da, db = _float8_lora_backward(
             dy8.wide, dy8.scale, x, x_scale, dropped, w, *others, ctx.scaling, ctx.recipe.backward_fast, ctx.dtype,
             need_dropped, need_a, need_b,

@@ -38,7 +38,7 @@ def project(
             found = (_numbers(x, scale) @ w.float()).mul_(alpha)
         out.copy_(found)
         if most is not None and unit is not None:
-            take_up_amax(found / unit.unsqueeze(1), most)
+            take_up_amax(out.float() / unit.unsqueeze(1), most)
     elif out.numel():
         ranks = _ranks(R)
         _project_kernel[(-(-N // 64), -(-R // ranks))](
@@ -137,12 +137,12 @@ def _project_kernel(
         total = tl.dot(v.to(tl.float32).to(COMPUTE), u.to(COMPUTE), total, input_precision="ieee")
     if scale is not None:
         total *= tl.load(scale + row * scale_stride, mask=row < N, other=0.0)[:, None]
-    total *= alpha
+    found = (alpha * total).to(out.dtype.element_ty)
     if most is not None:
         each = tl.load(unit + row, mask=row < N, other=1.0)[:, None]
-        tl.atomic_max(most, bits_of_max(total / each), sem="relaxed")
+        tl.atomic_max(most, bits_of_max(found.to(tl.float32) / each), sem="relaxed")
     inside = (row < N)[:, None] & (rank < R)[None, :]
-    tl.store(out + row[:, None] * R + rank[None, :], total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row[:, None] * R + rank[None, :], found, mask=inside)
 
 
 @kernel

@@ -58,9 +58,9 @@ def float8_add_rms_norm(
     reject_dtensors("float8_add_rms_norm", x, residual, weight)
     check_rms_norm("float8_add_rms_norm", x, residual, weight, casting_mode)
     check_last("float8_add_rms_norm", "x", x)
-    y, total = _Float8RMSNorm.apply(
-        x, residual, weight, eps, dtype, offset, casting_mode == "llama", by_row, tail, rows, columns
-    )
+    columns = columns and torch.is_grad_enabled()
+    layouts = by_row, tail, rows or not columns, columns
+    y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama", *layouts)
     return y, total
 
 
@@ -172,9 +172,7 @@ class _Float8RMSNorm(torch.autograd.Function):
             *parts, total, rstd = float8_rms_norm_rows(x, residual, weight, dtype, tail, *options)
             y = of_rows(tuple(parts), x.shape, x.dtype)
         else:
-            columns = columns and any(ctx.needs_input_grad)
-            layouts = rows or not columns, columns
-            *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, *layouts, *options)
+            *parts, total, rstd = _float8_rms_norm_forward(x, residual, weight, dtype, rows, columns, *options)
             y = as_float8(tuple(parts), x.shape, x.dtype)
         total = x if residual is None else total
         ctx.save_for_backward(total, weight, rstd)

@@ -19,12 +19,11 @@ class Float8Tensor(Tensor):
 
     rows: float8 (M, N), row-major, with M the product of the other dimensions; None if it was not asked for. Given with
         more columns, (M, N + tail), those beyond N are a tail, which belongs to no number: see `ops.float8.tail`.
-    wide: the rows with their tail, contiguous.
+    wide: the rows with their tail, as they were given.
     columns: float8 (N, M'), the transposed one, M' being M rounded up to a multiple of 16, zeros beyond M; or None.
     scale: float32, by which float8 is multiplied: of shape (), or (M,), one for each row, without columns.
     """
 
-    rows: Tensor | None
     wide: Tensor | None
     columns: Tensor | None
     scale: Tensor
@@ -38,9 +37,13 @@ class Float8Tensor(Tensor):
         if columns is not None and scale.dim():
             raise InputError("Float8Tensor: columns have one scale; a scale for each row goes with rows alone")
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=scale.device)
-        self.rows = rows if rows is None or rows.shape[1] == shape[-1] else rows[:, : shape[-1]]
         self.wide, self.columns, self.scale = rows, columns, scale
         return self
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Without their tail."""
+        return self.wide[:, : self.shape[-1]] if self.wide is not None and self.tail else self.wide
 
     @property
     def tail(self) -> int:
@@ -50,7 +53,7 @@ class Float8Tensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        layouts = [name for name in ("rows", "columns") if getattr(self, name) is not None]
+        layouts = [name for name, x in (("rows", self.wide), ("columns", self.columns)) if x is not None]
         return f"Float8Tensor({tuple(self.shape)}, {self.dtype}, {' and '.join(layouts)})"
 
     def dequantize(self) -> Tensor:
