@@ -116,23 +116,22 @@ def float8_linear(
     recording = torch.is_grad_enabled()
     need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
     rows, columns = computed != "again", computed != "first"
-    if need_weight and isinstance(x, Float8Tensor) and x.scale.dim():
-        x = x.dequantize()  # no product sums over rows with scales of their own
-    layouts = rows or by_row or not need_weight, need_weight and columns
-    if isinstance(x, Float8Tensor):
-        x8 = _with_layouts(x, *layouts, computed)
-    else:
-        x8 = float8_cast(x, recipe.dtype, rows=layouts[0], columns=layouts[1], by_row=by_row)
+    x_rows, x_columns = rows or by_row or not need_weight, need_weight and columns
+    if isinstance(x, Float8Tensor) and not (need_weight and x.scale.dim()):
+        x8 = _with_layouts(x, x_rows, x_columns, computed)
+    else:  # nor does a product sum over rows with scales of their own
+        numbers = x.dequantize() if isinstance(x, Float8Tensor) else x
+        x8 = float8_cast(numbers, recipe.dtype, rows=x_rows, columns=x_columns, by_row=by_row)
     if frozen is None:
         w8 = float8_cast(weight, recipe.dtype, rows=rows or not need_x, columns=need_x and columns)
     else:
         w8 = with_layouts(frozen, True, False)
     transposed = frozen is None or w8.columns is not None
-    x_columns = (x8.columns if columns else _absent(x8, transposed=True)) if need_weight else None
-    layout = None
+    of_x = (x8.columns if columns else _absent(x8, transposed=True)) if need_weight else None
+    of_w = None
     if need_x:
-        layout = w8.rows if not transposed else w8.columns if columns else _absent(w8, transposed=True)
-    kept = x_columns, x8.scale, layout, w8.scale
+        of_w = w8.rows if not transposed else w8.columns if columns else _absent(w8, transposed=True)
+    kept = of_x, x8.scale, of_w, w8.scale
     y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed, by_row)
     if computed == "again" and not widens(weight):
         x8, w8 = (_with_layouts(each, True, False, computed) for each in (x8, w8))
