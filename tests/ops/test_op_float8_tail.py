@@ -175,6 +175,8 @@ def test_bad_tails() -> None:
     for tail in (8, -16):
         with pytest.raises(InputError, match=f"float8_cast: tail must be a multiple of 16, got {tail}"):
             float8_cast(x, E4M3, tail=tail)
+        with pytest.raises(InputError, match="float8_transpose: tail must be"):
+            float8_transpose(float8_cast(x, E4M3).rows, tail)
     for call in (
         lambda: float8_swiglu(x, E4M3, E5M2, tail=16),
         lambda: float8_add_rms_norm(x, None, w, 1e-5, E4M3, tail=16),

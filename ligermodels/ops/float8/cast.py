@@ -90,7 +90,8 @@ def float8_transpose(x: Tensor, tail: int = 0) -> Tensor:
     """x (M, N) float8, its rows contiguous -> (N, M' + tail), M' being M rounded up to a multiple of 16, zeros beyond M
     and the tail undefined.
 
-    Raises InputError unless N is a multiple of 16."""
+    Raises InputError unless N and the tail are multiples of 16."""
+    check_tail("float8_transpose", tail, by_row=True)
     if x.dim() != 2 or x.dtype not in MAX_EXPONENT or x.shape[1] % ALIGNMENT:
         raise InputError(f"float8_transpose: takes float8 (M, N), N a multiple of 16; got {x.dtype} {tuple(x.shape)}")
     return _float8_transpose(x.view(torch.uint8), tail).view(x.dtype)
