@@ -100,6 +100,8 @@ def test_cast_is_torchs_byte_for_byte(
 def test_cast_by_row(where: Where, shape: tuple[int, ...], layout: Callable[..., Tensor], dtype: torch.dtype) -> None:
     """Byte for byte as torch, with the scale that fits each row; zeros and infinities are those of their rows."""
     hardware = where.device.type == "cuda"
+    if where.place == "interpreter" and shape[-1] > 8192:
+        pytest.skip("the same code as for 4112 columns, with more warps")
     x = torch.randn(shape, device=where.device).to(where.dtype) if hardware else exact(shape, where, dtype)
     if len(shape) > 1:
         x = x * 2.0 ** torch.randint(-3, 4, (*shape[:-1], 1), device=where.device).to(where.dtype)
