@@ -75,6 +75,17 @@ def test_activation_checkpointing_changes_nothing(name: str, mode: Any) -> None:
         assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
+def counts_by_mode(model: lm.CausalLM, calls: Counter[Any]) -> dict[str, dict[Any, int]]:
+    """What `calls` counts in a step, by mode of activation checkpointing."""
+    found = {}
+    for mode in ("none", "selective", "full"):
+        model.activation_checkpointing = mode  # type: ignore[assignment]
+        calls.clear()
+        gradients(model)
+        found[mode] = dict(calls)
+    return found
+
+
 TRAINED = ["mlp.down", "blocks.0.mlp.down", "gate_up", "qkv", "mixer.o", "blocks.1", "weight", "lora", "lora_|norm"]
 
 
@@ -109,28 +120,23 @@ def test_a_second_backward_pass_under_activation_checkpointing() -> None:
 
 def test_products_of_lora_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """By "selective" all that are as wide as their input; the last of a block is computed again."""
-    calls: list[int] = []
+    calls: Counter[str] = Counter()
     plain = lora.low_rank_sum
-    monkeypatch.setattr(lora, "low_rank_sum", lambda *args, **options: calls.append(1) or plain(*args, **options))
-    model, found = lm.float8(lm.add_lora(build(), r=4)), {}
-    for mode in ("none", "selective", "full"):
-        model.activation_checkpointing = mode
-        calls.clear()
-        gradients(model)
-        found[mode] = len(calls)
-    assert found == {"none": 23, "selective": 23 + 3, "full": 23 + 12}
+    monkeypatch.setattr(lora, "low_rank_sum", lambda *args, **options: calls.update("n") or plain(*args, **options))
+    found = counts_by_mode(lm.float8(lm.add_lora(build(), r=4)), calls)
+    assert found == {"none": {"n": 23}, "selective": {"n": 23 + 3}, "full": {"n": 23 + 12}}
 
 
 def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product with "selective", where all but the last of a block widen, and no maximum; with "full" all but that
     one, and the maxima of the activation, the input of o, and the weights."""
-    calls: dict[str, int] = {}
+    calls: Counter[str] = Counter()
 
     def count(name: str, module: Any, function: str) -> None:
         plain = getattr(module, function)
 
         def counted(*args: Any) -> Any:
-            calls[name] = calls.get(name, 0) + 1
+            calls[name] += 1
             return plain(*args)
 
         monkeypatch.setattr(module, function, counted)
@@ -139,14 +145,11 @@ def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     count("maxima", cast, "amax_reference")
     count("maxima", glu, "amax_reference")
     model = lm.float8(build())
-    blocks, found = len(model.decoder.blocks), {}
-    for mode in ("none", "selective", "full"):
-        model.activation_checkpointing = mode
-        calls.clear()
-        gradients(model)
-        found[mode] = calls["products"] / blocks, calls["maxima"] / blocks
-    maxima = 4 + 2 + 4  # of weights, of the inputs of o and down, of gradients
-    assert found == {"none": (12, maxima), "selective": (12, maxima), "full": (15, maxima + 4 + 2)}
+    blocks = len(model.decoder.blocks)
+    maxima = (4 + 2 + 4) * blocks  # of weights, of the inputs of o and down, of gradients
+    once = {"products": 12 * blocks, "maxima": maxima}
+    full = {"products": 15 * blocks, "maxima": maxima + (4 + 2) * blocks}
+    assert counts_by_mode(model, calls) == {"none": once, "selective": once, "full": full}
 
 
 def test_layouts_of_either_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +166,9 @@ def test_layouts_of_either_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(module, "quantized_reference", counted)
     monkeypatch.setattr(cast, "_float8_transpose", None)
     model = lm.float8(build())
-    blocks, found = len(model.decoder.blocks), {}
-    for mode in ("none", "selective", "full"):
-        model.activation_checkpointing = mode
-        seen.clear()
-        gradients(model)
-        found[mode] = {layouts: count / blocks for layouts, count in seen.items()}
-    inputs, outputs = 4 + 4, 4  # of layers, their weights among them
-    assert found == {
+    blocks = len(model.decoder.blocks)
+    inputs, outputs = 8 * blocks, 4 * blocks  # of layers, their weights among them
+    assert counts_by_mode(model, seen) == {
         "none": {(True, True): inputs + outputs},
         "selective": {(True, False): inputs, (False, True): inputs, (True, True): outputs},
         "full": {(True, False): inputs, (True, True): inputs + outputs},

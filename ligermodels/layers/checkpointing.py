@@ -69,7 +69,7 @@ def _contexts(mode: ActivationCheckpointing) -> tuple[AbstractContextManager[Any
 
 
 class _Pass:
-    """Within it this pass is being `computed`; it may be entered again, as by a second backward pass."""
+    """Sets `computed` around the context of a pass. Reusable: a second backward pass enters it again."""
 
     def __init__(self, which: Computed, context: AbstractContextManager[Any]) -> None:
         self._which, self._context = which, context

@@ -43,7 +43,7 @@ def float8_cast(
         `ops.float8.tail`.
     Raises InputError for another dtype, shape or tail, for columns by_row, and for DTensors.
     """
-    check_tail("float8_cast", tail, by_row=True)
+    check_tail("float8_cast", tail)
     if by_row and columns:
         raise InputError("float8_cast: by_row: columns have one scale; a scale for each row goes with rows alone")
     if isinstance(x, Float8Tensor):
@@ -91,7 +91,7 @@ def float8_transpose(x: Tensor, tail: int = 0) -> Tensor:
     and the tail undefined.
 
     Raises InputError unless N and the tail are multiples of 16."""
-    check_tail("float8_transpose", tail, by_row=True)
+    check_tail("float8_transpose", tail)
     if x.dim() != 2 or x.dtype not in MAX_EXPONENT or x.shape[1] % ALIGNMENT:
         raise InputError(f"float8_transpose: takes float8 (M, N), N a multiple of 16; got {x.dtype} {tuple(x.shape)}")
     return _float8_transpose(x.view(torch.uint8), tail).view(x.dtype)
@@ -205,12 +205,12 @@ def _float8_amax(x: Tensor) -> Tensor:
     """The bits of max |x|, int32 (). An op of its own: what it gives is worth keeping where x is computed again."""
     amax = x.new_zeros((), dtype=torch.int32)
     if not is_fake(amax):
-        take_up_amax(x, amax)
+        update_amax(x, amax)
     return amax
 
 
-def take_up_amax(x: Tensor, amax: Tensor) -> None:
-    """amax, int32 (), the bits of a maximum, takes up that of |x|."""
+def update_amax(x: Tensor, amax: Tensor) -> None:
+    """amax, int32 (), the bits of a maximum, becomes that of the maximum and |x|."""
     if use_float8_kernels(x):
         _launch(x, amax, amax, amax, amax, 0, E4M3, AMAX=True, ROWS=False, WORDS=False)
     else:

@@ -18,7 +18,7 @@ from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 BLOCK = 2048  # elements of a row at a time
 
 
-def check_tail(op: str, tail: int, by_row: bool) -> None:
+def check_tail(op: str, tail: int, by_row: bool = True) -> None:
     """InputError unless the tail is a multiple of 16 columns, and goes with a scale for each row."""
     if tail % ALIGNMENT or tail < 0:
         raise InputError(f"{op}: tail must be a multiple of {ALIGNMENT}, got {tail}")

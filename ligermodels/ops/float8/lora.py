@@ -77,7 +77,7 @@ def _float8_lora_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x (N, K), w (M, K), with or without tails -> y (N, M), and x a^T (N, r) for the backward pass, in a's dtype.
 
-    Tails are overwritten, which no schema says: nobody reads them before this op writes them."""
+    Tails are scratch memory, which the op writes before it reads them: so the schema declares no mutation."""
     down = a.new_empty(x.shape[0], a.shape[0])
     if is_fake(a):
         return a.new_empty(x.shape[0], w.shape[0]), down

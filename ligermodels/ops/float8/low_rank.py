@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.float8.cast import take_up_amax
+from ligermodels.ops.float8.cast import update_amax
 from ligermodels.ops.float8.scaling import bits_of_max
 from ligermodels.ops.norm.norm_rows import sum_rows
 from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, use_kernels
@@ -18,32 +18,32 @@ from ligermodels.ops.runtime.tensors import without_autocast
 
 LEAST_RANKS, MOST_RANKS = 16, 64
 """Ranks that a program takes: no fewer than tensor cores multiply, and what its registers hold. Sums over rows take the
-most, zeros among them: Hopper's tensor cores then read the rows from shared memory, in any order."""
+amax, zeros among them: Hopper's tensor cores then read the rows from shared memory, in any order."""
 LEAST_ROWS = 512  # of a program that sums over rows
 
 
 def project(
-    x: Tensor, scale: Tensor | None, w: Tensor, out: Tensor, alpha: float = 1.0, *, most: Tensor | None = None,
+    x: Tensor, scale: Tensor | None, w: Tensor, out: Tensor, alpha: float = 1.0, *, amax: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out (N, R) = alpha * (x * scale) w.
 
     x: (N, K), float8 or floating, its last dimension contiguous. scale: float32 () or (N,), of each row; None for 1.
-    w: (K, R), of any strides. out: contiguous, of w's dtype. most: int32 (), the bits of a maximum, which
-    takes up that of |out / unit|, `unit` being float32 (N,).
+    w: (K, R), of any strides. out: contiguous, of w's dtype. amax: int32 (), the bits of a maximum, which becomes that
+    of the maximum and |out / unit|, `unit` being float32 (N,).
     """
     (N, K), R = x.shape, w.shape[1]
     if not use_kernels(w):
         with without_autocast(x):
             found = (_numbers(x, scale) @ w.float()).mul_(alpha)
         out.copy_(found)
-        if most is not None and unit is not None:
-            take_up_amax(out.float() / unit.unsqueeze(1), most)
+        if amax is not None and unit is not None:
+            update_amax(out.float() / unit.unsqueeze(1), amax)
     elif out.numel():
         ranks = _ranks(R)
         _project_kernel[(-(-N // 64), -(-R // ranks))](
             x, x.stride(0), *_scale_and_stride(scale), w, *w.stride(), out,
-            most, unit, N, K, R, alpha,
+            amax, unit, N, K, R, alpha,
             COMPUTE=_compute(w), ROWS=64, WIDTH=128 if _is_bf16(w) else 64, RANKS=ranks, num_warps=4,
             num_stages=4 if _is_bf16(w) else 1,
         )  # fmt: skip
@@ -123,7 +123,7 @@ def _compute(w: Tensor) -> Any:
 
 @kernel
 def _project_kernel(
-    x, stride, scale, scale_stride, w, k_stride, r_stride, out, most, unit, N, K, R, alpha,
+    x, stride, scale, scale_stride, w, k_stride, r_stride, out, amax, unit, N, K, R, alpha,
     COMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -138,9 +138,9 @@ def _project_kernel(
     if scale is not None:
         total *= tl.load(scale + row * scale_stride, mask=row < N, other=0.0)[:, None]
     found = (alpha * total).to(out.dtype.element_ty)
-    if most is not None:
+    if amax is not None:
         each = tl.load(unit + row, mask=row < N, other=1.0)[:, None]
-        tl.atomic_max(most, bits_of_max(found.to(tl.float32) / each), sem="relaxed")
+        tl.atomic_max(amax, bits_of_max(found.to(tl.float32) / each), sem="relaxed")
     inside = (row < N)[:, None] & (rank < R)[None, :]
     tl.store(out + row[:, None] * R + rank[None, :], found, mask=inside)
 

@@ -39,8 +39,8 @@ def float8_mm(
     K, N = a.shape[1], b.shape[0]
     if b.shape[1] != K or K % ALIGNMENT or N % ALIGNMENT:
         raise InputError(
-            f"float8_mm: a {tuple(a.shape)} and b {tuple(b.shape)} must be contiguous (M, K) and (N, K), K and N "
-            f"multiples of {ALIGNMENT}"
+            f"float8_mm: a {tuple(a.shape)} and b {tuple(b.shape)} must be (M, K) and (N, K), K and N multiples of "
+            f"{ALIGNMENT}"
         )
     if a.dtype == b.dtype == E5M2:
         raise InputError("float8_mm: one operand at least must be torch.float8_e4m3fn")
@@ -72,7 +72,7 @@ def _float8_mm(
 ) -> Tensor:  # fmt: skip
     if is_fake(a):
         return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
-    if not (a.is_contiguous() and b.is_contiguous()):  # nor are operands whose product is kept, and is not run again
+    if not (a.is_contiguous() and b.is_contiguous()):  # such as placeholders of a product that is not computed again
         raise InputError(f"float8_mm: a {tuple(a.shape)} and b {tuple(b.shape)} must be contiguous")
     if not a.is_cuda:
         return float8_mm_reference(a, b, scale_a, scale_b, out_dtype, bias)

@@ -8,7 +8,7 @@ where a product of d and b on its own reads and writes it again: a LoRA step of 
 d and b are rounded as x and w are: each number by at most 2^-4 of itself (2^-3 in E5M2); numbers too small for that
 change the sum by at most 2e-5 of max|x| max|w| for each rank. So what is added is as coarse as the product with w, also
 in a float32 model. Where d b^T is too large for the tails, or not finite, they are zeros, and a kernel of its own adds
-it; the device decides.
+it; that is decided on the device, without a host sync.
 """
 
 import threading
@@ -16,7 +16,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ligermodels.ops.float8.cast import scale_of_bits, take_up_amax
+from ligermodels.ops.float8.cast import scale_of_bits, update_amax
 from ligermodels.ops.float8.low_rank import add_product, project
 from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.scaling import MAX_EXPONENT, scale_exponent, store_row
@@ -55,8 +55,8 @@ def low_rank_sum(
         add_product(y, d, b.t(), alpha)
         return y
     tails = _Tails(x, x_scale, w, w_scale, columns, alpha)
-    project(source, source_scale, a, d, d_alpha, most=tails.most_of_d, unit=x_scale)
-    take_up_amax(b if b.stride(1) == 1 else b.t(), tails.most_of_b)
+    project(source, source_scale, a, d, d_alpha, amax=tails.amax_of_d, unit=x_scale)
+    update_amax(b if b.stride(1) == 1 else b.t(), tails.amax_of_b)
     with _one_at_a_time:
         tails.write(d, x_scale, x, 1.0)
         tails.write(b, w_scale, w, alpha)
@@ -66,36 +66,36 @@ def low_rank_sum(
 
 
 class _Tails:
-    """What the device knows of the numbers in both tails: the bits of their maxima, and whether both fit.
+    """State on the device: the bits of the maxima of d and b, and whether both fit the tails.
 
-    most_of_d, most_of_b: int32 (), of max|d / x_scale| and of max|b|.
+    amax_of_d, amax_of_b: int32 (), of max|d / x_scale| and of max|b|.
     """
 
     def __init__(
         self, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, columns: int, alpha: float
     ) -> None:  # fmt: skip
         self.formats, self.w, self.w_scale, self.columns, self.alpha = (x.dtype, w.dtype), w, w_scale, columns, alpha
-        self.most_of_d, self.most_of_b, self.fit = x_scale.new_zeros(3, 4, dtype=torch.int32)[:, 0]  # 16 bytes apart
+        self.amax_of_d, self.amax_of_b, self.fit = x_scale.new_zeros(3, 4, dtype=torch.int32)[:, 0]  # 16 bytes apart
 
     def write(self, source: Tensor, unit: Tensor, wide: Tensor, factor: float) -> None:
         """The tail of x or w: factor * source / unit, times the power of two or its inverse, and zeros beyond that."""
         columns, (M, R) = self.columns, source.shape
         if not use_kernels(source):
-            # By way of `data`: nobody's numbers change, so that autograd need not refuse what it has saved.
+            # `data` leaves the version counter alone: tails are scratch memory, and autograd may have saved the rows.
             self._write_reference(source, unit, wide.data[:, columns:], factor)
         elif M:
             x_format, w_format = self.formats
             _write_tail_kernel[(-(-M // ROWS),)](
                 source, *source.stride(), unit, unit.dim(), wide.view(torch.int32), wide.shape[1] // 4, columns // 4,
-                self.most_of_d, self.most_of_b, self.fit, self.w_scale, factor, abs(self.alpha),
+                self.amax_of_d, self.amax_of_b, self.fit, self.w_scale, factor, abs(self.alpha),
                 M, R, wide.shape[1] - columns, OF_WEIGHT=wide is self.w, X_EXPONENT=MAX_EXPONENT[x_format],
                 W_EXPONENT=MAX_EXPONENT[w_format], ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
 
     def _write_reference(self, source: Tensor, unit: Tensor, tail: Tensor, factor: float) -> None:
         x_format, w_format = self.formats
-        greatest = self.most_of_b.view(torch.float32) * abs(self.alpha) / self.w_scale
-        of_d, of_b = scale_of_bits(self.most_of_d, x_format), scale_of_bits(greatest.view(torch.int32), w_format)
+        greatest = self.amax_of_b.view(torch.float32) * abs(self.alpha) / self.w_scale
+        of_d, of_b = scale_of_bits(self.amax_of_d, x_format), scale_of_bits(greatest.view(torch.int32), w_format)
         self.fit.copy_(of_d * of_b <= 1)
         tail.zero_()
         if not self.fit:
@@ -110,14 +110,14 @@ class _Tails:
 
 @kernel
 def _write_tail_kernel(
-    source, row_stride, rank_stride, unit, unit_stride, words, pitch, first, most_of_d, most_of_b, fit, w_scale,
+    source, row_stride, rank_stride, unit, unit_stride, words, pitch, first, amax_of_d, amax_of_b, fit, w_scale,
     factor, alpha, M, R, tail,
     OF_WEIGHT: tl.constexpr, X_EXPONENT: tl.constexpr, W_EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the tail, which begins at word `first` of each row of `words`, int32."""
-    bits = tl.load(most_of_d)
-    of_weight = (tl.load(most_of_b).to(tl.float32, bitcast=True) * alpha / tl.load(w_scale)).to(tl.int32, bitcast=True)
+    bits = tl.load(amax_of_d)
+    of_weight = (tl.load(amax_of_b).to(tl.float32, bitcast=True) * alpha / tl.load(w_scale)).to(tl.int32, bitcast=True)
     x_exponent, w_exponent = scale_exponent(bits, X_EXPONENT), scale_exponent(of_weight, W_EXPONENT)
     finite = tl.maximum(bits, of_weight & 0x7FFFFFFF) < 0x7F800000
     both_fit = finite & (x_exponent + w_exponent <= 2 * 127)
