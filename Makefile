@@ -26,7 +26,7 @@ test-integrations: $(BIN)/.integrations
 
 # Exports opened by the last transformers before 5.
 test-transformers4: $(READY) build/transformers4/.ready
-	LIGERMODELS_OTHER_PYTHON="$(CURDIR)/build/transformers4/bin/python" $(BIN)/pytest tests/test_other_transformers.py
+	LIGERMODELS_OTHER_PYTHON="$(CURDIR)/build/transformers4/bin/python" $(BIN)/pytest tests/convert/test_other_transformers.py
 
 # The tests on another Python, with the newest packages that it has beside the pinned torch: make test-python OTHER=python3.10
 test-python: build/$(notdir $(OTHER))/.ready
@@ -43,13 +43,13 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 matrix: $(READY)
-	$(BIN)/python tests/matrix.py
+	$(BIN)/python tests/helpers/matrix.py
 
 # The site, in build/site. A page outside the nav, a broken link or an unknown name is an error.
 docs: $(BIN)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-# What an index would get, in dist/. That it is complete and works once installed is tests/test_project.py.
+# What an index would get, in dist/. That it is complete and works once installed is tests/project/test_project.py.
 package: $(BIN)/.package
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .

@@ -32,7 +32,6 @@ from torch import Tensor
 
 import ligermodels as lm
 from benchmarks import measure
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import permutation
 from ligermodels.data.tokenizer import Tokenizer
@@ -40,6 +39,7 @@ from ligermodels.demo.corpus import END, installed_sources, train_tokenizer
 from ligermodels.demo.gpu import FOR_TOKENIZER, GpuDemoSettings
 from ligermodels.demo.steps import TrainingSettings, llama_config
 from ligermodels.errors import InputError, TrainingError
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate
 from ligermodels.training import StepMetrics, train, warmup_cosine
 from ligermodels.training.optimizer import optimizer_named, parameter_groups

@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import ligermodels as lm
 from benchmarks import measure
 from benchmarks.models import CONFIGS
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.generation.step import prefill
 from ligermodels.layers.targets import shift_labels, take_tokens
+from ligermodels.models.causal_lm import CausalLM
 
 MODELS = ("gemma-4-e2b", "gemma-4-e4b")
 

@@ -30,8 +30,8 @@ from benchmarks.peers import FLOAT8, PROVIDERS, TORCHAO, ours, transformers
 from benchmarks.profile import profile
 from benchmarks.projections import IN_BF16, IN_FLOAT8, Products
 from benchmarks.runs import is_float8
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.layers.checkpointing import ActivationCheckpointing
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.fused_adamw import FusedAdamW
 
 ERROR_LIMIT = {FLOAT8: 0.3, TORCHAO: 0.3}

@@ -4,17 +4,18 @@ from typing import TYPE_CHECKING
 
 from ligermodels import errors
 from ligermodels.lazy import lazy_names
+from ligermodels.moved import redirect
 
 if TYPE_CHECKING:
-    from ligermodels.archs.adapter import load_adapter, save_adapter
-    from ligermodels.archs.causal_lm import CausalLM
-    from ligermodels.archs.decoder import Decoder, DecoderConfig
-    from ligermodels.archs.float8 import float8
-    from ligermodels.archs.lora import add_lora, merge_lora
-    from ligermodels.archs.output import CausalLMOutput
-    from ligermodels.archs.quantize import dequantize, quantize
+    from ligermodels.adapt.adapter import load_adapter, save_adapter
+    from ligermodels.adapt.float8 import float8
+    from ligermodels.adapt.lora import add_lora, merge_lora
+    from ligermodels.adapt.quantize import dequantize, quantize
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.integrations.in_place import nativize, restore
+    from ligermodels.models.causal_lm import CausalLM
+    from ligermodels.models.decoder import Decoder, DecoderConfig
+    from ligermodels.models.output import CausalLMOutput
     from ligermodels.ops.float8.linear import Float8Recipe
     from ligermodels.parallel.apply import parallelize
     from ligermodels.parallel.plan import ParallelPlan
@@ -26,17 +27,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+redirect(__name__)
+
 # torch takes a second or more to import: `ligermodels --help` and the errors do without.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "archs.adapter": ("load_adapter", "save_adapter"),
-        "archs.causal_lm": ("CausalLM",),
-        "archs.decoder": ("Decoder", "DecoderConfig"),
-        "archs.float8": ("float8",),
-        "archs.lora": ("add_lora", "merge_lora"),
-        "archs.output": ("CausalLMOutput",),
-        "archs.quantize": ("dequantize", "quantize"),
+        "adapt.adapter": ("load_adapter", "save_adapter"),
+        "models.causal_lm": ("CausalLM",),
+        "models.decoder": ("Decoder", "DecoderConfig"),
+        "adapt.float8": ("float8",),
+        "adapt.lora": ("add_lora", "merge_lora"),
+        "models.output": ("CausalLMOutput",),
+        "adapt.quantize": ("dequantize", "quantize"),
         "data.tokenizer": ("Tokenizer",),
         "integrations.in_place": ("nativize", "restore"),
         "ops.float8.linear": ("Float8Recipe",),

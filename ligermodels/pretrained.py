@@ -13,14 +13,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ligermodels.adapt.quantize import quantize as quantize_weights
+from ligermodels.adapt.quantized_loading import load_weights
 from ligermodels.archs import family_of
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.decoder import DecoderConfig
-from ligermodels.archs.extra_heads import require_model, without_heads
 from ligermodels.archs.multimodal import tied_as_stored
-from ligermodels.archs.quantize import quantize as quantize_weights
-from ligermodels.archs.quantized_loading import load_weights
-from ligermodels.archs.state_dict import move_state_dict, nearest_layout
 from ligermodels.arguments import Quantized, check_flag, check_format, check_function
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import as_config, dtype_of, read_json
@@ -45,6 +41,10 @@ from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, CheckpointError, ConfigError, InputError, arguments_named, short
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.extra_heads import require_model, without_heads
+from ligermodels.models.state_dict import move_state_dict, nearest_layout
 from ligermodels.ops.attention.attention import backends
 from ligermodels.parallel.plan import ParallelPlan
 

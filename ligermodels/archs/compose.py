@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.fields import Fields
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, BlockConfig, HeadConfig, LayerConfig, MLPConfig, NormConfig
+from ligermodels.models.decoder import DecoderConfig
 
 ACTIVATIONS = {
     "silu": "silu",

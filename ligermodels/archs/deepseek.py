@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
@@ -17,6 +16,7 @@ from ligermodels.convert.config_json import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale
 from ligermodels.layers.query_scaling import QueryScaling
+from ligermodels.models.decoder import DecoderConfig
 
 DEEPSEEK_V3 = {
     "vocab_size": 129280,

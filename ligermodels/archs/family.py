@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.mtp import QWEN, MTPFormat
 from ligermodels.convert.weight_map import WeightMap
+from ligermodels.models.decoder import DecoderConfig
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
+from ligermodels.models.decoder import DecoderConfig
 
 GLM4_MOE = {
     "vocab_size": 151552,

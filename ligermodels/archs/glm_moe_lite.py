@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.deepseek import latent_decoder, rotated_dim
 from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.family import Family
@@ -13,6 +12,7 @@ from ligermodels.archs.fields import Fields, renamed
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
 from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.errors import ConfigError
+from ligermodels.models.decoder import DecoderConfig
 
 GLM4_MOE_LITE = {
     "vocab_size": 154880,

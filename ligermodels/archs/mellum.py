@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.experts import expert_layouts
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields, renamed
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig, RouterConfig
+from ligermodels.models.decoder import DecoderConfig
 
 DEFAULTS = {
     "vocab_size": 98304,

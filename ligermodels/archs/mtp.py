@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.archs.untie import EMBEDDING, HEAD
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError
 from ligermodels.layers import BlockConfig
+from ligermodels.models.untie import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
-    from ligermodels.archs.decoder import DecoderConfig
+    from ligermodels.models.decoder import DecoderConfig
 
 
 @dataclass(frozen=True)

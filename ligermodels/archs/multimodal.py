@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.archs.untie import TIED
 from ligermodels.convert.config_json import TEXT, THINKER, short
 from ligermodels.convert.loading import Reader
 from ligermodels.errors import ConfigError
+from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import FamilyLike
+from ligermodels.models.untie import TIED
 
 SHARED = (
     "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "is_causal", "per_layer_config",
@@ -198,7 +199,7 @@ def plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tied_as_stored(config: dict[str, Any], family: Family, reader: Reader) -> dict[str, Any]:
+def tied_as_stored(config: dict[str, Any], family: FamilyLike, reader: Reader) -> dict[str, Any]:
     """The config of a multimodal checkpoint, saying whether the checkpoint of `reader` has a tied head.
 
     Files have `tie_word_embeddings` beside text_config, in it, in both or in neither, and the defaults of config

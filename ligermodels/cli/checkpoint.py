@@ -19,8 +19,8 @@ from ligermodels.errors import InputError, arguments_named
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ligermodels.archs.causal_lm import CausalLM
     from ligermodels.convert.export_spec import Keep
+    from ligermodels.models.causal_lm import CausalLM
 
 
 MaxShardSize = Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")]
@@ -130,7 +130,7 @@ def _verify_float8(
     tolerance: float | None,
     as_json: bool,
 ) -> None:
-    from ligermodels.archs.float8_agreement import float8_agreement
+    from ligermodels.adapt.float8_agreement import float8_agreement
 
     model = load()
     ids = ids_for(model)
@@ -252,7 +252,7 @@ def export(
     if heads is None and not keep_all and holds_head(model, source.folder):
         heads = str(source.folder)
     if source.adapter is not None:
-        from ligermodels.archs.lora import merge_lora
+        from ligermodels.adapt.lora import merge_lora
 
         merge_lora(model)
     if heads is None:

@@ -10,7 +10,7 @@ import typer
 from ligermodels.console import say
 
 if TYPE_CHECKING:
-    from ligermodels.archs.causal_lm import CausalLM
+    from ligermodels.models.causal_lm import CausalLM
 
 Sample = Annotated[
     bool | None, typer.Option("--sample/--greedy", help="Sample, or not.  [default: as the checkpoint says]")

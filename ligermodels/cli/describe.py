@@ -97,13 +97,13 @@ def checked(path: str) -> dict[str, int]:
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """Of the checkpoint in `folder`; errors as of `describe`."""
     from ligermodels.archs import family_of
-    from ligermodels.archs.extra_heads import without_heads
     from ligermodels.archs.fields import FULL
     from ligermodels.convert.config_json import dtype_of, read_json, rope_parameters
     from ligermodels.convert.dequantize import dequantized
     from ligermodels.convert.quantization import without_quantization
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.initialization import persistent_tensors
+    from ligermodels.models.extra_heads import without_heads
     from ligermodels.pretrained import choose_layout, from_config
     from ligermodels.speculative.mtp_files import head_tensors
 
@@ -152,8 +152,8 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 
     Raises ConfigError and CheckpointError for files that are missing or damaged.
     """
-    from ligermodels.archs.adapter import adapted_paths, open_adapter
-    from ligermodels.archs.lora import leaf
+    from ligermodels.adapt.adapter import adapted_paths, open_adapter
+    from ligermodels.adapt.lora import leaf
 
     with open_adapter(folder) as (config, checkpoint):
         headers = checkpoint.headers

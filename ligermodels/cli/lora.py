@@ -83,7 +83,7 @@ def from_hf(
 
 
 def _rewrite(adapter: str, out: Path, base: str | None, dtype: options.Dtype | None, overwrite: bool) -> None:
-    from ligermodels.archs.adapter import rewrite_adapter
+    from ligermodels.adapt.adapter import rewrite_adapter
     from ligermodels.pretrained import from_pretrained
 
     options.require_free(out, overwrite)

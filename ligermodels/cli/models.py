@@ -13,7 +13,7 @@ from ligermodels.console import say
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
 
 if TYPE_CHECKING:
-    from ligermodels.archs.causal_lm import CausalLM
+    from ligermodels.models.causal_lm import CausalLM
 
 Model = Annotated[
     str,
@@ -56,7 +56,7 @@ class Source:
         if self.adapter is None:
             return options.load(self.folder, dtype, device, attention, quantize)
         model = options.load(self.folder, dtype, device, attention)
-        from ligermodels.archs.adapter import load_adapter
+        from ligermodels.adapt.adapter import load_adapter
         from ligermodels.data.tokenizer import Tokenizer
 
         load_adapter(model, self.adapter)
@@ -68,7 +68,7 @@ class Source:
                     f"{model.config.vocab_size:,}; adapters that add tokens are not implemented"
                 )
         if quantize is not None:
-            from ligermodels.archs.lora import merge_lora
+            from ligermodels.adapt.lora import merge_lora
 
             quantize(merge_lora(model))
         return export_with_tokenizer(model, self.adapter)
@@ -76,7 +76,7 @@ class Source:
 
 def export_with_tokenizer(model: CausalLM, adapter: Path) -> CausalLM:
     """`model`, which goes out with the tokenizer and chat template beside the adapter, where there are any."""
-    from ligermodels.archs.adapter import TOKENIZER
+    from ligermodels.adapt.adapter import TOKENIZER
 
     own = {name: path for name in TOKENIZER if (path := adapter / name).is_file()}
     spec = model.require_export_spec()
@@ -90,9 +90,9 @@ def find(path: str, adapter: str | None = None) -> Source:
     Raises CheckpointError and HubError as `hub.resolve`; InputError for two adapters, for one that names no base model,
     and for heads, which are no model.
     """
-    from ligermodels.archs.extra_heads import base_of_heads as base_of_heads_in
     from ligermodels.convert import hub
     from ligermodels.convert.config_json import read_json
+    from ligermodels.models.extra_heads import base_of_heads as base_of_heads_in
 
     folder = locate(path)
     if not is_adapter(folder):
@@ -171,7 +171,7 @@ def locate(path: str, *, weights: bool = True) -> Path:
 
 def adapter_folder(name: str) -> Path:
     """The folder of an adapter; one on the hub is fetched first, with its tokenizer, if it has one."""
-    from ligermodels.archs.adapter import TOKENIZER
+    from ligermodels.adapt.adapter import TOKENIZER
     from ligermodels.convert import hub
 
     folder = hub.resolve_adapter(name)
@@ -195,9 +195,9 @@ def is_adapter(folder: Path) -> bool:
 
 def holds_only_heads(folder: Path) -> bool:
     """Whether it holds heads and not their base model, going by config.json and the names of the files."""
-    from ligermodels.archs.extra_heads import MEDUSA_TYPE, MTP_TYPE
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.files import SINGLE
+    from ligermodels.models.extra_heads import MEDUSA_TYPE, MTP_TYPE
     from ligermodels.speculative.hub import FILES
     from ligermodels.speculative.profiles import PROFILES
 
@@ -211,7 +211,7 @@ def holds_only_heads(folder: Path) -> bool:
 
 def holds_heads(folder: Path) -> bool:
     """Whether the checkpoint in `folder` holds Medusa heads beside the model (`full-hf`)."""
-    from ligermodels.archs.extra_heads import without_heads
     from ligermodels.convert.config_json import read_json
+    from ligermodels.models.extra_heads import without_heads
 
     return bool(without_heads(read_json(folder / "config.json"))[1])

@@ -19,7 +19,7 @@ from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.renamed import flag, warn
 
 if TYPE_CHECKING:
-    from ligermodels.archs.causal_lm import CausalLM
+    from ligermodels.models.causal_lm import CausalLM
     from ligermodels.speculative.multi_head import MultiHeadModel
 
 
@@ -84,7 +84,7 @@ def quantizing(kind: Quantized | None, exclude: Sequence[str] | None, head: Quan
         return None
 
     def quantized(model: CausalLM) -> object:
-        from ligermodels.archs.quantize import quantize
+        from ligermodels.adapt.quantize import quantize
 
         with arguments_named(exclude="--quantize-exclude", head="--quantize-head"):
             return quantize(model, kind, exclude=exclude or (), head=head)

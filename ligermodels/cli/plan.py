@@ -39,7 +39,7 @@ def plan(
         raise typer.BadParameter(f"must be whole hosts of {gpus_per_host} (--gpus-per-host)", param_hint="--gpus")
     import torch
 
-    from ligermodels.archs.lora import add_lora
+    from ligermodels.adapt.lora import add_lora
     from ligermodels.parallel.advice import candidates, worst_memory
     from ligermodels.parallel.cost import Hardware
     from ligermodels.pretrained import from_config

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.archs.decoder import Decoder
 from ligermodels.integrations.modules import BlockView, native_of
 from ligermodels.integrations.views import AddedFeatures, PerLayerInputsView
 from ligermodels.layers import SharedKVAttentionConfig
 from ligermodels.layers.checkpointing import ActivationCheckpointing
+from ligermodels.models.decoder import Decoder
 
 
 @dataclass

@@ -8,15 +8,15 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.decoder import Decoder
-from ligermodels.archs.native import check_native
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import DecodingState
 from ligermodels.integrations.decoder import DecoderView
 from ligermodels.integrations.in_place import nativize
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.lm_head import scaled_logits
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import Decoder
+from ligermodels.models.native import check_native
 
 
 def wrap(model: CausalLM) -> Any:

@@ -14,7 +14,6 @@ from transformers.utils import ModelOutput
 
 from ligermodels.archs import family_of
 from ligermodels.archs.compose import STACKED_EXPERTS
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.integrations.gated_delta_net import FORWARDS
 from ligermodels.integrations.models import backbone_forward, causal_lm_forward, head_forward
@@ -41,6 +40,7 @@ from ligermodels.layers import (
     RotaryEmbedding,
 )
 from ligermodels.layers.ungated_mlp import UngatedMLPConfig
+from ligermodels.models.decoder import DecoderConfig
 
 Model = TypeVar("Model", bound=nn.Module)
 

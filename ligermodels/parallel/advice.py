@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.arguments import check_count
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.context_parallel import check_context_parallel
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.cost import Hardware, ModelSize, StepCost, step_cost
 from ligermodels.parallel.expert import check_expert_parallel
 from ligermodels.parallel.memory import StepMemory, StepTrace, step_memory

@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import FullPrecision
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_tensor_parallel
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import Decoder
 from ligermodels.parallel.expert import check_expert_parallel, expert_parallel
 from ligermodels.parallel.fsdp import fsdp
 from ligermodels.parallel.plan import ParallelPlan

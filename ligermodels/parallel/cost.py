@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers import BlockConfig
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.expert import mixtures, of_experts
 
 

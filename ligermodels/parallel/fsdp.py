@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.decoder import Decoder
 from ligermodels.errors import InputError
 from ligermodels.layers import FullPrecision, LMHead
 from ligermodels.layers.sharding import reshard
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import Decoder
 from ligermodels.parallel.plan import ParallelPlan
 
 

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 from torch import nn
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.shares import Share, Shares
 from ligermodels.parallel.trace import Trace, trace
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import ConfigError
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.expert import check_expert_parallel, mixtures, of_experts
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_placements
 

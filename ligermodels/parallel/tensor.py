@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, _random, distribute_tensor
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.sharding import TensorSharding, is_sharded
 from ligermodels.layers.token_parts import divide_tokens
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import DecoderConfig
 from ligermodels.ops import check_float8_sizes
 from ligermodels.parallel import linears
 

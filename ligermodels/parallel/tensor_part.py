@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.token_parts import divide_tokens
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel import linears
 from ligermodels.parallel.tensor import check_tensor_parallel, modules_with_rules
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.float8 import planned_processes
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.linears import GATHERED_BEFORE
 from ligermodels.parallel.shares import Shares
 from ligermodels.parallel.tensor_part import tensor_part

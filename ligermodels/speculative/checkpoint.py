@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.lora import check_exportable
 from ligermodels.layers.quantized_head import QuantizedHead
 from ligermodels.layers.sharding import gathered, reshard
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.files import Heads
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch, count_targets, on_device
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import evaluating
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.packing import document_bounds
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.speculative.distillation import divergence_and_losses
 from ligermodels.speculative.multi_head import MultiHeadModel

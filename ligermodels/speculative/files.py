@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.archs.state_dict import StateDict
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec, as_json
 from ligermodels.convert.files import INDEX, SINGLE
@@ -29,6 +28,7 @@ from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.saving import written_whole
 from ligermodels.convert.weight_map import LazyTensor, WeightMap
 from ligermodels.errors import CheckpointError, short
+from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 
 CONFIG = "config.json"

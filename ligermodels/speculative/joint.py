@@ -11,11 +11,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.errors import InputError
 from ligermodels.layers import Targets
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.distillation import divergence
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.output import MultiHeadOutput

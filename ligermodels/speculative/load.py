@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.extra_heads import without_heads
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError, HubError
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import without_heads
 from ligermodels.speculative.files import NoHeadsError
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.mtp import MTPModel

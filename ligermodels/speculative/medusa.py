@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.native import check_native
 from ligermodels.arguments import MOST_HEADS, check_count
 from ligermodels.convert.input_files import as_path, folder_to_write
 from ligermodels.errors import InputError, short
@@ -21,6 +19,8 @@ from ligermodels.layers import LMHead
 from ligermodels.layers.memory import memory_for
 from ligermodels.layers.quantized_head import plain_head_state
 from ligermodels.layers.sharding import TensorSharding, gathered
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.native import check_native
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.files import open_heads, save_heads

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs import family_of
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.extra_heads import MTP_TYPE
 from ligermodels.archs.mtp import QWEN, MTPFormat
-from ligermodels.archs.state_dict import nearest_layout
-from ligermodels.archs.untie import HEAD
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, as_json
@@ -33,6 +29,10 @@ from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.quantized_head import QuantizedHead
 from ligermodels.layers.sharding import gathered, reshard
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import MTP_TYPE
+from ligermodels.models.state_dict import nearest_layout
+from ligermodels.models.untie import HEAD
 from ligermodels.speculative.mtp_head import MTPHead
 
 CONFIG, MODEL_TYPE = "config.json", MTP_TYPE

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.archs.decoder import DecoderConfig
 from ligermodels.archs.mtp import mtp_block
 from ligermodels.layers import Block, ForwardContext, RotaryEmbedding
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.packing import packed_positions
+from ligermodels.models.decoder import DecoderConfig
 
 
 class MTPHead(nn.Module):

@@ -10,16 +10,16 @@ from typing import Any, ClassVar, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.generation_options import check_tree_options, renamed_options
 from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
+from ligermodels.generation.options import check_tree_options, renamed_options
 from ligermodels.generation.sampling import check_values
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options
 from ligermodels.layers.packing import Unpadding, check_plain, check_same_tokens, document_bounds
 from ligermodels.layers.sharding import call_gathered, reshard
 from ligermodels.layers.targets import count_targets
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
 from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.output import MultiHeadOutput

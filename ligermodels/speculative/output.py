@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from ligermodels.archs.output import ModelOutput
 from ligermodels.layers.packing import Unpadding
+from ligermodels.models.output import ModelOutput
 
 TOP_K = (1, 5)
 """Ranks at which accuracy is reported."""

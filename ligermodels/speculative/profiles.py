@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-from ligermodels.archs.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX
 from ligermodels.convert.files import SINGLE
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import InputError, short
+from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ligermodels.archs.extra_heads import require_model
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import COMPANIONS
@@ -17,12 +16,13 @@ from ligermodels.data import fingerprint
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import ConfigError
+from ligermodels.models.extra_heads import require_model
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.pretrained import Progress, from_config, from_pretrained
 from ligermodels.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
-    from ligermodels.archs.causal_lm import CausalLM
+    from ligermodels.models.causal_lm import CausalLM
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 """A folder with one of these is a checkpoint, even if an unusable one: it is never trained from random weights."""

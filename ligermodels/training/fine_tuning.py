@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.archs.adapter import save_adapter, write_adapter
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.lora import add_lora, lora_layers
+from ligermodels.adapt.adapter import save_adapter, write_adapter
+from ligermodels.adapt.lora import add_lora, lora_layers
 from ligermodels.data.batches import Batch
 from ligermodels.errors import CheckpointError, ConfigError, arguments_named
 from ligermodels.layers.initialization import whole_parameters
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate, perplexity
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.loop import OutputMetrics, Trainable, Value
 from ligermodels.training.recipe import TrainingRecipe
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate_heads, evaluate_kl
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.convert import hub
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.mtp import MTPModel
 from ligermodels.speculative.mtp_files import holds_head, stored_layers

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ligermodels.archs.causal_lm import CausalLM
-from ligermodels.archs.float8 import float8
+from ligermodels.adapt.float8 import float8
 from ligermodels.errors import arguments_named
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops import Float8Recipe
 from ligermodels.training.job import JobFactory
 from ligermodels.training.recipe import R

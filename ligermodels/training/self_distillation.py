@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ligermodels.archs.causal_lm import CausalLM
 from ligermodels.convert.input_files import read_json_object
 from ligermodels.data.documents import Documents
 from ligermodels.data.prompts import OpenChat
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import as_eos_ids, until_eos
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.folder import write_atomically
 from ligermodels.training.inputs import BY_CONTENT, Content, changes, require_same_content
 

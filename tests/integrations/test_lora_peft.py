@@ -17,8 +17,8 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 import ligermodels as lm
-from ligermodels.archs.adapter import adapter_map
-from ligermodels.archs.lora import leaf, lora_layers, targets
+from ligermodels.adapt.adapter import adapter_map
+from ligermodels.adapt.lora import leaf, lora_layers, targets
 from ligermodels.errors import CheckpointError, ConfigError
 
 TOLERANCE = 1e-5

@@ -1,0 +1,239 @@
+"""The options of transformers' `generate`: which ones are options here, what to use instead of the others, and which a
+checkpoint sets."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ligermodels.errors import ConfigError, InputError, short
+from ligermodels.generation.generate import Decoding, generate
+from ligermodels.generation.sampling import check_values
+
+WRAP = "transformers' own generate has it: ligermodels.integrations.wrap(model).generate(...)"
+BEAMS = f"there is no beam search; sample, with do_sample=True and num_return_sequences, or {WRAP}"
+OUTPUTS = "generate returns token ids; for the logits call the model with them: model(ids).logits"
+SPECULATIVE = f"speculative decoding is MedusaModel.generate; or {WRAP}"
+CACHE = "leave it out: decoding always has a cache, of fixed size; cuda_graph=False turns CUDA graphs off"
+INPUTS = "generate takes token ids: give input_ids, and attention_mask where they have padding"
+
+
+def _processor(name: str) -> str:
+    return f"give it in logits_processor, a list of functions (ids, scores) -> scores: transformers' {name} is one"
+
+
+INSTEAD: dict[str, tuple[Any, str]] = {
+    **{name: (neutral, BEAMS) for name, neutral in {
+        "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "length_penalty": 1, "early_stopping": False,
+        "constraints": None, "force_words_ids": None, "low_memory": False,
+    }.items()},
+    **{name: (False, OUTPUTS) for name in (
+        "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+    )},
+    **{name: (neutral, SPECULATIVE) for name, neutral in {
+        "assistant_model": None, "assistant_tokenizer": None, "prompt_lookup_num_tokens": None,
+        "max_matching_ngram_size": None, "num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.4, "assistant_early_exit": None, "assistant_lookbehind": 10,
+        "target_lookbehind": 10, "assistant_ensemble_weight": None, "is_assistant": False, "use_mtp": False,
+        "speculation_type": None,
+    }.items()},
+    **{name: (neutral, CACHE) for name, neutral in {
+        "use_cache": True, "cache_implementation": None, "cache_config": None, "max_cache_len": None,
+        "past_key_values": None, "compile_config": None, "disable_compile": False, "prefill_chunk_size": None,
+        "return_legacy_cache": True, "continuous_batching_config": None, "logits_to_keep": 1,
+    }.items()},
+    **{name: (None, INPUTS) for name in ("inputs", "inputs_embeds", "position_ids", "token_type_ids")},
+    **{name: (neutral, _processor(processor)) for name, (neutral, processor) in {
+        "no_repeat_ngram_size": (0, "NoRepeatNGramLogitsProcessor"),
+        "encoder_no_repeat_ngram_size": (0, "EncoderNoRepeatNGramLogitsProcessor"),
+        "encoder_repetition_penalty": (1, "EncoderRepetitionPenaltyLogitsProcessor"),
+        "bad_words_ids": (None, "NoBadWordsLogitsProcessor"),
+        "min_length": (0, "MinLengthLogitsProcessor"),
+        "min_new_tokens": (0, "MinNewTokensLengthLogitsProcessor"),
+        "forced_bos_token_id": (None, "ForcedBOSTokenLogitsProcessor"),
+        "forced_eos_token_id": (None, "ForcedEOSTokenLogitsProcessor"),
+        "exponential_decay_length_penalty": (None, "ExponentialDecayLengthPenalty"),
+        "suppress_tokens": (None, "SuppressTokensLogitsProcessor"),
+        "begin_suppress_tokens": (None, "SuppressTokensAtBeginLogitsProcessor"),
+        "sequence_bias": (None, "SequenceBiasLogitsProcessor"),
+        "watermarking_config": (None, "WatermarkLogitsProcessor"),
+        "prefix_allowed_tokens_fn": (None, "PrefixConstrainedLogitsProcessor"),
+        "renormalize_logits": (False, "LogitNormalization"),
+        "remove_invalid_values": (False, "InfNanRemoveLogitsProcessor"),
+        "typical_p": (1, "TypicalLogitsWarper"),
+        "epsilon_cutoff": (0, "EpsilonLogitsWarper"),
+        "eta_cutoff": (0, "EtaLogitsWarper"),
+        "top_h": (None, "TopHLogitsWarper"),
+    }.items()},
+    "max_time": (
+        None, "give stopping_criteria, a list of functions (ids, scores) -> bool: transformers' MaxTimeCriteria is one"
+    ),
+    "synced_gpus": (False, "leave it out: the ranks of a sharded model wait for each other without it"),
+    **{name: (neutral, WRAP) for name, neutral in {
+        "token_healing": False, "penalty_alpha": 0, "dola_layers": None, "guidance_scale": 1,
+        "negative_prompt_ids": None, "negative_prompt_attention_mask": None, "custom_generate": None,
+        "trust_remote_code": False, "decoder_start_token_id": None,
+    }.items()},
+}  # fmt: skip
+"""Options of transformers' `generate` that are not implemented -> the value that changes nothing, and what to use
+instead. None changes nothing of any."""
+
+CHANGES_TEXT = (
+    "no_repeat_ngram_size", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "guidance_scale",
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings", "token_healing",
+    "constraints", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "dola_layers", "max_time",
+    "exponential_decay_length_penalty", "watermarking_config",
+)  # fmt: skip
+"""Options that change the text and are not taken from a checkpoint: there they are an error."""
+
+CHANGES_SAMPLES = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+"""The same, for options that count only when tokens are sampled."""
+
+GENERATION: dict[str, Any] = {
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "max_new_tokens": None,
+    "max_length": None,
+}
+"""Options that are taken from a checkpoint, and what transformers takes where it says nothing."""
+
+UNUSED = frozenset({"bos_token_id", "transformers_version", "_from_model_config", "_commit_hash"})
+"""What a `GenerationConfig` has that does not matter here: a prompt is never empty."""
+
+NONE_COUNTS = frozenset({"eos_token_id", "pad_token_id", "top_k", "top_p", "min_p"})
+"""Arguments whose None turns off what the checkpoint sets."""
+
+OPTIONS = frozenset(
+    name
+    for function in (generate, Decoding.__init__)
+    for name, parameter in inspect.signature(function).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD and name not in ("self", "model", "input_ids")
+) | {"generation_config"}
+"""The options of `generate`."""
+
+
+def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
+    """`options` of `generate` that are implemented, and the names of others, whose values change nothing.
+
+    Args:
+        where: "generate", for arguments of a call, or "generation_config".
+
+    Raises InputError for an option of transformers that is not implemented, and TypeError for an unknown one; both are
+    a ConfigError in a `generation_config`.
+    """
+    called = where == "generate"
+    neutral = set()
+    for name, value in options.items():
+        if not isinstance(name, str) or (name == "generation_config" and not called):
+            raise ConfigError(f"{where}: {short(name)} is no name of an option")
+        if name in UNUSED:
+            neutral.add(name)
+        elif name in INSTEAD:
+            if _changes(name, value):
+                message = f"{where}: {name} = {short(value)} is not implemented; {INSTEAD[name][1]}"
+                raise InputError(message) if called else ConfigError(message)
+            neutral.add(name)
+        elif name not in OPTIONS:
+            message = f"{where}: unknown option {name!r}{_nearest(name)}"
+            raise TypeError(message) if called else ConfigError(message)
+    return {name: value for name, value in options.items() if name not in neutral}, neutral
+
+
+def _changes(name: str, value: Any) -> bool:
+    """Whether an option that is not implemented has a value that changes something."""
+    unchanged = 1 if name == "num_return_sequences" else INSTEAD.get(name, (None,))[0]
+    if value is None or (isinstance(value, list | tuple | dict | str) and not value):
+        return False
+    return not (isinstance(value, type(unchanged) | int | float) and value == unchanged)
+
+
+def generation_defaults(
+    generation_config: Mapping[str, Any] | None,
+    hf_config: Mapping[str, Any],
+    *,
+    do_sample: bool | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The options that transformers' `generate` takes of a checkpoint, for a call that gives none.
+
+    Args:
+        generation_config: generation_config.json; without one, `hf_config` has the options, if any.
+        hf_config: config.json, which also has the token ids that generation_config.json does not name.
+        do_sample: the caller's choice, if any; some options matter only when tokens are sampled.
+        overrides: the `generation_config` of a call, whose options go before those of the checkpoint.
+
+    Returns the options of GENERATION, `eos_token_id` and `pad_token_id`. A `max_length` includes the prompt;
+    `max_new_tokens` wins over it. Raises ConfigError for an option with a bad value, and for options that change the
+    output and are not implemented.
+    """
+    where = "config.json" if generation_config is None else "generation_config.json"
+    overrides = overrides or {}
+    stored = hf_config if generation_config is None else generation_config
+    found = {name: value for name, value in {**stored, **overrides}.items() if value is not None}
+    options = {name: found.get(name, default) for name, default in GENERATION.items()}
+    for name, value in options.items():
+        try:
+            check_values(**{name: value})
+        except InputError:
+            at = "generation_config" if name in overrides else where
+            raise ConfigError(f"{at}: field {name!r} is not usable for generation: {short(value)}") from None
+    check_values(do_sample=do_sample)
+    samples = options["do_sample"] if do_sample is None else do_sample
+    names = [*CHANGES_TEXT, *(CHANGES_SAMPLES if samples else ())]
+    if not samples and options["top_k"] > 1:
+        names.append("penalty_alpha")  # Contrastive search.
+    if wrong := [n for n in names if n not in overrides and n in found and _changes(n, found[n])]:
+        raise ConfigError(
+            f"{where}: options of generation that are not implemented: "
+            f"{', '.join(f'{name} = {short(found[name])}' for name in wrong)}; remove them to generate without"
+        )
+    ids = {**hf_config, **(generation_config or {}), **overrides}
+    return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
+
+
+def _nearest(name: str, known: Iterable[str] = (*OPTIONS, *INSTEAD)) -> str:
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Options of tree decoding by `function`, as `check_options`; those that `generate` alone has are an InputError."""
+    rest = {name: value for name, value in options.items() if name not in inspect.signature(function).parameters}
+    sampling = {"do_sample", "repetition_penalty"}  # told apart by the caller
+    unlike, _ = check_options(without_none(rest), "generate")
+    if wrong := sorted(unlike.keys() - sampling):
+        raise InputError(f"{wrong[0]}: tree decoding does not have it; use base.generate, or leave it out")
+    return {name: value for name, value in options.items() if name not in rest or name in sampling}
+
+
+def as_options(generation_config: Any) -> dict[str, Any]:
+    """The options that a `generation_config` sets: a dict, or transformers' object; InputError for another."""
+    if generation_config is None:
+        return {}
+    # Of older releases of transformers, `to_dict` has the defaults too.
+    to_dict = getattr(generation_config, "to_diff_dict", None) or getattr(generation_config, "to_dict", None)
+    found = to_dict() if callable(to_dict) else generation_config
+    if not isinstance(found, Mapping):
+        kind = type(generation_config).__name__
+        raise InputError(f"generation_config: must be a dict or an object with to_dict(), got {kind}")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` without those that are None, which are as if they were not given, but for NONE_COUNTS."""
+    return {name: value for name, value in options.items() if value is not None or name in NONE_COUNTS}
+
+
+def renamed_options(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` of a `generate` method with `eos_token_id` under its name; its former one warns."""
+    if "eos_token_ids" not in options:
+        return options
+    warnings.warn("eos_token_ids is now eos_token_id", DeprecationWarning, stacklevel=3)
+    return {"eos_token_id": options["eos_token_ids"], **{k: v for k, v in options.items() if k != "eos_token_ids"}}

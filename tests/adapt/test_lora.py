@@ -1,0 +1,476 @@
+"""Native LoRA: which layers, what they compute, training, generation, sharding, merging, errors. PEFT's own results are
+in tests/integrations/test_lora_peft.py."""
+
+import copy
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from two_ranks import in_two_ranks
+from zoo import BASE, CONFIGS, make_checkpoint, relative_error
+
+import ligermodels as lm
+from ligermodels.adapt.lora import lora_layers
+from ligermodels.archs import patterns
+from ligermodels.convert.mappings import grouped_qkv
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.layers.lora import LoRALinear, LoRAPart
+from ligermodels.ops.runtime.dispatch import set_backend
+from ligermodels.training import FusedAdamW
+
+LLAMA = {**BASE, "model_type": "llama"}
+ENDLESS = r"((.)|.)*(.*)*!"
+"""A regular expression that takes time exponential in the text."""
+QWEN = {**BASE, "model_type": "qwen2"}  # with biases
+
+
+def draw(model: lm.CausalLM) -> lm.CausalLM:
+    """B is zero at first; then nothing that is wrong with A or B would show."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.05)
+    return model
+
+
+def build(config: dict[str, Any] = LLAMA, **options: Any) -> lm.CausalLM:
+    torch.manual_seed(0)
+    return draw(lm.add_lora(lm.from_config(config), **{"r": 3, **options}))
+
+
+def tokens(batch: int = 2, length: int = 19) -> Tensor:
+    return torch.randint(3, 131, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: lm.CausalLM) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(tokens(), labels=tokens()).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", [["q_proj", "k_proj", "v_proj"], ["v_proj"], ["k_proj", "q_proj"]], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_fused_layer_against_its_formula(chosen: list[str], bias: bool) -> None:
+    """In float64, with a rank and a scaling for each part, and their gradients."""
+    hidden, kv, group, width = 10, 2, 3, 4
+    views = {view.source: view for view in grouped_qkv("qkv", "q_proj", "k_proj", "v_proj", kv, group, width).views}
+    base = nn.Linear(hidden, kv * (group + 2) * width, bias=bias, dtype=torch.float64)
+    settings = {"q_proj": (2, 3.0), "k_proj": (3, 5.0), "v_proj": (1, 0.5)}
+    parts = [LoRAPart(f"layer.{name}", (views[name],), *settings[name], use_rslora=name == "k_proj") for name in chosen]
+    layer = LoRALinear(base, parts)
+    x = torch.randn(2, 5, hidden, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(layer(x), base(x), rtol=1e-13, atol=1e-13)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+
+    a = dict(zip(chosen, layer.lora_A.split([part.r for part in parts]), strict=True))
+    updated = base.weight.clone()
+    for part, name in zip(parts, chosen, strict=True):
+        scaling = part.lora_alpha / (math.sqrt(part.r) if name == "k_proj" else part.r)
+        update = scaling * layer.get_parameter(f"lora_B_{name}") @ a[name]
+        heads = updated.unflatten(0, (kv, group + 2, width))
+        place = {"q_proj": slice(group), "k_proj": slice(group, group + 1), "v_proj": slice(group + 1, None)}[name]
+        heads[:, place] += update.view(kv, -1, width, hidden)
+    wanted, found = nn.functional.linear(x, updated, base.bias), layer(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    along = torch.randn_like(found)
+    inputs = [x, *layer.parameters()]
+    for one, other in zip(*(torch.autograd.grad(y, inputs, along) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    merged = layer.merged()
+    torch.testing.assert_close(merged(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout() -> None:
+    """On the input of A alone, and in training alone; its mean is the layer without."""
+    model = build(lora_dropout=0.4, target_modules=["o_proj"])
+    layer = model.eval().get_submodule("decoder.blocks.0.mixer.o")
+    x = torch.ones(4000, 84)
+    with torch.no_grad():
+        plain = layer(x)
+        layer.train()
+        dropped = layer(x)
+        assert torch.equal(layer.eval()(x), plain) and not torch.equal(dropped, plain)
+        a, b = layer.lora_A, layer.lora_B_o_proj
+        base = nn.functional.linear(x, layer.weight, layer.bias)
+        update = (dropped - base).double()
+        spread = (32 / 3) ** 2 * 0.4 / 0.6 * ((b @ a) ** 2).sum(1).double()
+        assert torch.allclose(update.var(0), spread, rtol=0.2)
+        assert ((update.mean(0) - (plain - base)[0]).abs() < 5 * (spread / 4000).sqrt()).all()
+
+
+def test_initial_values() -> None:
+    torch.manual_seed(0)
+    model = lm.from_config(LLAMA, dtype=torch.bfloat16)
+    before = model(tokens()).logits
+    assert lm.add_lora(model, 8, dtype="float32", target_modules=["q_proj", "gate_proj"]) is model
+    assert torch.equal(model(tokens()).logits, before)
+    layer = model.get_submodule("decoder.blocks.1.mixer.qkv")
+    assert layer.lora_A.dtype == torch.float32 and layer.lora_A.abs().max() <= 60**-0.5
+    assert float(layer.lora_A.detach().std()) == pytest.approx(180**-0.5, rel=0.1) and not layer.lora_B_q_proj.any()
+    draw(model)
+    model.reset_parameters()
+    assert not layer.lora_B_q_proj.any()
+
+
+# -- which layers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (["q_proj", "v_proj"], {f"model.layers.{i}.self_attn.{x}_proj" for i in range(3) for x in "qv"}),
+        (["layers.1.mlp.down_proj"], {"model.layers.1.mlp.down_proj"}),
+        (r".*\.[02]\.mlp\.up_proj", {"model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"}),
+        (r"(?:\w+\.)+1\.(?:\w+\.)*up_pro.?", {"model.layers.1.mlp.up_proj"}),
+    ],
+)
+def test_target_modules(wanted: Any, found: set[str]) -> None:
+    model = build(target_modules=wanted)
+    assert {part.name for layer in lora_layers(model).values() for part in layer.parts} == found
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(gradients(model)) and all("lora_" in name for name in trained)
+    assert len(trained) == len(found) + len(lora_layers(model))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-2", "phi3", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss"]
+)
+def test_all_linear(name: str) -> None:
+    model = build(CONFIGS[name])
+    leaves = {part.name.rpartition(".")[2] for layer in lora_layers(model).values() for part in layer.parts}
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    packed = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    gated = attention | {"shared_expert_gate"}
+    assert leaves == {"llama-2": attention | mlp, "phi3": packed, "qwen2_moe": gated}.get(name, attention)
+
+
+# -- training and generation -------------------------------------------------------------------------------------------
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.ligermodels.lora_linear_forward.default:
+            self.rows.append(tuple(args[2].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda config: config["model_type"])
+def test_activation_checkpointing(config: dict[str, Any]) -> None:
+    """The same gradients; "selective" computes what is narrower than its operand again, "full" all."""
+    model = build(config)
+    wanted = gradients(model)
+    shapes = [tuple(layer.weight.shape) for layer in lora_layers(model).values()]
+    for mode in ("selective", "full"):
+        model.activation_checkpointing = mode
+        with Count() as count:
+            found = gradients(model)
+        again = [shape for shape in shapes if mode == "full" or shape[0] < shape[1]]
+        assert Counter(shapes + again) == Counter(count.rows)
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            torch.testing.assert_close(found[name], wanted[name])
+
+
+@pytest.mark.kernels
+def test_gradients_by_the_kernels() -> None:
+    """They are asked for the gradients of activations alone: weights, norms and head are frozen."""
+    model = build({**CONFIGS["gemma2"], "num_hidden_layers": 2})
+    found = gradients(model)
+    with set_backend("reference"):
+        wanted = gradients(model)
+    assert found.keys() == wanted.keys()
+    errors = {name: relative_error(found[name], wanted[name]) for name in found}
+    assert max(errors.values()) < 1e-4, errors
+
+
+def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
+    model = build(r=4, lora_dropout=0.05).train()
+    with torch.no_grad():
+        model.head.weight.mul_(10)  # at its initial size no hidden state has a low loss
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+    losses = []
+    for _ in range(15):
+        loss = model(tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.6 * losses[0]
+    now = dict(model.named_parameters())
+    assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
+
+
+def test_a_compiled_model_and_steps_in_the_backward_pass() -> None:
+    model, plain = build(QWEN), build(QWEN)
+    compiled = torch.compile(model, backend="aot_eager")
+    for each, module in ((model, compiled), (plain, plain)):
+        optimizer = FusedAdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        optimizer.step_in_backward()
+        for _ in range(2):
+            module(tokens(), labels=tokens()).loss.backward()
+    torch.testing.assert_close(model(tokens()).logits, plain(tokens()).logits)
+
+
+def test_autocast_and_a_copy() -> None:
+    model = build()
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(tokens()).logits
+    assert relative_error(found, model(tokens()).logits) < 3e-2
+
+
+def test_generation_is_that_of_the_merged_model() -> None:
+    model = build(r=8, lora_alpha=64).eval()
+    found = model.generate(tokens(2, 7), max_new_tokens=12)
+    plain = build(r=8, lora_alpha=64).eval()
+    with torch.no_grad():
+        for layer in lora_layers(plain).values():
+            layer.lora_A.zero_()
+    assert not torch.equal(plain.generate(tokens(2, 7), max_new_tokens=12), found)
+    assert torch.equal(lm.merge_lora(model).generate(tokens(2, 7), max_new_tokens=12), found)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_trip_is_exact(tmp_path: Path) -> None:
+    options = {"lora_dropout": 0.1, "lora_alpha": 5.5, "use_rslora": True, "dtype": torch.bfloat16}
+    model = build(target_modules=["k_proj", "o_proj", "up_proj"], **options)
+    lm.save_adapter(model, tmp_path / "adapter")
+    again = lm.from_config(LLAMA)
+    again.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if "lora_" not in name})
+    lm.load_adapter(again, tmp_path / "adapter", is_trainable=True, dtype="bfloat16")
+    state = model.state_dict()
+    assert again.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert settings(again) == settings(model)
+
+
+def settings(model: lm.CausalLM) -> list[Any]:
+    parts = [(layer.dropout, part) for layer in lora_layers(model).values() for part in layer.parts]
+    return [(dropout, part.name, part.r, part.lora_alpha, part.use_rslora) for dropout, part in parts]
+
+
+def test_what_is_merged_goes_out_as_a_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", LLAMA)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    model = draw(lm.add_lora(lm.from_pretrained(tmp_path / "model"), 3))
+    logits = model(tokens()).logits
+    for write in (
+        lambda: model.save_pretrained(tmp_path / "out"),
+        lambda: model.push_to_hub("some/model"),
+        model.hf_state_dict,
+        lambda: model.load_hf_state_dict({}),
+    ):
+        with pytest.raises(InputError, match=r"save_adapter.*merge_lora"):
+            write()
+    assert lm.merge_lora(model) is model and not lora_layers(model)
+    model.save_pretrained(tmp_path / "out")
+    assert relative_error(lm.from_pretrained(tmp_path / "out")(tokens()).logits, logits) < 1e-5
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before  # they were mapped
+
+
+def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, LLAMA)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model = lm.add_lora(lm.from_pretrained(tmp_path), 2)
+    with pytest.raises(CheckpointError, match="not empty"):
+        lm.save_adapter(model, tmp_path)
+    for _ in range(2):
+        lm.save_adapter(model, tmp_path, overwrite=True)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert json.loads(after["adapter_config.json"])["base_model_name_or_path"] == str(tmp_path)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "r: must be a whole number"),
+        ({"r": 2.5}, "r: must be a whole number"),
+        ({"lora_alpha": 0}, "lora_alpha: must be a number above 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout: must lie in"),
+        ({"dtype": "int8"}, "dtype: 'int8'"),
+        ({"target_modules": None}, "target_modules: must be names"),
+        ({"target_modules": []}, "target_modules: is empty"),
+        (
+            {"target_modules": ["q_proj", "c_attn"]},
+            "'c_attn' names no linear layer; known: q_proj, k_proj, v_proj, o_proj",
+        ),
+        ({"target_modules": ["lm_head"]}, "'lm_head' is not a linear layer that native LoRA adapts.*known"),
+        ({"target_modules": ["embed_tokens"]}, "'embed_tokens' is not a linear layer that native LoRA adapts"),
+        ({"target_modules": "q_proj"}, r"'q_proj' is a regular expression .* give \['q_proj'\]"),
+        ({"target_modules": "(q_proj"}, "is no regular expression"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    model = lm.from_config(LLAMA)
+    with pytest.raises(InputError, match=message):
+        lm.add_lora(model, **options)
+    assert all(p.requires_grad for p in model.parameters()) and not lora_layers(model)
+
+
+def test_hooks_on_a_layer_are_not_lost() -> None:
+    """Nor a forward of its own; in merging neither."""
+    name = r"decoder\.blocks\.1\.mixer\.o has hooks or a forward"
+    model = lm.from_config(LLAMA)
+    layer = model.get_submodule("decoder.blocks.1.mixer.o")
+    handle = layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=name):
+        lm.add_lora(model, 2)
+    handle.remove()
+    layer.forward = layer.forward
+    with pytest.raises(InputError, match=name):
+        lm.add_lora(model, 2)
+    assert not lora_layers(model) and all(p.requires_grad for p in model.parameters())
+    del layer.forward
+    layer.__class__ = type("Own", (nn.Linear,), {})  # a subclass that computes the same
+    lm.add_lora(model, 2)
+    assert len(lora_layers(model)) == 4 * len(model.decoder.blocks)
+    before = model.state_dict()
+    model.get_submodule("decoder.blocks.1.mixer.o").register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=name):
+        lm.merge_lora(model)
+    assert model.state_dict().keys() == before.keys()
+
+
+def test_experts_are_refused_by_name() -> None:
+    for config, names in (
+        (CONFIGS["mixtral"], ["w1", "gate"]),
+        (CONFIGS["qwen3_moe"], ["gate_proj", "gate", "experts"]),
+    ):
+        for name in names:
+            with pytest.raises(InputError, match=f"{name}' .*known: q_proj, k_proj, v_proj, o_proj"):
+                lm.add_lora(lm.from_config(config), target_modules=[name])
+
+
+def test_models_that_do_not_fit(tmp_path: Path) -> None:
+    model = lm.from_config(LLAMA)
+    for call in (lm.merge_lora, lambda model: lm.save_adapter(model, tmp_path / "out")):
+        with pytest.raises(InputError, match="has no LoRA"):
+            call(model)
+    with pytest.raises(InputError, match="takes a native CausalLM, got a MedusaModel"):
+        lm.add_lora(lm.MedusaModel.from_base(model, num_heads=1))
+    with pytest.raises(ConfigError, match="composed by hand"):
+        lm.add_lora(lm.CausalLM(model.config))
+    lm.save_adapter(lm.add_lora(model), tmp_path / "out")
+    for call in (lm.add_lora, lambda model: lm.load_adapter(model, tmp_path / "out")):
+        with pytest.raises(InputError, match="has LoRA already"):
+            call(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "LOHA"}, "'peft_type' must be 'LORA'.*'LOHA'"),
+        ({"use_dora": True}, "'use_dora'"),
+        ({"some_later_field": {"a": 1}}, "'some_later_field' is not implemented"),
+        ({"r": -1}, "'r' must be"),
+        ({"rank_pattern": {"q_proj": "a"}}, "'rank_pattern' must be"),
+        ({"alpha_pattern": {"(q": 3}}, "'alpha_pattern' must have regular expressions"),
+        ({"rank_pattern": {"q" * 9 + "{" + 20 * "9" + "}": 3}}, "'rank_pattern' must have regular expressions"),
+        ({"rank_pattern": {ENDLESS: 3}}, "'rank_pattern'.*takes more than 1 seconds"),
+        ({"r": 5}, r"lora_A.weight \[3, 60\] instead of \[5, 60\]"),
+    ],
+    ids=str,
+)
+def test_bad_configs(fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 1)
+    lm.save_adapter(build(), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+    model = lm.from_config(LLAMA)
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        lm.load_adapter(model, tmp_path)
+    assert all(p.requires_grad for p in model.parameters()) and not lora_layers(model)
+
+
+def test_an_expression_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 1)
+    with pytest.raises(InputError, match=r"target_modules: .* takes more than 1 seconds as a regular expression"):
+        build(target_modules=ENDLESS)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    lm.save_adapter(build(), tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    good = load_file(path)
+    first = next(iter(good))
+    for tensors, message in (
+        ({name: t for name, t in good.items() if name != first}, f"missing from the checkpoint: {first}"),
+        (
+            {**good, first.replace("layers.0", "layers.9"): good[first].clone()},
+            "1 layers that are no linear .*layers.9",
+        ),
+        ({**good, "base_model.model.lm_head.weight": good[first].clone()}, "no A or B .*lm_head"),
+    ):
+        save_file(tensors, path)
+        with pytest.raises(CheckpointError, match=message):
+            lm.load_adapter(lm.from_config(LLAMA), tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"no adapter_model.safetensors; pickles"):
+        lm.load_adapter(lm.from_config(LLAMA), tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        lm.load_adapter(lm.from_config(LLAMA), tmp_path / "nowhere")
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def train_sharded(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    plain, model = build(), build()
+    for block in model.decoder.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            each(tokens(), labels=tokens()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(one, DTensor) and one.requires_grad == ("lora_" in name)
+        torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-6)
+    found = model.eval().generate(tokens(2, 5), max_new_tokens=4)
+    assert torch.equal(found, plain.eval().generate(tokens(2, 5), max_new_tokens=4))
+    for call in (lm.merge_lora, lambda model: lm.load_adapter(model, folder)):
+        with pytest.raises(InputError, match=r"sharded|already"):
+            call(model)
+    lm.save_adapter(model, folder / "sharded")
+    if rank == 0:
+        lm.save_adapter(plain, folder / "plain")
+        one, other = (load_file(folder / name / "adapter_model.safetensors") for name in ("sharded", "plain"))
+        assert one.keys() == other.keys()
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6)
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    in_two_ranks(train_sharded, tmp_path)

@@ -1,0 +1,320 @@
+"""Configs, fuzzed: whatever a field holds, it is refused by name, or the model is the one transformers makes of it.
+
+Fields come from transformers' own config classes, so that those of its next version are tried too. Where it refuses a
+config itself, or cannot compute with it, there is nothing to agree with. `FUZZ=50 pytest tests/archs/test_config.py`
+tries fifty times as many configs.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging
+from zoo import CONFIGS, MULTIMODAL, NEEDED, auto_class, plain, randomize, thinker
+
+import ligermodels as lm
+from ligermodels.archs import FAMILIES, family_of
+from ligermodels.convert.config_json import check_generation, nested_configs
+from ligermodels.errors import ConfigError
+
+Config = dict[str, Any]
+Outcome = tuple[torch.Tensor, torch.Tensor]
+FUZZ = int(os.environ.get("FUZZ", 1))
+TOLERANCE = 1e-5
+
+TINY: dict[str, Config] = {**CONFIGS, **MULTIMODAL}
+ONE_OF: dict[str, Config] = {config["model_type"]: config for config in reversed(TINY.values())}
+"""For each model_type its first config."""
+
+
+@pytest.fixture(autouse=True)
+def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    """transformers has much to say of these configs."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+    logging.set_verbosity(verbosity)
+
+
+# -- fields, and what they may hold ------------------------------------------------------------------------------------
+
+UNLISTED: Config = {
+    "hidden_activation": "gelu",
+    "is_causal": True,
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 1.0,
+    "per_layer_config": None,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": None,
+    "rope_theta": 1e4,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "float32",
+}
+"""Fields that config files have or had, and that not every class lists, with what they might hold."""
+
+
+def fields_of(model_type: str) -> Config:
+    """Every field of this type's config class, and its default."""
+    config = AutoConfig.for_model(model_type)
+    fields = {**UNLISTED, **dict.fromkeys(config.attribute_map), **config.to_dict()}
+    other = {"model_type", "text_config", "vision_config", "thinker_config"}
+    return {name: fields[name] for name in sorted(fields) if name not in other}
+
+
+FIELDS = {model_type: fields_of(model_type) for model_type in FAMILIES}
+EVERY_FIELD = {name: default for fields in FIELDS.values() for name, default in fields.items()}
+
+SIZES = [2, 3, 4, 5, 6, 0, 8, 12, 42, 130, -1]
+FLOATS = [0.3, 0.0, 1.0, 0.25, 0.5, 2.5, 7.25, 1e-3, 1e4, 1e6, -0.7]
+WORDS = [*sorted(ACT2FN), "auto", "eager", "bfloat16", "x", ""]
+LAYER_TYPES = ["full_attention", "sliding_attention", "chunked_attention", "linear_attention", "attention"]
+ROPE_TYPES = [*sorted(ROPE_INIT_FUNCTIONS), "default", "su", "mrope"]
+ROPE: Config = {
+    "rope_theta": 700.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "short_factor": [1.0, 1.3, 1.5, 1.9, 2.5],
+    "long_factor": [1.5, 3, 4.5, 7.5, 9.0],
+}
+"""Enough for every type of rope, of heads with 10 channels where it has lists."""
+SETTINGS = [*ROPE, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"]
+SETTINGS += ["partial_rotary_factor", "finetuned", "unheard_of"]
+
+sizes, floats, words = st.sampled_from(SIZES), st.sampled_from(FLOATS), st.sampled_from(WORDS)
+scalars = st.none() | st.booleans() | sizes | floats | words
+LIKE = {int: sizes | floats, float: floats | sizes, str: words}
+
+
+@st.composite
+def ropes(draw: st.DrawFn, values: st.SearchStrategy[Any] = scalars) -> Config:
+    """Settings of a rope, a few changed to `values`, left out or added."""
+    changed = draw(st.dictionaries(st.sampled_from(SETTINGS), values, max_size=3))
+    lost = draw(st.sets(st.sampled_from(SETTINGS), max_size=2))
+    types = draw(st.dictionaries(st.sampled_from(["rope_type", "type"]), st.sampled_from(ROPE_TYPES), max_size=2))
+    return {**{name: value for name, value in {**ROPE, **changed}.items() if name not in lost}, **types}
+
+
+def values_of(name: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
+    """What a field may hold, mostly of its default's kind."""
+    kinds = st.lists(st.sampled_from(LAYER_TYPES[:2]), min_size=layers, max_size=layers)
+    kinds |= st.lists(st.sampled_from(LAYER_TYPES), max_size=layers)
+    flags = st.lists(st.integers(0, 1), min_size=layers, max_size=layers)
+    ropes_by_type = st.dictionaries(st.sampled_from(LAYER_TYPES[:3]), ropes() | st.none(), max_size=3)
+    anything = scalars | flags | st.lists(st.integers(-1, layers), max_size=3) | kinds | ropes() | ropes_by_type
+    own = {"rope_parameters": ropes() | ropes_by_type, "rope_scaling": ropes(), "layer_types": kinds}
+    if isinstance(default, bool):
+        own[name] = st.sampled_from([not default, default])
+    likely = own.get(name, LIKE.get(type(default), sizes | floats | st.booleans()))
+    return st.integers(0, 3).flatmap(lambda die: anything if die == 3 else likely)
+
+
+TOWERS = {"audio_config", "vision_config", "talker_config", "code2wav_config", "token2wav_config"}
+"""With another config they are mostly of their published sizes: gigabytes, and no part of the text model."""
+
+
+def layers_of(config: Config) -> int:
+    return int(list(nested_configs(config).values())[-1]["num_hidden_layers"])
+
+
+def names_one(refusal: ConfigError, fields: Iterable[str]) -> bool:
+    """Whether the message names one of `fields`; those of rope are read, and named, as one."""
+    return any(("rope" if "rope" in name else name) in str(refusal) for name in fields)
+
+
+# -- against transformers ----------------------------------------------------------------------------------------------
+
+
+def oracle_in(folder: Path) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | None:
+    """The random model that transformers makes of folder/config.json, saved there; tokens, and what it says of them.
+
+    None where it makes none, or none that computes.
+    """
+    written = (folder / "config.json").read_text()
+    torch.manual_seed(0)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        make = auto_class(config).from_config
+        whole = plain(make(config, attn_implementation="eager", dtype=torch.float32))
+        randomize(whole)
+        oracle = thinker(whole)
+        vocab_size = oracle.get_input_embeddings().num_embeddings
+        ids = text_only(torch.randint(0, min(vocab_size, 128), (2, 41)), oracle.config)
+        found = outcome(oracle, ids)
+        whole.save_pretrained(folder)
+    except Exception:
+        return None
+    (folder / "config.json").write_text(written)
+    return (oracle, ids, found) if all(each.isfinite().all() for each in found) else None
+
+
+def text_only(ids: torch.Tensor, config: Any) -> torch.Tensor:
+    """`ids` with others in place of those that stand for images and sounds, which transformers replaces too."""
+    others = {getattr(config, f"{kind}_token_{end}", None) for kind in KINDS for end in ("id", "index")}
+    texts = [token for token in range(128) if token not in others]
+    return torch.where(torch.isin(ids, torch.tensor(texts)), ids, texts[0])
+
+
+KINDS = ("image", "video", "audio")
+
+
+def outcome(model: Any, ids: torch.Tensor) -> Outcome:
+    """Loss and logits, as in training: else dropout and the like would not show."""
+    theirs = {"return_dict": True, "use_cache": False, "token_type_ids": torch.zeros_like(ids)}
+    options = theirs if isinstance(model, PreTrainedModel) else {"return_logits": True}
+    with torch.no_grad():
+        output = model.train()(ids, labels=ids, **options)
+    return output.loss, output.logits
+
+
+def error(found: Outcome, wanted: Outcome) -> float:
+    """The larger, of loss and logits, of max |found - wanted| / max |wanted|; 0 where both are 0, NaN where one is."""
+    assert [each.shape for each in found] == [each.shape for each in wanted]
+    pairs = zip(found, wanted, strict=True)
+    each = [(ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30) for ours, theirs in pairs]
+    return float(torch.stack(each).max())
+
+
+def accepted(config: Config, changed: Config) -> bool:
+    """Whether we take `config` with fields `changed`; if not, it is refused by the name of one of them."""
+    config = {**config, **changed}
+    try:
+        family_of(config).decoder_config(config)
+        check_generation(config)  # Of the ids at its top level transformers writes a generation_config.json.
+    except ConfigError as refusal:
+        assert names_one(refusal, changed), f"{changed}: {refusal}"
+        return False
+    # Gemma says "gelu" and means its tanh form: test_families.py.
+    return (config["model_type"], config.get("hidden_act")) != ("gemma", "gelu")
+
+
+def transformers_accepts(config: Config, changed: Config) -> bool:
+    """Whether transformers takes the config too."""
+    try:
+        AutoConfig.for_model(**copy.deepcopy({**config, **changed}))
+    except Exception:
+        return False
+    return True
+
+
+def compare(config: Config, changed: Config) -> None:
+    """See that `config` with fields `changed` makes transformers' model; if they do not go together, with half of them.
+
+    And that transformers makes the same model of what we write.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps({**config, **changed}))
+        oracle = oracle_in(folder) if accepted(config, changed) else None
+        if oracle is not None:
+            agree(folder, *oracle, changed)
+            return
+    names = list(changed)
+    for half in (names[: len(names) // 2], names[len(names) // 2 :]) if len(names) > 1 else ():
+        compare(config, {name: changed[name] for name in half})
+
+
+def agree(folder: Path, oracle: PreTrainedModel, ids: torch.Tensor, wanted: Outcome, changed: Config) -> None:
+    """See that our model of the checkpoint in `folder`, and transformers' of our export, have outcome `wanted`."""
+    model = lm.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(folder / "out")
+    again = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager", dtype=torch.float32)
+    for found in (outcome(model, ids), outcome(plain(again), ids)):
+        if not error(found, wanted) < TOLERANCE:
+            # Norms over one or two channels, and the like, enlarge rounding: some, and as much in transformers as here.
+            exact = outcome(oracle.double(), ids)
+            ours, theirs = error(found, exact), error(wanted, exact)
+            if theirs > 1e-2:
+                return  # In fp32 transformers' own result means nothing.
+            assert ours < min(TOLERANCE + 4 * theirs, 1e-2), f"{changed}: {ours} where transformers has {theirs}"
+
+
+@pytest.mark.parametrize("config", (TINY if FUZZ > 1 else ONE_OF).values(), ids=TINY if FUZZ > 1 else ONE_OF)
+def test_every_field(config: Config) -> None:
+    """Several at a time: where a field is ignored that should not be, those around it do not hide that."""
+    fields = {**EVERY_FIELD, **FIELDS[config["model_type"]]}
+    likely = {name: values_of(name, default, layers_of(config)) for name, default in fields.items()}
+
+    @seed(crc32(json.dumps(config).encode()))
+    @settings(max_examples=FUZZ + 1, phases=[Phase.generate])  # the first is always the simplest
+    @given(st.fixed_dictionaries(likely), st.permutations(sorted(fields)))
+    def fuzz(values: Config, names: list[str]) -> None:
+        alone = ((name, {name: values[name]}) for name in names)
+        taken = [name for name, one in alone if accepted(config, one) and transformers_accepts(config, one)]
+        taken = [name for name in taken if name not in TOWERS or name not in config]
+        for few in (taken[start : start + 12] for start in range(0, len(taken), 12)):
+            compare(config, {name: values[name] for name in few})
+
+    fuzz()
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str) -> None:
+    least = {"model_type": model_type, **NEEDED.get(model_type, {})}
+    default, compose = AutoConfig.for_model(**copy.deepcopy(least)), FAMILIES[model_type].decoder_config
+    assert compose(least) == compose(default.to_dict())
+
+
+# -- garbage -----------------------------------------------------------------------------------------------------------
+
+odd = st.sampled_from([2**31, 2**63, 10**400, -(10**400), float("nan"), float("inf"), 1e300, 5e-324, "é\0"])
+garbage = st.recursive(
+    scalars | odd | st.text(max_size=3),
+    lambda each: st.lists(each, max_size=4) | st.dictionaries(words, each, max_size=3) | ropes(each),
+    max_leaves=5,
+)
+
+
+def works(config: Config) -> None:
+    """See that the model of `config` computes, generates, and goes out and comes in again."""
+    model = lm.from_config(config)
+    ids = torch.arange(7)[None] % model.config.vocab_size
+    with torch.no_grad(), TemporaryDirectory() as folder:
+        logits = model(ids).logits
+        assert logits.shape == (1, 7, model.config.vocab_size)
+        assert model.generate(ids, max_new_tokens=2).shape[1] > 7
+        model.save_pretrained(folder, overwrite=True)
+        again = lm.from_pretrained(folder)
+        found = again(ids).logits
+    stored, loaded = model.state_dict(), again.state_dict()
+    assert stored.keys() == loaded.keys()
+    for name, tensor in stored.items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0, equal_nan=True)
+    # Sums on a CPU go by where in memory a tensor begins.
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_garbage(model_type: str) -> None:
+    fields = st.sampled_from(sorted({*FIELDS[model_type], *ONE_OF[model_type]} - {"model_type"}))
+
+    @seed(crc32(model_type.encode()))
+    @settings(max_examples=8 * FUZZ)
+    @given(st.dictionaries(fields, garbage, max_size=2), st.sets(fields, max_size=1))
+    def fuzz(changed: Config, lost: set[str]) -> None:
+        config = {**copy.deepcopy(ONE_OF[model_type]), **changed}
+        config = {name: value for name, value in config.items() if name not in lost}
+        try:
+            model = lm.from_config(config, device="meta")
+        except ConfigError as refusal:
+            assert names_one(refusal, {*changed, *lost}), refusal
+            return
+        if sum(parameter.numel() for parameter in model.parameters()) < 1e6:
+            works(config)
+
+    fuzz()

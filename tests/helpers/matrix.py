@@ -1,0 +1,117 @@
+"""What the tests show of each family: runs those in CAPABILITIES and writes docs/matrix.md from their outcomes.
+
+With `--check` runs nothing, and fails unless the page is the one that would be written if all of them passed.
+"""
+
+import sys
+from collections import defaultdict
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from zoo import CONFIGS, MULTIMODAL, NEEDED
+
+from ligermodels.archs import FAMILIES
+
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs" / "matrix.md"
+
+TINY = {**CONFIGS, **MULTIMODAL}
+
+CAPABILITIES = {
+    "load": ["archs/test_families.py::test_every_module", "archs/test_multimodal.py::test_logits_*"],
+    "loss": ["archs/test_families.py::test_logits_*", "archs/test_multimodal.py::test_logits_*"],
+    "gradients": ["archs/test_families.py::test_logits_*", "archs/test_multimodal.py::test_logits_*"],
+    "packed": ["archs/test_families.py::test_packed_*"],
+    "generate": ["archs/test_families.py::test_greedy_tokens_*", "archs/test_multimodal.py::test_greedy_tokens_*"],
+    "Medusa heads": ["archs/test_families.py::test_medusa_*", "speculative/test_medusa.py::*"],
+    "export": ["archs/test_families.py::test_export_*", "archs/test_multimodal.py::test_export_*"],
+}
+"""The tests that show each capability; of which families is in their parameters, or else in their names."""
+
+HEAD = """# What the tests show
+
+Of each family, by `model_type`: ✓ where all tests of a capability pass, in every configuration named here, and ✗ where
+one does not. They hold tiny random models of awkward sizes to transformers' own. `make matrix` runs them and writes
+this page.
+"""
+
+
+class Matrix:
+    """A pytest plugin that selects the tests of CAPABILITIES, and keeps how those of each cell ended."""
+
+    def __init__(self) -> None:
+        self.cells: dict[tuple[str, str], set[str]] = defaultdict(set)
+        self.configs: dict[str, list[str]] = {
+            family: [name for name, config in TINY.items() if config["model_type"] == family] for family in FAMILIES
+        }
+        self.unused = {pattern for patterns in CAPABILITIES.values() for pattern in patterns}
+        self.passed: dict[str, bool] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
+        """Sort the tests into their cells, and drop the others."""
+        for item in items:
+            name = f"{item.path.relative_to(TESTS)}::{item.originalname}"
+            for capability, patterns in CAPABILITIES.items():
+                if found := {pattern for pattern in patterns if fnmatch(name, pattern)}:
+                    for family in families_of(item):
+                        self.unused -= found
+                        self.cells[family, capability].add(item.nodeid)
+        wanted = set().union(*self.cells.values())
+        items[:] = [item for item in items if item.nodeid in wanted]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test passes if its setup, its call and its teardown do."""
+        self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and report.passed
+
+    def faults(self) -> list[str]:
+        """What CAPABILITIES names in vain, and what no test shows."""
+        names = [f"no test of a family is called {pattern}" for pattern in sorted(self.unused)]
+        return names + [
+            f"no test shows {capability} of {family}"
+            for family in FAMILIES
+            for capability in CAPABILITIES
+            if not self.cells[family, capability] and FAMILIES[family].text is None
+        ]
+
+    def page(self) -> str:
+        """docs/matrix.md; a test that has not been run counts as passed."""
+        rows = [["", "configurations", *CAPABILITIES], ["---"] * 2 + [":-:"] * len(CAPABILITIES)]
+        for family, configs in self.configs.items():
+            rows.append([f"`{family}`", ", ".join(configs), *(self._cell(family, each) for each in CAPABILITIES)])
+        table = ["| " + " | ".join(row) + " |" for row in rows]
+        sources = [f"- {each}: " + ", ".join(f"`{name}`" for name in CAPABILITIES[each]) for each in CAPABILITIES]
+        return "\n".join([HEAD, *table, "", "The tests, in `tests/`:", "", *sources, ""])
+
+    def _cell(self, family: str, capability: str) -> str:
+        tests, text = self.cells[family, capability], FAMILIES[family].text
+        if not tests and text is not None:
+            return f"as `{text(NEEDED.get(family, {}))['model_type']}`"
+        everywhere = all(any(f"[{config}]" in test for test in tests) for config in self.configs[family])
+        return "✓" if tests and everywhere and all(self.passed.get(test, True) for test in tests) else "✗"
+
+
+def families_of(item: pytest.Function) -> list[str]:
+    """Those whose configurations are among a test's parameters, or else the one in its name."""
+    given = item.callspec.params.values() if hasattr(item, "callspec") else []
+    by_parameter = [TINY[each]["model_type"] for each in given if isinstance(each, str) and each in TINY]
+    by_name = sorted((family for family in FAMILIES if f"_{family}_" in item.originalname), key=len)
+    return by_parameter or by_name[-1:]
+
+
+def main(check: bool) -> int | str:
+    """Exit status, or what is wrong."""
+    matrix = Matrix()
+    files = sorted({str(TESTS / pattern.partition("::")[0]) for group in CAPABILITIES.values() for pattern in group})
+    status = pytest.main([*files, *(["--collect-only", "-qq"] if check else ["-q"])], plugins=[matrix])
+    if faults := matrix.faults():
+        return "\n".join(faults)
+    if not check:
+        PAGE.write_text(matrix.page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != matrix.page():
+        return f"docs/{PAGE.name} is not what the tests say: make matrix"
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
