@@ -1,6 +1,7 @@
 """The commands and the code of the README and of the pages that need no other package, in order, on tiny models in
 folders of their names. Only sizes and devices are replaced. The other pages are in
-tests/integrations/test_integration_pages.py. Blocks in another language than Python, such as `sh`, are commands of other programs."""
+tests/integrations/test_integration_pages.py. Blocks in another language than Python, such as `sh`, are commands of
+other programs."""
 
 import json
 import re
