@@ -50,8 +50,8 @@ def bf16(weight: Tensor) -> tuple[Call, Tensor, int]:
 
 
 def decoding(weight: Tensor) -> tuple[Call, Tensor, int]:
-    """As it is, by `ops.decode_linear`."""
-    return partial(ops.decode_linear, weight=weight), weight, weight.nbytes
+    """As it is, by `ops.linear`."""
+    return partial(ops.linear, weight=weight), weight, weight.nbytes
 
 
 def ours(kind: ops.Quantized, weight: Tensor) -> tuple[Call, Tensor, int]:

@@ -21,7 +21,7 @@ from ligermodels.adapt.lora import (
     check_adaptable,
     insert,
     leaf,
-    new_layers,
+    new_updates,
     require_lora,
     targets,
     transformers_layout,
@@ -40,7 +40,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.layers.lora import MOST_RANKS, LoRALinear, LoRAPart
+from ligermodels.layers.lora import MOST_RANKS, LoRA, LoRAPart
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.families import family_of
@@ -84,21 +84,28 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: boo
         InputError: the model has no LoRA.
         CheckpointError: the folder is in use, or the disk is full; nothing is left half-written.
     """
-    layers = require_lora(model, "save_adapter")
+    updates = require_lora(model, "save_adapter")
     reshard(model)
-    write_adapter(model, layers, lora_tensors(layers), folder, overwrite=overwrite)
+    write_adapter(model, updates, lora_tensors(updates), folder, overwrite=overwrite)
 
 
 def write_adapter(
     model: CausalLM,
-    layers: Mapping[str, LoRALinear],
+    updates: Mapping[str, LoRA],
     tensors: Mapping[str, Tensor],
     folder: str | os.PathLike[str],
     *,
     overwrite: bool = False,
 ) -> None:
-    """`save_adapter` of `tensors`, named as by `lora_tensors`, in place of those of the `layers`, which may be on the
-    meta device."""
+    """Write an adapter in PEFT's format.
+
+    Args:
+        model: the adapted model.
+        updates: the LoRA of its layers, which may be on the meta device.
+        tensors: A and B to write, under the names of `lora_tensors`.
+        folder: created if need be.
+        overwrite: replace an adapter in `folder`.
+    """
     spec = model.require_export_spec()
     source = spec.source
     base = None if source is None else source.repo_id or str(source.folder)
@@ -110,10 +117,10 @@ def write_adapter(
     replaced = () if (folder / "config.json").is_file() else TOKENIZER
     save_checkpoint(
         folder,
-        adapter_map(layers).export(tensors),
+        adapter_map(updates).export(tensors),
         name=ADAPTER.removesuffix(".safetensors"),
         max_shard_size=ONE_FILE,
-        files={**own, ADAPTER_CONFIG: as_json(adapter_config(layers, known, base))},
+        files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, known, base))},
         overwrite=overwrite,
         replaced=(ADAPTER, ADAPTER_CONFIG, "adapter_model.bin", *replaced),
         ranks=Ranks(tensors.values()),
@@ -152,9 +159,9 @@ def load_adapter(
     options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder = hub.resolve_adapter(name_or_path, revision=revision, **options)
     with open_adapter(folder) as (config, checkpoint):
-        layers = _layers(model, config, checkpoint, dtype)
-        adapter_map(layers).load(checkpoint, lora_tensors(layers))
-    return insert(model, layers, trainable=is_trainable)
+        updates = _updates(model, config, checkpoint, dtype)
+        adapter_map(updates).load(checkpoint, lora_tensors(updates))
+    return insert(model, updates, trainable=is_trainable)
 
 
 def rewrite_adapter(
@@ -178,10 +185,10 @@ def rewrite_adapter(
     check_adaptable(model, "rewrite_adapter")
     with open_adapter(hub.resolve_adapter(adapter)) as (config, checkpoint):
         stored = functools.reduce(torch.promote_types, (header.dtype for header in checkpoint.headers.values()))
-        layers = _layers(model, config, checkpoint, dtype or stored)
-        tensors = {name: torch.empty_like(each, device="cpu") for name, each in lora_tensors(layers).items()}
-        adapter_map(layers).load(checkpoint, tensors)
-    write_adapter(model, layers, tensors, folder, overwrite=overwrite)
+        updates = _updates(model, config, checkpoint, dtype or stored)
+        tensors = {name: torch.empty_like(each, device="cpu") for name, each in lora_tensors(updates).items()}
+        adapter_map(updates).load(checkpoint, tensors)
+    write_adapter(model, updates, tensors, folder, overwrite=overwrite)
 
 
 @contextmanager
@@ -212,33 +219,39 @@ def adapted_paths(config: Mapping[str, Any], names: Collection[str]) -> dict[str
     return _by_pattern("alpha_pattern", config, sorted(_paths(names)))
 
 
-def adapter_map(layers: Mapping[str, LoRALinear]) -> WeightMap:
-    """Native names of A and B to those in PEFT's files."""
-    return WeightMap([mapping for name, layer in layers.items() for mapping in layer.weight_mappings(name)])
+def adapter_map(updates: Mapping[str, LoRA]) -> WeightMap:
+    """Native names of A and B to their names in PEFT's files."""
+    return WeightMap([each for name, update in updates.items() for each in update.weight_mappings(f"{name}.update")])
 
 
-def lora_tensors(layers: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
-    """A and B of `layers` by native name: that of the model's parameters."""
+def lora_tensors(updates: Mapping[str, LoRA]) -> dict[str, Tensor]:
+    """A and B by the names of the model's parameters."""
     return {
-        f"{name}.{own}": tensor for name, layer in layers.items() for own, tensor in layer.lora_parameters().items()
+        f"{name}.update.{own}": tensor
+        for name, update in updates.items()
+        for own, tensor in update.lora_parameters().items()
     }
 
 
 def adapter_config(
-    layers: Mapping[str, LoRALinear], known: Collection[str] | None, base_model: str | None = None
+    updates: Mapping[str, LoRA], known: Collection[str] | None, base_model: str | None = None
 ) -> dict[str, Any]:
-    """adapter_config.json of these layers; `known` are the paths of all that could be adapted, None for more than
-    the model has.
+    """adapter_config.json.
+
+    Args:
+        updates: the LoRA of each layer.
+        known: the paths of all layers that could be adapted; None where the adapter may have more than the model has.
+        base_model: name of the base model.
 
     Ranks and scalings that few layers have are patterns.
     """
-    parts = {part.name: part for layer in layers.values() for part in layer.parts}
+    parts = {part.name: part for update in updates.values() for part in update.parts}
     r = Counter(part.r for part in parts.values()).most_common(1)[0][0]
     alpha = Counter(part.lora_alpha for part in parts.values()).most_common(1)[0][0]
     # PEFT adapts all layers whose path ends in a name: the short ones only if that is all of them.
     names = dict.fromkeys(map(leaf, parts))
     short_do = known is not None and all(path in parts for path in known if leaf(path) in names)
-    first = next(iter(layers.values()))
+    first = next(iter(updates.values()))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -294,10 +307,10 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise refuse(name, f"must be a number above 0 (a rank: a whole one of at most {MOST_RANKS})")
 
 
-def _layers(
+def _updates(
     model: CausalLM, config: Mapping[str, Any], checkpoint: Checkpoint, dtype: DtypeLike | None
-) -> dict[str, LoRALinear]:
-    """The LoRA layers of an adapter, not yet in the model and not filled; errors as of `load_adapter`."""
+) -> dict[str, LoRA]:
+    """The LoRA updates of an adapter, not yet in the model and not filled; errors: see `load_adapter`."""
     check_config(config)
     found = _targets(model, paths := _paths(checkpoint.headers))
     if unknown := [path for path in paths if path not in found]:
@@ -310,7 +323,7 @@ def _layers(
     ranks, alphas = (_by_pattern(name, config, adapted) for name in PATTERNS)
     rslora = bool(config.get("use_rslora"))
     parts = {path: LoRAPart(path, found[path].views, ranks[path], alphas[path], rslora) for path in adapted}
-    return new_layers(model, found, parts, config.get("lora_dropout") or 0.0, dtype)
+    return new_updates(model, found, parts, config.get("lora_dropout") or 0.0, dtype)
 
 
 def _positive(value: Any, whole: bool) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ligermodels.adapt.exclusion import Exclusion
-from ligermodels.adapt.lora import check_untouched
 from ligermodels.errors import BackendError, Float8Warning, InputError
-from ligermodels.layers.float8 import Float8Linear, slots
-from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers import Linear
+from ligermodels.layers.float8 import Float8, float8_slots
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
@@ -35,29 +34,31 @@ def float8(
 ) -> Model:
     """Let the linear layers of the blocks compute in float8, forward and backward, in place.
 
-    Weights stay what they are, in the model, its checkpoints and the optimizer: each forward pass casts them, but those
-    that need no gradient once (in a process by itself), and again when they are changed (but for changes in place
+    Weights keep their dtype in the model, its checkpoints and the optimizer. Each forward pass casts them; weights that
+    need no gradient are cast once (in a process by itself), and again when they are changed (except by changes in place
     through `.data`, which PyTorch does not count). Embeddings, head, norms, routers, routed experts, attention and the
-    residual stay in the model's dtype. It holds in training mode, and wherever gradients are recorded; in eval mode
-    under `torch.no_grad`, as in generation, layers compute in their own dtype.
+    residual stay in the model's dtype. Layers compute in float8 in training mode, and wherever gradients are recorded;
+    in eval mode under `torch.no_grad`, as in generation, they compute in their own dtype.
 
     Called before or after `add_lora`, and before the model is sharded. A second call is for other layers.
 
     Args:
         model: stays the same object.
         recipe: formats and scales; by default `Float8Recipe()`.
-        exclude_first, exclude_last: so many blocks at either end are left as they are.
-        exclude: patterns (`fnmatch`) of names, whole ("decoder.blocks.3.mlp.down") or within a block ("mlp.*"), of
-            layers and weights that are left as they are; "mlp" is all that is in it.
+        exclude_first, exclude_last: number of blocks at either end that are left as they are.
+        exclude: patterns (`fnmatch`) of names of layers and weights that are left as they are: whole names
+            ("decoder.blocks.3.mlp.down") or names within a block ("mlp.*"); "mlp" is everything in that module.
 
     Returns `model`. Warns with a `Float8Warning` where more than a tenth of the blocks' weights have no rule for
     float8, as routed experts, and are not excluded: they stay in the model's dtype.
 
     Raises:
         InputError: an argument out of range, a pattern that matches nothing, or nothing left; sizes that are no
-            multiples of 16; a model that is sharded or quantised; a layer that is in float8 already, or of a kind that
-            cannot be; hooks on a linear layer, which its successor would lack.
+            multiples of 16; a model that is sharded or quantised; a layer that is in float8 already, or is no `Linear`.
         BackendError: the model is on a GPU without float8.
+
+    Example:
+        >>> model = lm.float8(lm.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16, device="cuda"))
     """
     recipe = _checked(model, recipe)
     blocks = list(model.decoder.blocks)
@@ -65,10 +66,10 @@ def float8(
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= len(blocks):
             raise InputError(f"{name}: must be a number of blocks, 0 to {len(blocks)}, got {value!r}")
     excluded = Exclusion(exclude)
-    chosen: dict[str, nn.Module] = {}
+    chosen: dict[str, Any] = {}
     without_rule: list[tuple[nn.Module, str]] = []
     for i, block in enumerate(blocks):
-        prefix, found = f"decoder.blocks.{i}", dict(slots(block))
+        prefix, found = f"decoder.blocks.{i}", dict(float8_slots(block))
         kept = {f"{prefix}.{name}": linear for name, linear in found.items() if not excluded(prefix, name)}
         others = [name for name in _other_weights(block, found) if not excluded(prefix, name)]
         if exclude_first <= i < len(blocks) - exclude_last:
@@ -79,11 +80,8 @@ def float8(
         raise InputError("float8: there is no linear layer that could compute in float8, and is not excluded")
     for name, linear in chosen.items():
         _check_linear(name, linear)
-    for name, linear in chosen.items():
-        if isinstance(linear, LoRALinear):
-            linear.float8 = recipe
-        elif isinstance(linear, nn.Linear):
-            model.set_submodule(name, Float8Linear(linear, recipe))
+    for linear in chosen.values():
+        linear.store(Float8(recipe))
     _warn(blocks, without_rule)
     return model
 
@@ -131,13 +129,12 @@ def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
 
 def _check_linear(name: str, linear: nn.Module) -> None:
     """InputError unless the layer can be had in float8."""
-    if getattr(linear, "float8", None) is not None:
-        raise InputError(f"{name}: is in float8 already; leave it as it is by exclude={[name]!r}")
-    if type(linear) not in (nn.Linear, LoRALinear) or not isinstance(linear, nn.Linear):
+    if not isinstance(linear, Linear) or type(linear).forward is not Linear.forward:
         raise InputError(
             f"{name}: is a {type(linear).__name__}, which has no float8; leave it as it is by exclude={[name]!r}"
         )
-    check_untouched({name: linear}, "float8")
+    if linear.compute is not None:
+        raise InputError(f"{name}: is in float8 already; leave it as it is by exclude={[name]!r}")
     if linear.weight.dtype.itemsize > 4:
         raise InputError(f"{name}: is {linear.weight.dtype}; float8 is for weights of 4 bytes or fewer")
     check_float8_sizes(name, linear.out_features, linear.in_features)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.adapt.exclusion import Exclusion
-from ligermodels.adapt.lora import check_untouched, lora_layers
+from ligermodels.adapt.lora import lora_layers
 from ligermodels.arguments import Quantized, check_format
 from ligermodels.errors import InputError
-from ligermodels.layers import LMHead, MoE
-from ligermodels.layers.float8 import Float8Linear
-from ligermodels.layers.quantized import QuantizedLinear, is_quantized
-from ligermodels.layers.quantized_head import QuantizedHead
+from ligermodels.layers import Linear, LMHead, MoE
+from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
@@ -34,8 +32,8 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
     quantised, of mixtures the shared expert's, and of Gemma 4 those of inputs per layer ("after.*"). Linear layers of
     one output, as the gate of a shared expert, are not.
 
-    Gradients pass through the quantised layers, so that heads on the model, embeddings given as `inputs_embeds` and the
-    like can be trained; quantised weights cannot.
+    Gradients pass through the quantised layers, so that LoRA (`add_lora`), heads on the model, embeddings given as
+    `inputs_embeds` and the like can be trained; quantised weights cannot.
 
     Args:
         model: stays the same object; also on the meta device, as in `prepare` of `from_pretrained`.
@@ -50,8 +48,7 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
 
     Raises InputError, and leaves the model as it is: an unknown `kind` or `head`; a pattern that matches nothing, or
     nothing left; experts that are not excluded; a head that is no `LMHead`; a model that is quantised or in float8
-    already, has LoRA, is sharded, or computes by the modules of another one; hooks on a layer to quantise; weights that
-    are not finite in float32.
+    already, is sharded, or computes by the modules of another one; weights that are not finite in float32.
     """
     _check(model, kind, head)
     excluded = Exclusion(exclude)
@@ -68,36 +65,38 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
     if not chosen and head is None:
         raise InputError("exclude: leaves no linear layer to quantise")
     for name, linear in chosen.items():
-        if type(linear) is not nn.Linear:
+        if not isinstance(linear, Linear) or type(linear).forward is not Linear.forward:
             raise InputError(f"{name}: is a {type(linear).__name__}, which has no quantised form; {_left_by(name)}")
         _check_finite(name, linear.weight, _left_by(name))
-    check_untouched(chosen, "quantize")
     if head is not None:
         _check_head(model.head)
     for name in list(chosen):
-        model.set_submodule(name, QuantizedLinear.of(chosen.pop(name), kind))
+        layer: Any = chosen.pop(name)
+        layer.store(QuantizedWeight.of(layer.weight, kind))
     if head is not None:
-        model.set_submodule("head", QuantizedHead.of_head(model.head, head))
+        model.head.store(QuantizedWeight.of(model.head.weight, head))
         if model.config.head.tied:
             untie(model)
-    return model.requires_grad_(False)
+    trained = [p for update in lora_layers(model).values() for p in update.parameters() if p.requires_grad]
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_()
+    return model
 
 
 def dequantize(model: Model) -> Model:
     """Give the quantised layers of a model plain weights again, the rounded ones, in the model's dtype and in place.
 
     They are frozen, as `quantize` has left the model; `model.requires_grad_()` makes them trainable, and
-    `save_pretrained` writes them. A quantised head that was tied to the embedding stays apart from it, and is written
-    with it. Returns `model`. Raises InputError, and leaves the model as it is, where nothing is quantised, and for
-    hooks on a quantised layer.
+    `save_pretrained` writes them. LoRA stays. A quantised head that was tied to the embedding stays apart from it, and
+    is written with it. Returns `model`. Raises InputError, and leaves the model as it is, where nothing is quantised.
     """
     check_native(model, "dequantize")
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+    layers = quantized_layers(model)
     if not layers:
         raise InputError("dequantize: the model has no quantised weights")
-    check_untouched(layers, "dequantize")
-    for name, layer in layers.items():
-        model.set_submodule(name, layer.dequantized(model.dtype))
+    for layer in layers.values():
+        layer.make_dense(model.dtype)
     return model
 
 
@@ -118,7 +117,6 @@ def _check_head(head: nn.Module) -> None:
     if type(head) is not LMHead:
         raise InputError(f"head: is a {type(head).__name__}, which has no quantised form; {_HEAD_LEFT_BY}")
     _check_finite("head", head.weight, _HEAD_LEFT_BY)
-    check_untouched({"head": head}, "quantize")
 
 
 _HEAD_LEFT_BY = "leave it in the model's dtype: quantise the model without a format of its head"
@@ -129,18 +127,13 @@ def _check(model: CausalLM, kind: Quantized, head: Quantized | None) -> None:
     check_format("quantize", kind)
     if head is not None:
         check_format("head", head)
-    if is_quantized(model):
+    if quantized_layers(model):
         raise InputError("quantize: the model is quantised already")
     if getattr(model.decoder, "exported_by", None) is not None:
         raise InputError(
             "quantize: this model computes by the modules of a transformers model; load another one to quantise"
         )
-    if lora_layers(model):
-        raise InputError(
-            "quantize: the model has LoRA, which is to be merged before: load the model, add_lora or load_adapter, "
-            "merge_lora, and then lm.quantize"
-        )
-    if any(isinstance(each, Float8Linear) for each in model.modules()):
+    if any(isinstance(each, Linear) and each.compute is not None for each in model.modules()):
         raise InputError("quantize: the model is in float8 training; load another one to quantise")
     if is_sharded(model):
         raise InputError("quantize: the model is sharded, and quantised weights cannot be")

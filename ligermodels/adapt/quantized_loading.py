@@ -14,7 +14,7 @@ from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers.quantized import QuantizedLinear
+from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
 from ligermodels.models.untie import EMBEDDING, HEAD
 
 AT_A_TIME = 2**30
@@ -38,8 +38,8 @@ def load_weights(
     `WeightMap.load`, and for weights to be rounded that are not finite.
     """
     targets = {mapping.target for mapping in weight_map.mappings}
-    layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    rounded = {name.removesuffix("weight") + part for name in layers for part in ("codes", "scales")}
+    layers = {f"{name}.weight": layer.compute for name, layer in quantized_layers(model).items()}
+    rounded = {f"{name.removesuffix('weight')}compute.{part}" for name in layers for part in ("codes", "scales")}
     state = {name: tensor for name, tensor in without_lora(model).items() if name not in rounded}
     # Of a checkpoint that ties the two, a head that has been untied is the rounded embedding.
     tied = layers.pop(HEAD) if HEAD in layers.keys() - targets and weight_map.aliases else None
@@ -67,7 +67,7 @@ def load_weights(
             raise CheckpointError(f"{EMBEDDING}: {error}") from None
 
 
-def _weight(layer: QuantizedLinear, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _weight(layer: QuantizedWeight, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     return torch.empty(layer.out_features, layer.in_features, dtype=dtype, device=device)
 
 

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ligermodels import ops
 from ligermodels.layers.async_copy import AsyncHostCopy
 
 Result = TypeVar("Result")
@@ -44,8 +43,7 @@ class Graphed(Generic[Result]):
 
     The function reads and changes tensors in place, waits for nothing, and returns tensors, whose memory the next call
     uses again, or nothing. The first call runs it as it is, which compiles its kernels. Not on a CUDA device, or not
-    `enabled`, every call does. If `enabled` there, linear layers within are
-    `ops.decode_linear`.
+    `enabled`, every call does.
     """
 
     def __init__(self, function: Callable[[], Result], device: torch.device, enabled: bool = True) -> None:
@@ -56,12 +54,9 @@ class Graphed(Generic[Result]):
         self._result: Any = None
 
     def __call__(self) -> Result:
-        if not self._enabled:
-            return self._function()
-        if not self._warm:
+        if not self._enabled or not self._warm:
             self._warm = True
-            with ops.DecodeLinears():
-                return self._function()
+            return self._function()
         if self._graph is None:
             self._graph = self._record()
         self._graph.replay()
@@ -79,8 +74,7 @@ class Graphed(Generic[Result]):
         with _RECORDING, torch.cuda.stream(_recording_stream(self._device)):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                with ops.DecodeLinears():
-                    self._result = self._function()
+                self._result = self._function()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # that the recording is invalid, of which this is the cause
                     graph.capture_end()

@@ -31,8 +31,8 @@ from ligermodels.layers import (
     MLPConfig,
     SharedKVAttentionConfig,
 )
+from ligermodels.layers.activation import ACTIVATIONS
 from ligermodels.layers.kv_cache import LayerKV
-from ligermodels.layers.mlp import ACTIVATIONS
 from ligermodels.layers.moe import MoEConfig, mix_experts
 from ligermodels.layers.norm import AddRMSNorm, NormConfig, RMSNorm, RMSNormAdd
 from ligermodels.layers.qkv import Tables

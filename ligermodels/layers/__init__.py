@@ -1,5 +1,6 @@
 """The modules that models are composed of, each with its config."""
 
+from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.attention import Attention, AttentionConfig
 from ligermodels.layers.block import Block, BlockConfig
 from ligermodels.layers.config import LayerConfig, LayerState
@@ -11,8 +12,10 @@ from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfi
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from ligermodels.layers.latent_cache import LatentCache
+from ligermodels.layers.linear import Linear
+from ligermodels.layers.linear_parts import Compute, Update
 from ligermodels.layers.lm_head import HeadConfig, LMHead
-from ligermodels.layers.mlp import GatedActivation, GatedMLP, MLPConfig
+from ligermodels.layers.mlp import GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
 from ligermodels.layers.per_layer_inputs import PerLayerInputConfig, PerLayerInputs, PerLayerInputsConfig
@@ -43,6 +46,7 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "Compute",
     "DenseMoEConfig",
     "DynamicScaling",
     "Embedding",
@@ -62,6 +66,7 @@ __all__ = [
     "LayerConfig",
     "LayerNorm",
     "LayerState",
+    "Linear",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
@@ -86,6 +91,7 @@ __all__ = [
     "SplitQKV",
     "Targets",
     "TreeTokens",
+    "Update",
     "ValueConfig",
     "YarnScaling",
     "inverse_frequencies",

@@ -17,6 +17,7 @@ from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import attention
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import KVCache, LayerKV
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.qkv import ProjectionNormSplitQKV, QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
@@ -176,11 +177,11 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         width = config.num_kv_heads * config._heads_of_group * config.head_dim
-        self.qkv = nn.Linear(hidden_size, width, bias=config.bias)
+        self.qkv = Linear(hidden_size, width, bias=config.bias)
         whole = config.qk_norm is not None and config.qk_norm.over == "projection"
         split = ProjectionNormSplitQKV if whole else SplitQKV
         self.split = split(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm, config.values)
-        self.o = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
+        self.o = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.init_weights()
 

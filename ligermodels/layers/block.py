@@ -14,7 +14,6 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import float8_input, produce
 from ligermodels.layers.norm import NormConfig
-from ligermodels.layers.pending import can_add
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import take_tokens
 
@@ -130,12 +129,9 @@ class Block(nn.Module):
             token_indices = None
         x, branch = self._add(self.mixer_post_norm, x, y)
         y, x = _add_and_norm(self.mlp_norm, x, branch, self.mlp)
-        if self.mlp_post_norm is None and self.residual_scale == 1.0 and can_add(self.mlp):
-            x, router = _parts(self.mlp(y, context, residual=x))
-        else:
-            y, router = _parts(self.mlp(y, context))
-            x, branch = self._add(self.mlp_post_norm, x, y)
-            x = x if branch is None else x + branch
+        y, router = _parts(self.mlp(y, context))
+        x, branch = self._add(self.mlp_post_norm, x, y)
+        x = x if branch is None else x + branch
         x = x if token_indices is None else take_tokens(x, token_indices)
         if self.after is not None:
             x = self.after(x, context if needed is None else context.of_tokens(needed, batch, length))

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ligermodels.layers.float8 import computed
 from ligermodels.layers.token_parts import TokenParts
-from ligermodels.ops.float8.linear import Computed
 from ligermodels.ops.float8.mm import widens
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -63,21 +61,6 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Tok
 def _contexts(mode: ActivationCheckpointing) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Of the first forward pass, and of the one in the backward pass, which with "full" keeps no results."""
     if mode == "full":
-        return _Pass("first", nullcontext()), nullcontext()
+        return nullcontext(), nullcontext()
     first, again = create_selective_checkpoint_contexts(_policy)
-    return _Pass("first", first), _Pass("again", again)
-
-
-class _Pass:
-    """Sets `computed` around the context of a pass. Reusable: a second backward pass enters it again."""
-
-    def __init__(self, which: Computed, context: AbstractContextManager[Any]) -> None:
-        self._which, self._context = which, context
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-        self._before = computed.set(self._which)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        computed.reset(self._before)
-        return self._context.__exit__(*error)
+    return first, again

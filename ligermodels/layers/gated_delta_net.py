@@ -16,6 +16,7 @@ from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.full_precision import FullPrecision
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_part_of_each, split_evenly
 
 
@@ -156,11 +157,11 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.config = config
         width = config.conv_channels + config.value_size + 2 * config.num_value_heads
-        self.in_proj = nn.Linear(hidden_size, width, bias=False)
+        self.in_proj = Linear(hidden_size, width, bias=False)
         self.conv = CausalConv(config.conv_parts, config.conv_width)
         self.decay = Decay(config.num_value_heads)
         self.norm = GatedNorm(config.value_head_dim, config.norm_eps)
-        self.out = nn.Linear(config.value_size, hidden_size, bias=False)
+        self.out = Linear(config.value_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
         """x (B, T, H) -> (B, T, H). With a `state`, which is zero before a prefill, the tokens of x are added to it."""

@@ -16,6 +16,7 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.latent_cache import LatentCache, LayerLatents
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
@@ -167,15 +168,15 @@ class LatentAttention(nn.Module):
         self.config = config
         queries = config.num_heads * config.key_dim
         if config.q_rank is None:
-            self.q = nn.Linear(hidden_size, queries, bias=False)
+            self.q = Linear(hidden_size, queries, bias=False)
         else:
-            self.q_a = nn.Linear(hidden_size, config.q_rank, bias=config.bias)
+            self.q_a = Linear(hidden_size, config.q_rank, bias=config.bias)
             self.q_a_norm = config.norm.build(config.q_rank)
-            self.q_b = nn.Linear(config.q_rank, queries, bias=False)
-        self.kv_a = nn.Linear(hidden_size, config.latent_dim, bias=config.bias)
+            self.q_b = Linear(config.q_rank, queries, bias=False)
+        self.kv_a = Linear(hidden_size, config.latent_dim, bias=config.bias)
         self.kv_a_norm = config.norm.build(config.kv_rank)
-        self.kv_b = nn.Linear(config.kv_rank, config.num_heads * (config.plain_dim + config.value_dim), bias=False)
-        self.o = nn.Linear(config.num_heads * config.value_dim, hidden_size, bias=config.bias)
+        self.kv_b = Linear(config.kv_rank, config.num_heads * (config.plain_dim + config.value_dim), bias=False)
+        self.o = Linear(config.num_heads * config.value_dim, hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerLatents | None = None) -> Tensor:
         """x (B, T, H) -> (B, T, H). With a `state`, the tokens of x are added to it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,9 +14,9 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.arguments import check_flag, check_number
 from ligermodels.errors import InputError
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import check_plain
-from ligermodels.layers.sharding import TensorSharding, gather_last, local, on_all_ranks
-from ligermodels.ops.linear.onednn_linear import onednn_linear
+from ligermodels.layers.sharding import TensorSharding, call_gathered, gather_last, local, on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -112,37 +114,63 @@ def scaled_logits(config: HeadConfig, logits: Tensor) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-class LMHead(nn.Module):
-    """Projects hidden states to the vocabulary. The weight is used inside forward only, so that FSDP can gather it."""
+class LMHead(Linear):
+    """Projects hidden states to the vocabulary, and computes its own loss, for which no logits are kept.
 
-    weight: Tensor
+    Its weight may be the embedding's (`HeadConfig.tied`) or be quantised (`store`).
+    """
+
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0, "bias": 0}
 
     def __init__(self, hidden_size: int, vocab_size: int, config: HeadConfig | None = None) -> None:
-        super().__init__()
+        super().__init__(hidden_size, vocab_size, bias=False)
         self.config = config or HeadConfig()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(vocab_size)) if self.config.bias else None
+        if self.config.bias:
+            self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def init_weights(self, std: float) -> None:
         """normal(0, std), bias zero; a tied weight is the embedding's to fill."""
-        if not self.config.tied:
+        if not self.config.tied and self.weight is not None:
             nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def extra_repr(self) -> str:
-        vocab_size, hidden_size = self.weight.shape
-        return f"{hidden_size}, {vocab_size}, bias={self.bias is not None}"
-
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
+    def forward(  # type: ignore[override]  # a head is called with targets, not with an activation
+        self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any
+    ) -> Any:
         """hidden (..., H) -> logits (..., V); with targets (...) the loss of `ops.linear_cross_entropy` instead.
 
         `loss_options` (LOSS_OPTIONS, LOSS_RETURNS and others) go to that op. With
         `log_probs=True` the result and the options are those of `ops.linear_log_probs`.
         """
         if targets is not None:
-            return head_loss(self.config, hidden, self.weight, targets, self.bias, **loss_options)
+            with self._loss_weight(hidden.dtype) as weight:
+                return head_loss(self.config, hidden, weight, targets, self.bias, **loss_options)
+        if self.weight is None:
+            return scaled_logits(self.config, super().forward(hidden))
         x = on_all_ranks(self, hidden, self.weight)
-        logits = onednn_linear(x, local(self, self.weight), local(self, self.bias))
+        logits = ops.linear(x, local(self, self.weight), local(self, self.bias))
         return gather_last(self, scaled_logits(self.config, logits), self.weight)
+
+    @contextmanager
+    def _loss_weight(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The weight for a loss. One that is quantised is dequantised for the loss, and again where its backward pass
+        needs it: several losses, as of Medusa heads that share the lm_head, do not each keep a copy."""
+        compute = self.compute
+        if self.weight is not None or compute is None:
+            yield self.weight
+            return
+        weight: Tensor = call_gathered(compute, compute.dense, None, dtype)
+        if torch.compiler.is_compiling():
+            yield weight
+            return
+        kept = weakref.ref(weight)
+
+        def pack(saved: Tensor) -> Tensor | None:
+            return None if saved is kept() else saved
+
+        def unpack(saved: Tensor | None) -> Tensor:
+            return call_gathered(compute, compute.dense, None, dtype) if saved is None else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield weight

@@ -20,11 +20,13 @@ from ligermodels.convert.mappings import (
     transposed,
 )
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
 from ligermodels.layers.context_parallel import SequenceShard
 from ligermodels.layers.expert_parallel import on_ranks
-from ligermodels.layers.mlp import GatedActivation, MLPConfig
+from ligermodels.layers.linear import Linear
+from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.router import Router, RouterConfig, softmax
 from ligermodels.layers.sharding import (
     TensorSharding,
@@ -88,8 +90,8 @@ class MoEConfig(LayerConfig):
                 raise ConfigError(f"{name}: must be above 0, got {value}")
 
     @property
-    def activation_options(self) -> dict[str, float | None]:
-        """Those of the activation's op."""
+    def activation_options(self) -> dict[str, Any]:
+        """Arguments of the activation's op."""
         multipliers = {"gate_multiplier": self.alpha, "down_multiplier": 1 / self.alpha}
         return {**multipliers, "limit": self.limit, "up_offset": self.up_offset}
 
@@ -182,7 +184,7 @@ class MoE(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if config.bias else None
         self.activation = GatedActivation(config.activation, **config.activation_options)
         self.shared = None if config.shared is None else config.shared.build(hidden_size)
-        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
+        self.shared_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
         self.init_weights()
 
     def init_weights(self, std: float = 0.02) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.errors import BackendError, InputError
+from ligermodels.layers.activation import ACTIVATIONS
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.embedding import Embedding
-from ligermodels.layers.mlp import ACTIVATIONS
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding
 
@@ -51,7 +52,7 @@ class PerLayerInputs(nn.Module):
         self.config = config
         width = config.num_layers * config.size
         self.embed = Embedding(config.vocab_size, width, config.size**0.5, config.padding_idx)
-        self.projection = nn.Linear(hidden_size, width, bias=False)
+        self.projection = Linear(hidden_size, width, bias=False)
         self.norm = config.norm.build(config.size)
 
     def forward(self, input_ids: Tensor | None, x: Tensor, embedded: Tensor | None = None) -> Tensor:
@@ -118,8 +119,8 @@ class PerLayerInput(nn.Module):
     def __init__(self, hidden_size: int, config: PerLayerInputConfig) -> None:
         super().__init__()
         self.config = config
-        self.gate = nn.Linear(hidden_size, config.size, bias=False)
-        self.projection = nn.Linear(config.size, hidden_size, bias=False)
+        self.gate = Linear(hidden_size, config.size, bias=False)
+        self.projection = Linear(config.size, hidden_size, bias=False)
         self.norm = config.norm.build_after(hidden_size)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:

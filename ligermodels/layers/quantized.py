@@ -1,150 +1,179 @@
-"""A linear layer whose weight is frozen and kept in 8 or 4 bits."""
+"""Frozen weights of linear layers in 8 or 4 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.errors import InputError
-from ligermodels.layers.initialization import skip_init
-from ligermodels.ops import Quantized
+from ligermodels.convert.shards import fill_shard, is_dtensor
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.full_precision import FullPrecision
+from ligermodels.layers.linear_parts import WHOLE, Compute, WholeShare
+from ligermodels.layers.sharding import TensorSharding, gathered
+from ligermodels.ops import GLUOptions, Quantized
 
 AT_A_TIME = 2**24
 """Elements of a weight that are compared, or dequantised, at a time."""
 
-Layer = TypeVar("Layer", bound=nn.Module)
 
+class QuantizedWeight(Compute, FullPrecision):
+    """A frozen weight kept as codes and scales: see `ops.quantize_weight`.
 
-class QuantizedLinear(nn.Module):
-    """weight x + bias, the weight quantised: see `ops.quantize_weight`.
+    Parameters `codes`, uint8, and `scales`, float32, are not trained, and keep their dtypes where the module is cast.
+    As parameters they are sharded by FSDP2 and tensor parallelism like other weights. Gradients of x and of the bias
+    are those of a linear layer of the dequantised weight.
 
-    Buffers `codes` and `scales` are the weight; they are no parameters, are not trained, and keep their dtypes where
-    the module is cast. Gradients of x and of the bias are those of a linear layer of the dequantised weight.
+    Args:
+        in_features, out_features: sizes of the weight.
+        kind: "float8" or "int4".
+        device: of the codes, which are not filled: see `fill`.
     """
 
-    unexportable: ClassVar[str] = (
+    holds_weight: ClassVar[bool] = True
+    unexportable: ClassVar[str | None] = (
         "the model has quantised weights, which neither checkpoints nor models of transformers have: do this before it "
         "is quantised; or with the rounded weights, after lm.dequantize(model)"
     )
 
-    codes: Tensor
-    scales: Tensor
-    bias: nn.Parameter | None
-
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        kind: Quantized,
-        bias: nn.Parameter | None = None,
-        device: torch.device | None = None,
+        self, in_features: int, out_features: int, kind: Quantized, device: torch.device | None = None
     ) -> None:
-        """Not filled: see `fill`. `bias` (out_features,)."""
         super().__init__()
         self.in_features, self.out_features, self.kind = in_features, out_features, kind
-        self.register_parameter("bias", bias)
         codes, scales = ops.empty_quantized(kind, out_features, in_features, device or torch.device("cpu"))
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales)
+        # Bytes: process groups exchange no float8.
+        self.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
 
     @classmethod
-    def of(cls, linear: nn.Linear, kind: Quantized) -> QuantizedLinear:
-        """What takes the place of `linear`, with its bias; on the meta device not filled. InputError for a weight that
-        has values that are not finite."""
-        found = cls(linear.in_features, linear.out_features, kind, linear.bias, linear.weight.device)
-        found.fill(linear.weight)
-        return found.train(linear.training)
+    def of(cls, weight: Tensor, kind: Quantized) -> QuantizedWeight:
+        """`weight` (out_features, in_features), rounded; on the meta device not filled. InputError for values that are
+        not finite."""
+        out_features, in_features = weight.shape
+        quantized = cls(in_features, out_features, kind, weight.device)
+        quantized.fill(weight)
+        return quantized
 
+    @torch.no_grad()
     def fill(self, weight: Tensor) -> None:
-        """Have the weight (out_features, in_features), rounded. InputError if it has values that are not finite."""
+        """Keep `weight` (out_features, in_features), rounded. InputError if it has values that are not finite."""
         codes, scales = ops.quantize_weight(weight, self.kind)
-        if not codes.is_meta:
-            self.codes.copy_(codes)
-            self.scales.copy_(scales)
-
-    def is_of(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        """Whether it is what `weight`, on any device and first cast to `dtype`, is rounded to."""
-        if weight.shape != (self.out_features, self.in_features):
-            return False
-        for rows in self._rows():
-            part = weight[rows].to(self.codes.device, dtype)
-            if not part.isfinite().all():
-                return False
-            codes, scales = ops.quantize_weight(part, self.kind)
-            if not torch.equal(codes.view(torch.uint8), self.codes[rows].view(torch.uint8)):
-                return False
-            if not torch.equal(scales, self.scales[rows]):
-                return False
-        return True
-
-    def rounded(self, dtype: torch.dtype) -> Tensor:
-        """The rounded weight (out_features, in_features) in `dtype`; a part of it at a time is float32."""
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
-        for rows in self._rows():
-            weight[rows] = ops.dequantize_weight(self.codes[rows], self.scales[rows], self.in_features, dtype)
-        return weight
-
-    def _rows(self) -> Iterator[slice]:
-        count = max(1, AT_A_TIME // self.in_features)
-        return (slice(first, first + count) for first in range(0, self.out_features, count))
-
-    def dequantized(self, dtype: torch.dtype) -> nn.Module:
-        """A linear layer of the rounded weight, in `dtype`, frozen, and of the bias."""
-        with torch.device("meta"), skip_init():
-            linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        return self._give(linear, dtype)
-
-    def _give(self, layer: Layer, dtype: torch.dtype) -> Layer:
-        """`layer` with the rounded weight, frozen, and the bias of this one."""
-        layer.weight = nn.Parameter(self.rounded(dtype), requires_grad=False)
-        layer.bias = self.bias  # type: ignore[assignment]  # None as well
-        return layer.train(self.training)
-
-    def init_weights(self, std: float) -> None:
-        """The weight normal(0, std), rounded, and the bias zero."""
-        weight = torch.empty(self.out_features, self.in_features, device=self.codes.device)
-        self.fill(nn.init.normal_(weight, std=std))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self.kind}"
+        if codes.is_meta:
+            return
+        for parameter, whole in ((self.codes, codes.view(torch.uint8)), (self.scales, scales)):
+            if is_dtensor(parameter):
+                fill_shard(parameter, whole)
+            else:
+                parameter.copy_(whole)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        own = {id(self.codes), id(self.scales)}
-
-        def moved(tensor: Tensor) -> Tensor:
-            if id(tensor) not in own:
-                return fn(tensor)
-            # What fn makes of no elements tells the dtype and device: a cast of the codes would be a copy in vain.
-            new = fn(tensor if tensor.is_meta else tensor.new_empty(0))
-            if not tensor.is_meta and new.dtype == tensor.dtype:
-                new = fn(tensor)
+        def kept(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
             if new.dtype == tensor.dtype:
                 return new
             return torch.empty_like(new, dtype=tensor.dtype) if tensor.is_meta else tensor.to(new.device)
 
-        return super()._apply(moved, recurse)
+        return nn.Module._apply(self, kept, recurse)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out), in the dtype of x. InputError for another shape."""
-        if x.ndim == 0 or x.shape[-1] != self.in_features:  # several sizes have the same number of groups
+    def is_of(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        """Whether these are the codes and scales of `weight`, on any device, once it is cast to `dtype`."""
+        if weight.shape != (self.out_features, self.in_features):
+            return False
+        for rows in self._slices():
+            numbers = weight[rows].to(self.codes.device, dtype)
+            if not numbers.isfinite().all():
+                return False
+            codes, scales = ops.quantize_weight(numbers, self.kind)
+            same = torch.equal(codes.view(torch.uint8), self.codes[rows])
+            if not same or not torch.equal(scales, self.scales[rows]):
+                return False
+        return True
+
+    def dense(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The rounded weight (out_features, in_features) in `dtype`; a few rows at a time are float32."""
+        dense = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
+        codes, scales = self._coded(gathered(self.codes.detach())), gathered(self.scales.detach())
+        for rows in self._slices():
+            dense[rows] = ops.dequantize_weight(codes[rows], scales[rows], self.in_features, dtype)
+        return dense
+
+    def _coded(self, codes: Tensor) -> Tensor:
+        """The bytes in the dtype by which the ops tell the formats apart."""
+        return codes.view(torch.float8_e4m3fn) if self.kind == "float8" else codes
+
+    def _slices(self) -> Iterator[slice]:
+        count = max(1, AT_A_TIME // self.in_features)
+        return (slice(first, first + count) for first in range(0, self.out_features, count))
+
+    def init_weights(self, std: float) -> None:
+        """The weight normal(0, std), rounded."""
+        weight = torch.empty(self.out_features, self.in_features, device=self.codes.device)
+        self.fill(nn.init.normal_(weight, std=std))
+
+    def extra_repr(self) -> str:
+        return self.kind
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        share: WholeShare = WHOLE,
+        *,
+        activation: GLUOptions | None = None,
+    ) -> Tensor:
+        """See `Compute.forward`. InputError for x of another width."""
+        codes, scales = share.local(self.codes), share.local(self.scales)
+        if share is WHOLE and (x.ndim == 0 or x.shape[-1] != self.in_features):
+            # Int4 codes alone tell the width only up to a multiple of 128.
             raise InputError(f"x must be floating, of shape (..., {self.in_features}); got {tuple(x.shape)}")
-        return ops.quantized_linear(x, self.codes, self.scales, self.bias)
+        return ops.quantized_linear(x, self._coded(codes), scales, bias, activation=activation)
+
+    def of_sizes(self, out_features: int, in_features: int) -> QuantizedWeight:
+        return QuantizedWeight(in_features, out_features, self.kind, torch.device("meta"))
+
+    def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
+        """By output channels, or for "rows" by input channels, of which int4 needs whole groups of 128 on each rank
+        (ConfigError)."""
+        if split == "replicated":
+            return {"codes": "replicated", "scales": "replicated"}
+        if split != "rows":
+            return {"codes": 0, "scales": 0}
+        if self.kind == "float8":
+            return {"codes": 1, "scales": "replicated"}
+        if in_features % 128:
+            raise ConfigError(
+                f"int4 weights have groups of 128 inputs, and a rank has {in_features} of {self.in_features} inputs; "
+                "quantise to float8, or shard by FSDP2 alone"
+            )
+        return {"codes": 1, "scales": 1}
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether there is a quantised layer in it."""
-    return any(isinstance(each, QuantizedLinear) for each in module.modules())
+def weight_codes(module: nn.Module) -> QuantizedWeight | None:
+    """The quantised weight of a linear layer or a head; None for any other module."""
+    compute = getattr(module, "compute", None)
+    return compute if isinstance(compute, QuantizedWeight) else None
+
+
+def quantized_layers(module: nn.Module) -> dict[str, Any]:
+    """The linear layers, and the head, in `module` whose weights are quantised, by name."""
+    return {name: layer for name, layer in module.named_modules() if weight_codes(layer) is not None}
+
+
+def dense_state(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state of a linear layer or a head, with its weight as numbers of `dtype` where the weight is quantised."""
+    codes = weight_codes(module)
+    if codes is None:
+        return module.state_dict()
+    bias = cast("Tensor | None", module.bias)
+    return {"weight": codes.dense(None, dtype), **({} if bias is None else {"bias": bias.detach()})}
 
 
 def check_unquantized(module: nn.Module, what: str, advice: str) -> None:
-    """InputError if there is a quantised layer in the module, which is not for `what`."""
-    for name, each in module.named_modules():
-        if isinstance(each, QuantizedLinear):
-            raise InputError(f"{what}: {name or 'the module'} has a weight quantised to {each.kind}; {advice}")
+    """InputError if there is a quantised layer in the module, which is not for `what`; `advice` says what to do."""
+    for name, layer in quantized_layers(module).items():
+        raise InputError(f"{what}: {name or 'the module'} has a weight quantised to {layer.compute.kind}; {advice}")

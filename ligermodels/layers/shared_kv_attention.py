@@ -17,6 +17,7 @@ from ligermodels.layers.attention import AttentionConfig
 from ligermodels.layers.context import ForwardContext, NeededTokens
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import take_tokens
 
@@ -88,9 +89,9 @@ class SharedKVAttention(nn.Module):
         super().__init__()
         self.config = config
         width = config.num_heads * config.head_dim
-        self.q = nn.Linear(hidden_size, width, bias=config.bias)
+        self.q = Linear(hidden_size, width, bias=config.bias)
         self.q_norm = None if config.qk_norm is None else config.qk_norm.norm.build_for_heads(config.head_dim)
-        self.o = nn.Linear(width, hidden_size, bias=config.o_bias)
+        self.o = Linear(width, hidden_size, bias=config.o_bias)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
         """x (B, T, H), or (1, n, H) of the needed tokens -> the same shape.

@@ -12,6 +12,7 @@ from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, split_evenly
 
 
@@ -54,8 +55,8 @@ class UngatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, config: UngatedMLPConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden_size, config.size, bias=config.bias)
-        self.down = nn.Linear(config.size, hidden_size, bias=config.bias)
+        self.up = Linear(hidden_size, config.size, bias=config.bias)
+        self.down = Linear(config.size, hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """x (..., H) -> (..., H)."""

@@ -17,8 +17,8 @@ from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_b
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.context_parallel import shard_of
 from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
+from ligermodels.layers.linear_parts import check_exportable
 from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options, named_results
-from ligermodels.layers.lora import check_exportable
 from ligermodels.layers.packing import Unpadding, document_bounds
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import count_targets

@@ -17,12 +17,13 @@ def module_difference(ours: nn.Module, theirs: nn.Module) -> tuple[str, Any, Any
         if twin is None:
             continue  # its tensors, if there are any, have no place in the weight map
         sharded = callable(getattr(module, "unshard", None))  # FSDP2 makes a subclass
-        kind = getattr(module, "stored_as", type(module))
-        if kind is not type(twin) and not (sharded and type(twin) in type(module).__mro__):
+        if type(module) is not type(twin) and not (sharded and type(twin) in type(module).__mro__):
             return name, type(module).__name__, type(twin).__name__
         for attribute, wanted in vars(twin).items():
-            plain = isinstance(wanted, int | float | str | None) and not attribute.startswith("_")
-            if plain and attribute != "training" and getattr(module, attribute, None) != wanted:
+            plain = isinstance(wanted, int | float | str | None) or is_dataclass(wanted)
+            if not plain or attribute.startswith("_") or attribute in ("training", "config"):
+                continue
+            if getattr(module, attribute, None) != wanted:
                 return f"{name}.{attribute}".lstrip("."), getattr(module, attribute, None), wanted
         found = first_difference(getattr(module, "config", None), getattr(twin, "config", None))
         if found is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.lora import check_exportable
+from ligermodels.layers.linear_parts import check_exportable
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.state_dict import export_state_dict, layout_in_memory, load_state_dict
 

@@ -21,10 +21,9 @@ from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.norm import float8_add_rms_norm
 from ligermodels.ops.float8.tail import tail_of
 from ligermodels.ops.float8.tensor import Float8Tensor
-from ligermodels.ops.glu.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from ligermodels.ops.linear.decode_linear import DecodeLinears, decode_linear
+from ligermodels.ops.glu.glu import GLUOptions, gated_activation, geglu, geglu_reference, swiglu, swiglu_reference
+from ligermodels.ops.linear.linear import linear
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
-from ligermodels.ops.linear.pending import PendingLinear, is_decoding, pending_linears
 from ligermodels.ops.linear_attention.causal_conv import causal_conv, causal_conv_reference, conv_sources
 from ligermodels.ops.linear_attention.conv_state import (
     causal_conv_step,
@@ -59,12 +58,11 @@ from ligermodels.ops.runtime.dispatch import set_backend, use_kernels
 from ligermodels.ops.runtime.host_checks import set_host_checks
 
 __all__ = [
-    "DecodeLinears",
     "Float8Form",
     "Float8Recipe",
     "Float8Tensor",
+    "GLUOptions",
     "Paths",
-    "PendingLinear",
     "Quantized",
     "QuantizedWeight",
     "Routes",
@@ -92,7 +90,6 @@ __all__ = [
     "cross_entropy_reference",
     "decode_attention",
     "decode_attention_reference",
-    "decode_linear",
     "delta_gates",
     "delta_gates_reference",
     "dequantize_weight",
@@ -106,6 +103,7 @@ __all__ = [
     "float8_swiglu",
     "float8_transpose",
     "float8_unsupported",
+    "gated_activation",
     "gated_delta_rule",
     "gated_delta_rule_reference",
     "gated_delta_rule_step",
@@ -119,9 +117,9 @@ __all__ = [
     "geglu_reference",
     "grouped_mm",
     "grouped_mm_reference",
-    "is_decoding",
     "layer_norm",
     "layer_norm_reference",
+    "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "linear_distillation",
@@ -130,7 +128,6 @@ __all__ = [
     "linear_log_probs_reference",
     "lora_linear",
     "lora_linear_reference",
-    "pending_linears",
     "quantize_weight",
     "quantized_linear",
     "quantized_linear_reference",

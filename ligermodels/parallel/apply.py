@@ -13,7 +13,6 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import FullPrecision
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
-from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
@@ -45,8 +44,8 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
 
     Raises, before the model is changed:
         ConfigError: the degrees do not make up the number of ranks, or do not divide the model.
-        InputError: there is no native decoder in the model, or no process group; the model has quantised weights; or
-            another plan than the one by which a part has been spread.
+        InputError: there is no native decoder in the model, or no process group; or another plan than the one by which
+            a part has been spread.
     """
     if not isinstance(plan, ParallelPlan | None):
         raise InputError(
@@ -54,7 +53,6 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         )
     if not isinstance(model, nn.Module):
         raise InputError(f"parallelize: takes a model, got a {type(model).__name__}")
-    check_unquantized(model, "parallelize", "quantised weights cannot be sharded; each rank may load a whole model")
     before = parallelism_of(model)
     plan = plan or (before.plan if before else ParallelPlan())
     if before is not None and before.plan != plan:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import Compute
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.shares import Share, Shares
 from ligermodels.parallel.trace import Trace, trace
@@ -97,7 +98,7 @@ class StepTrace:
             raise InputError(f"expert_load: must be from 1, balanced, to expert, {expert}, got {expert_load}")
         self.model, self.context = model, context
         self.shares = Shares(model, tensor=tensor, expert=expert)
-        self._in_float8 = any(getattr(module, "float8", None) is not None for module in model.modules())
+        self._in_float8 = any(isinstance(module, Compute) and not module.holds_weight for module in model.modules())
         self._trace = functools.cache(
             partial(
                 trace, model, batch_size, seq_len, shares=self.shares, context=context, load=expert_load,

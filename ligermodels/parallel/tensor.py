@@ -11,24 +11,26 @@ here knows which layers there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, _random, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers.float8 import Float8Linear
-from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers import Linear
 from ligermodels.layers.sharding import TensorSharding, is_sharded
+from ligermodels.layers.tensor_share import RULES, TensorShare
 from ligermodels.layers.token_parts import divide_tokens
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
-from ligermodels.ops import check_float8_sizes
-from ligermodels.parallel import linears
 
 MOST_RANKS = 256  # that are tried for what would work
+
+
+Planned = tuple[Any, Mapping[str, TensorSharding], "str | None"]
+"""A module, the rules of its own parameters, and how it is split if it is a linear layer."""
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -66,25 +68,22 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             if id(parameter) not in parameters:
                 parameters[id(parameter)] = _distribute(parameter, rules[name], mesh)
             module.register_parameter(name, parameters[id(parameter)])
-    for module, _, kind in distributed:
-        if kind is None:
-            module._tensor_mesh = mesh  # type: ignore[assignment]
-        else:
-            linears.divide(module, kind, mesh)
+    divide(distributed, mesh)
     bases[0].decoder._tensor_ranks = ranks
     divide_tokens(bases[0].decoder, mesh)
-    _keep_random_states(mesh)
 
 
-def _keep_random_states(mesh: DeviceMesh) -> None:
-    """Keep DTensor from setting the random state of every rank of the process group to the first one's.
+def divide(distributed: Iterable[Planned], mesh: Any) -> None:
+    """Let modules compute with this rank's part of their parameters.
 
-    It does so at its first random op, here of LoRA's dropout. Ranks with other sequences would drop the same places,
-    and a checkpointed block would be computed again from the state before. Ranks of one tensor group need equal states:
-    they have them by default, and by `ligermodels train`.
+    Args:
+        distributed: modules and their rules, see `modules_with_rules`.
+        mesh: a DeviceMesh of one dimension.
     """
-    if _random.is_rng_supported_mesh(mesh) and not _random._rng_tracker:  # CPUs have none
-        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+    for module, _, split in distributed:
+        module._tensor_mesh = mesh
+        if split is not None:
+            module.split = TensorShare(split, mesh)
 
 
 def tensor_placements(model: nn.Module, ranks: int) -> dict[int, int]:
@@ -132,10 +131,6 @@ def _works(config: DecoderConfig, ranks: int) -> bool:
     return True
 
 
-Planned = tuple[nn.Module, Mapping[str, TensorSharding], "str | None"]
-"""A module, the rules of its own parameters, and, of a linear layer, its kind."""
-
-
 def modules_with_rules(module: nn.Module, name: str, ranks: int) -> Iterator[Planned]:
     """All modules that have parameters, in the order of the model; ConfigError, naming it, for one without a rule."""
     rules: Mapping[str, TensorSharding] | None = getattr(type(module), "tensor_parallel", None)
@@ -154,29 +149,31 @@ def modules_with_rules(module: nn.Module, name: str, ranks: int) -> Iterator[Pla
     yield module, rules, None
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
-        if (kind := rules.get(key)) is None:
+        if (split := rules.get(key)) is None:
             yield from modules_with_rules(child, path, ranks)
-        elif type(child) in (nn.Linear, LoRALinear, Float8Linear):
-            _check_float8(path, child, str(kind), ranks)
-            others = {key: "replicated" for key, _ in child.named_parameters()}
-            yield child, {**others, **linears.RULES[str(kind)]}, str(kind)  # type: ignore[dict-item]
+        elif isinstance(child, Linear):
+            yield from _linear_with_rules(path, child, str(split), ranks)
         else:
             raise ConfigError(
                 f"{path} ({type(child).__name__}): is in the place of a linear layer, which it is not, and has no rule "
-                "for tensor parallelism"
+                "for tensor parallelism; use ligermodels.layers.Linear"
             )
 
 
-def _check_float8(name: str, linear: Any, kind: str, ranks: int) -> None:
-    """ConfigError unless this rank's part of a linear layer in float8 has sizes that float8 takes."""
-    if getattr(linear, "float8", None) is None:
-        return
-    rows, columns = linear.out_features, linear.in_features
-    shards: Mapping[TensorSharding, tuple[int, int]] = {0: (rows // ranks, columns), 1: (rows, columns // ranks)}
-    try:
-        check_float8_sizes(f"{name}, of {ranks} ranks", *shards.get(linears.RULES[kind]["weight"], (rows, columns)))
-    except InputError as error:
-        raise ConfigError(str(error)) from None
+def _linear_with_rules(name: str, linear: Linear, split: str, ranks: int) -> Iterator[Planned]:
+    """A linear layer that is split, and its parts. ConfigError, naming it, where the ranks cannot divide it."""
+    yield linear, RULES[split], split
+    if linear.compute is not None:
+        sizes, dim = [linear.out_features, linear.in_features], RULES[split]["weight"]
+        if isinstance(dim, int):
+            sizes[dim] //= ranks
+        try:
+            rules = linear.compute.rules(split, *sizes)
+        except (ConfigError, InputError) as error:
+            raise ConfigError(f"{name}, of {ranks} ranks: {error}") from None
+        yield linear.compute, rules, None
+    if linear.update is not None:
+        yield linear.update, {key: "replicated" for key, _ in linear.update.named_parameters()}, None
 
 
 def _distribute(parameter: nn.Parameter, rule: TensorSharding, mesh: DeviceMesh) -> nn.Parameter:

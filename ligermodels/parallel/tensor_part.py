@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
+from ligermodels.layers import Linear
 from ligermodels.layers.config import LayerConfig
-from ligermodels.layers.float8 import Float8Linear
 from ligermodels.layers.initialization import allocate, skip_init
-from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.token_parts import divide_tokens
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.parallel import linears
-from ligermodels.parallel.tensor import check_tensor_parallel, modules_with_rules
+from ligermodels.parallel.tensor import check_tensor_parallel, divide, modules_with_rules
 
 
 def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
@@ -44,25 +42,14 @@ def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
         part = CausalLM(sizes)
     allocate(part, model.dtype, "meta")
     for name, module in model.named_modules():
-        if isinstance(module, LoRALinear | Float8Linear):
-            part.set_submodule(name, _like(module, part.get_submodule(name)))
+        if isinstance(module, Linear):
+            share: Any = part.get_submodule(name)
+            if module.compute is not None:
+                share.store(module.compute.of_sizes(share.out_features, share.in_features))
+            share.update = copy.deepcopy(module.update)
     for ours, theirs in zip(part.parameters(), model.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)
     part.activation_checkpointing = model.activation_checkpointing
     divide_tokens(part.decoder, mesh)
-    for module, _, kind in modules_with_rules(part.decoder.blocks, "decoder.blocks", 1):
-        if kind is None:
-            module._tensor_mesh = mesh
-        else:
-            linears.divide(module, kind, mesh)
+    divide(modules_with_rules(part.decoder.blocks, "decoder.blocks", 1), mesh)
     return part
-
-
-def _like(whole: LoRALinear | Float8Linear, linear: Any) -> nn.Module:
-    """What stands for `linear`, this rank's part, as `whole` does in its place: A and B are those of the whole."""
-    if isinstance(whole, Float8Linear):
-        return Float8Linear(linear, whole.float8)
-    with torch.device("meta"), skip_init():
-        found = LoRALinear(whole, whole.parts, dropout=whole.dropout, dtype=whole.lora_A.dtype)
-    found.weight, found.bias = linear.weight, linear.bias
-    return found

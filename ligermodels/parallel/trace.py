@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ligermodels.errors import InputError
+from ligermodels.layers import Compute, Linear
 from ligermodels.layers.context_parallel import check_context_parallel
-from ligermodels.layers.float8 import planned_processes
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.parallel.linears import GATHERED_BEFORE
 from ligermodels.parallel.shares import Shares
 from ligermodels.parallel.tensor_part import tensor_part
 
@@ -81,12 +80,14 @@ def trace(
     exchanged = 0
     if shares.tensor > 1:
         model = tensor_part(model, FirstRank(shares.tensor))
-        linears = (module for module in model.decoder.blocks.modules() if isinstance(module, nn.Linear))
-        fused = not all(isinstance(linear, GATHERED_BEFORE) for linear in linears)  # ops of their own are followed
+        linears = [module for module in model.decoder.blocks.modules() if isinstance(module, Linear)]
+        fused = any(linear.compute is None and linear.update is None for linear in linears)  # the others are traced
         if fused and model.decoder._token_mesh is not None:
             exchanged = 2 * ids.numel() // context * model.config.hidden_size * model.dtype.itemsize
         shares = Shares(model)
-    token = planned_processes.set(several)
+    computes = [module for module in model.modules() if isinstance(module, Compute)]
+    for compute in computes:
+        compute.keeps_frozen = not several
     try:
         with _on_first_rank(model, shares, context, load), _Allocations(model) as allocations:
             loss = cast(Tensor, model(ids, labels=ids).loss)
@@ -94,12 +95,13 @@ def trace(
             loss.backward()
             del loss
     finally:
-        planned_processes.reset(token)
+        for compute in computes:
+            compute.keeps_frozen = None
     model.zero_grad(set_to_none=True)
     storages, changes = np.array(allocations.events, dtype=np.int64).T
     place_of = np.full(storages.max() + 1, -1)
     place_of[list(allocations.gradients)] = [place for place, _ in allocations.gradients.values()]
-    logits = ids.numel() // context * -(-model.config.vocab_size // shares.tensor) * model.head.weight.itemsize
+    logits = ids.numel() // context * -(-model.config.vocab_size // shares.tensor) * model.dtype.itemsize
     complete = dict(allocations.gradients.values())
     return Trace(changes, place_of[storages], complete, forward, min(workspace, logits), exchanged)
 

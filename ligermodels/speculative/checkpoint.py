@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.lora import check_exportable
-from ligermodels.layers.quantized_head import QuantizedHead
+from ligermodels.layers.linear_parts import check_exportable
+from ligermodels.layers.quantized import weight_codes
 from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.files import Heads
@@ -101,8 +101,9 @@ def load_heads(
 
 def _comparison(base: CausalLM) -> Callable[[Tensor], bool]:
     """Whether a stored lm_head is that of `base`, which one with a bias never is."""
-    if isinstance(base.head, QuantizedHead) and base.head.bias is None:
-        return partial(base.head.is_of, dtype=base.dtype)
+    codes = weight_codes(base.head)
+    if codes is not None and base.head.bias is None:
+        return partial(codes.is_of, dtype=base.dtype)
     lm_head = base.head.state_dict()
     if lm_head.keys() != {"weight"}:
         return lambda _: False

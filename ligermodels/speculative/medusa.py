@@ -17,7 +17,7 @@ from ligermodels.convert.input_files import as_path, folder_to_write
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.memory import memory_for
-from ligermodels.layers.quantized_head import plain_head_state
+from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import TensorSharding, gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
@@ -55,7 +55,7 @@ class MedusaModel(MultiHeadModel):
             raise InputError(f"lm_head must be 'own' or 'shared', got {short(lm_head)}")
         self.base, self.lm_head, self.decay = base, lm_head, check_decay(decay)
         self.shape = HeadsShape(num_heads, num_layers, base.config.hidden_size, base.config.vocab_size)
-        state = plain_head_state(base.head, base.dtype) if lm_head == "own" else {}
+        state = dense_state(base.head, base.dtype) if lm_head == "own" else {}
         state = {name: gathered(tensor) for name, tensor in state.items()}
         hidden = self.shape.hidden_size
         elements = num_heads * (num_layers * hidden * (hidden + 1) + (hidden * self.shape.vocab_size if state else 0))

@@ -27,7 +27,7 @@ from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.quantized_head import QuantizedHead
+from ligermodels.layers.quantized import weight_codes
 from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MTP_TYPE
@@ -205,8 +205,8 @@ def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM
     for name, native in layout.copies.items():
         if name in reader.headers:
             stored = reader.read(name)
-            if native == HEAD and isinstance(base.head, QuantizedHead):
-                is_copy = base.head.is_of(stored, base.dtype)
+            if native == HEAD and (codes := weight_codes(base.head)) is not None:
+                is_copy = codes.is_of(stored, base.dtype)
             else:
                 ours = gathered(own[native].detach())
                 is_copy = stored.shape == ours.shape and torch.equal(stored.to(ours), ours)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ligermodels.archs.mtp import mtp_block
 from ligermodels.layers import Block, ForwardContext, RotaryEmbedding
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
 from ligermodels.models.decoder import DecoderConfig
 
@@ -38,7 +39,7 @@ class MTPHead(nn.Module):
         _, block = mtp_block(config)
         size = config.hidden_size
         self.embedding_norm, self.hidden_norm = config.norm.build(size), config.norm.build(size)
-        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.fc = Linear(2 * size, size, bias=False)
         self.block = Block(size, block)
         self.norm = config.norm.build(size)
         later = (MTPHead(config) if separate else Block(size, block) for _ in range(num_layers - 1))

@@ -127,7 +127,7 @@ class FineTuningJob:
             torch.manual_seed(recipe.seed)  # of the first A, and of dropout
             for layer in layers.values():
                 with whole_parameters(layer, layer.lora_parameters()):
-                    layer.init_update()
+                    layer.init_weights()
         self.trainable: Trainable = model
         self.learning_rates: list[tuple[Iterator[nn.Parameter], float]] = [(model.parameters(), recipe.learning_rate)]
 

@@ -20,11 +20,12 @@ from two_ranks import in_two_ranks
 from zoo import BASE, CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
+from ligermodels.adapt import patterns
 from ligermodels.adapt.lora import lora_layers
-from ligermodels.archs import patterns
 from ligermodels.convert.mappings import grouped_qkv
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.layers.lora import LoRALinear, LoRAPart
+from ligermodels.layers import Linear
+from ligermodels.layers.lora import LoRA, LoRAPart
 from ligermodels.ops.runtime.dispatch import set_backend
 from ligermodels.training import FusedAdamW
 
@@ -67,31 +68,33 @@ def test_a_fused_layer_against_its_formula(chosen: list[str], bias: bool) -> Non
     """In float64, with a rank and a scaling for each part, and their gradients."""
     hidden, kv, group, width = 10, 2, 3, 4
     views = {view.source: view for view in grouped_qkv("qkv", "q_proj", "k_proj", "v_proj", kv, group, width).views}
-    base = nn.Linear(hidden, kv * (group + 2) * width, bias=bias, dtype=torch.float64)
+    layer = Linear(hidden, kv * (group + 2) * width, bias=bias, dtype=torch.float64)
     settings = {"q_proj": (2, 3.0), "k_proj": (3, 5.0), "v_proj": (1, 0.5)}
     parts = [LoRAPart(f"layer.{name}", (views[name],), *settings[name], use_rslora=name == "k_proj") for name in chosen]
-    layer = LoRALinear(base, parts)
     x = torch.randn(2, 5, hidden, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(layer(x), base(x), rtol=1e-13, atol=1e-13)
+    before = layer(x)
+    layer.update = LoRA(layer, parts)
+    torch.testing.assert_close(layer(x), before, rtol=1e-13, atol=1e-13)
     for parameter in layer.parameters():
         parameter.data.normal_()
 
-    a = dict(zip(chosen, layer.lora_A.split([part.r for part in parts]), strict=True))
-    updated = base.weight.clone()
+    a = dict(zip(chosen, layer.update.lora_A.split([part.r for part in parts]), strict=True))
+    updated = layer.weight.clone()
     for part, name in zip(parts, chosen, strict=True):
         scaling = part.lora_alpha / (math.sqrt(part.r) if name == "k_proj" else part.r)
-        update = scaling * layer.get_parameter(f"lora_B_{name}") @ a[name]
+        update = scaling * layer.update.get_parameter(f"lora_B_{name}") @ a[name]
         heads = updated.unflatten(0, (kv, group + 2, width))
         place = {"q_proj": slice(group), "k_proj": slice(group, group + 1), "v_proj": slice(group + 1, None)}[name]
         heads[:, place] += update.view(kv, -1, width, hidden)
-    wanted, found = nn.functional.linear(x, updated, base.bias), layer(x)
+    wanted, found = nn.functional.linear(x, updated, layer.bias), layer(x)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     along = torch.randn_like(found)
     inputs = [x, *layer.parameters()]
     for one, other in zip(*(torch.autograd.grad(y, inputs, along) for y in (found, wanted)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    merged = layer.merged()
-    torch.testing.assert_close(merged(x), wanted, rtol=1e-12, atol=1e-12)
+    layer.merge_update(torch.float64)
+    assert layer.update is None
+    torch.testing.assert_close(layer(x), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout() -> None:
@@ -104,7 +107,7 @@ def test_dropout() -> None:
         layer.train()
         dropped = layer(x)
         assert torch.equal(layer.eval()(x), plain) and not torch.equal(dropped, plain)
-        a, b = layer.lora_A, layer.lora_B_o_proj
+        a, b = layer.update.lora_A, layer.update.lora_B_o_proj
         base = nn.functional.linear(x, layer.weight, layer.bias)
         update = (dropped - base).double()
         spread = (32 / 3) ** 2 * 0.4 / 0.6 * ((b @ a) ** 2).sum(1).double()
@@ -118,7 +121,7 @@ def test_initial_values() -> None:
     before = model(tokens()).logits
     assert lm.add_lora(model, 8, dtype="float32", target_modules=["q_proj", "gate_proj"]) is model
     assert torch.equal(model(tokens()).logits, before)
-    layer = model.get_submodule("decoder.blocks.1.mixer.qkv")
+    layer = model.get_submodule("decoder.blocks.1.mixer.qkv").update
     assert layer.lora_A.dtype == torch.float32 and layer.lora_A.abs().max() <= 60**-0.5
     assert float(layer.lora_A.detach().std()) == pytest.approx(180**-0.5, rel=0.1) and not layer.lora_B_q_proj.any()
     draw(model)
@@ -177,7 +180,7 @@ def test_activation_checkpointing(config: dict[str, Any]) -> None:
     """The same gradients; "selective" computes what is narrower than its operand again, "full" all."""
     model = build(config)
     wanted = gradients(model)
-    shapes = [tuple(layer.weight.shape) for layer in lora_layers(model).values()]
+    shapes = [tuple(model.get_submodule(name).weight.shape) for name in lora_layers(model)]
     for mode in ("selective", "full"):
         model.activation_checkpointing = mode
         with Count() as count:
@@ -338,27 +341,19 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
 
 
 def test_hooks_on_a_layer_are_not_lost() -> None:
-    """Nor a forward of its own; in merging neither."""
-    name = r"decoder\.blocks\.1\.mixer\.o has hooks or a forward"
-    model = lm.from_config(LLAMA)
+    """Hooks and a forward of its own stay when LoRA is added, merged, or the weight quantised."""
+    model, seen = lm.from_config(LLAMA), []
     layer = model.get_submodule("decoder.blocks.1.mixer.o")
-    handle = layer.register_forward_hook(lambda *_: None)
-    with pytest.raises(InputError, match=name):
-        lm.add_lora(model, 2)
-    handle.remove()
-    layer.forward = layer.forward
-    with pytest.raises(InputError, match=name):
-        lm.add_lora(model, 2)
-    assert not lora_layers(model) and all(p.requires_grad for p in model.parameters())
-    del layer.forward
-    layer.__class__ = type("Own", (nn.Linear,), {})  # a subclass that computes the same
-    lm.add_lora(model, 2)
-    assert len(lora_layers(model)) == 4 * len(model.decoder.blocks)
-    before = model.state_dict()
-    model.get_submodule("decoder.blocks.1.mixer.o").register_forward_hook(lambda *_: None)
-    with pytest.raises(InputError, match=name):
-        lm.merge_lora(model)
-    assert model.state_dict().keys() == before.keys()
+    layer.register_forward_hook(lambda *_: seen.append("hook"))
+    other = model.get_submodule("decoder.blocks.1.mlp.down")
+    forward = other.forward
+    other.forward = lambda x, **options: (seen.append("forward"), forward(x, **options))[1]
+    changes = (lm.add_lora, draw, lambda model: lm.quantize(model, "int4"), lm.merge_lora, lm.dequantize)
+    for change in changes:
+        change(model)
+        seen.clear()
+        model(tokens())
+        assert seen == ["hook", "forward"] and model.get_submodule("decoder.blocks.1.mixer.o") is layer
 
 
 def test_experts_are_refused_by_name() -> None:

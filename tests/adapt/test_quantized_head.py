@@ -24,7 +24,7 @@ from ligermodels.data.batches import Batch
 from ligermodels.errors import CheckpointError, ConfigWarning, InputError
 from ligermodels.integrations import wrap
 from ligermodels.layers import LMHead
-from ligermodels.layers.quantized_head import QuantizedHead
+from ligermodels.layers.quantized import QuantizedWeight, weight_codes
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate_kl
 
@@ -84,7 +84,7 @@ def test_decoding_and_losses(name: str, kind: Any) -> None:
         results.append((logits, scored.log_probs, loss.detach(), torch.autograd.grad(loss, inputs)[0], found))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted)
-    assert repr(model.head).startswith("QuantizedHead(") and kind in repr(model.head)
+    assert repr(model.head).startswith("LMHead(") and kind in repr(model.head)
     report = evaluate_kl(model, plain, [Batch({"input_ids": ids, "labels": ids})])
     assert 0 < report.kl < {"float8": 2e-3, "int4": 2e-2}[kind]
     for each in (model, rounded):
@@ -97,14 +97,14 @@ def test_losses_keep_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", "int4", "int4")
     plain = lm.dequantize(copy.deepcopy(model))
     medusa, apart = (lm.MedusaModel.from_base(each, 3, lm_head="shared") for each in (model, plain))
-    made, compute = [], QuantizedHead.rounded
+    made, compute = [], QuantizedWeight.dense
 
-    def rounded(self: QuantizedHead, dtype: torch.dtype) -> Tensor:
-        weight = compute(self, dtype)
+    def rounded(self: QuantizedWeight, weight: None, dtype: torch.dtype) -> Tensor:
+        weight = compute(self, None, dtype)
         made.append(weakref.ref(weight))
         return weight
 
-    monkeypatch.setattr(QuantizedHead, "rounded", rounded)
+    monkeypatch.setattr(QuantizedWeight, "dense", rounded)
     ids = tokens()
     losses = [each(ids, labels=ids).loss for each in (medusa, apart)]
     assert len(made) == 3 and all(each() is None for each in made)
@@ -177,10 +177,10 @@ def test_a_tied_checkpoint_of_more_than_text(name: str, prefix: str, tmp_path: P
 @pytest.mark.parametrize("name", ["llama, tied", "with a bias"])
 def test_casts_moves_and_copies_keep_the_weight(name: str, kind: Any) -> None:
     model = build(name, "float8", kind)
-    codes, scales = model.head.codes.clone(), model.head.scales.clone()
+    codes, scales = model.head.compute.codes.clone(), model.head.compute.scales.clone()
 
     def check(other: lm.CausalLM) -> None:
-        for found, wanted in ((other.head.codes, codes), (other.head.scales, scales)):
+        for found, wanted in ((other.head.compute.codes, codes), (other.head.compute.scales, scales)):
             assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float())
 
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float32):
@@ -195,7 +195,7 @@ def test_casts_moves_and_copies_keep_the_weight(name: str, kind: Any) -> None:
     assert torch.equal(empty(tokens()).logits, model(tokens()).logits)
     empty.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
     check(empty)
-    with pytest.raises(RuntimeError, match=r"Missing key.*head.codes"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*head.compute.codes"):
         model.load_state_dict(build("llama").state_dict())
     with pytest.raises(InputError, match=r"x must be floating, of shape .* 64"):
         model.head(torch.ones(3, 63))
@@ -254,7 +254,7 @@ def test_copies_of_the_head(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         lm.MTPModel.from_pretrained(model, tmp_path)
     with torch.no_grad():
-        model.head.scales.mul_(2)
+        model.head.compute.scales.mul_(2)
     with pytest.warns(ConfigWarning, match=r"shared_head.head.weight is not the model's own tensor"):
         lm.MTPModel.from_pretrained(model, tmp_path)
 
@@ -269,17 +269,12 @@ def test_refusals(exclude: list[str], tmp_path: Path) -> None:
         ("which neither checkpoints nor", lambda: wrap(model)),
         ("quantize: the model is quantised already", lambda: lm.quantize(model, "int4", head="int4")),
         (f"float8: {where} has a weight quantised", lambda: lm.float8(model)),
-        (f"add_lora: {where} has a weight quantised", lambda: lm.add_lora(model)),
-        (f"parallelize: {where} has a weight quantised", lambda: lm.parallelize(model)),
         (f"JointMedusa: {where} has a weight", lambda: lm.JointMedusa(lm.MedusaModel.from_base(model, 1))),
     ):
         with pytest.raises(InputError, match=what):
             call()
     assert not (tmp_path / "out").exists()
-    model.head.register_forward_hook(lambda *_: None)
-    with pytest.raises(InputError, match="dequantize: head has hooks"):
-        lm.dequantize(model)
-    assert type(model.head) is QuantizedHead
+    assert weight_codes(model.head) is not None
 
 
 def test_heads_that_cannot_be_quantised(tmp_path: Path) -> None:
@@ -300,9 +295,6 @@ def test_heads_that_cannot_be_quantised(tmp_path: Path) -> None:
     model = build("llama, tied")
     model.head = Other(64, 131, model.config.head)
     check(model, "head: is a Other, which has no quantised form")
-    model = build("llama, tied")
-    model.head.register_forward_hook(lambda *_: None)
-    check(model, "quantize: head has hooks")
     model = build("llama, tied")
     nn.init.constant_(model.head.weight, math.nan)
     check(model, "head: has weights that are not finite in float32")

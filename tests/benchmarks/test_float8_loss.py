@@ -13,7 +13,7 @@ import torch
 from benchmarks import float8_loss, loss_curves, measure, report, targets
 from ligermodels.demo.corpus import python_sources
 from ligermodels.errors import InputError
-from ligermodels.layers.float8 import Float8Linear
+from ligermodels.layers.float8 import Float8
 
 SMALL = replace(
     float8_loss.SETTINGS, corpus_bytes=400_000, validation_fraction=0.05, vocab_size=300, hidden_size=32, num_layers=2,
@@ -40,7 +40,7 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         float8_loss.main()
 
     def watched(model: Any, *given: Any, **options: Any) -> int:
-        built.append(any(isinstance(module, Float8Linear) for module in model.modules()))
+        built.append(any(isinstance(module, Float8) for module in model.modules()))
         seen.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
         return train(model, *given, **options)
 

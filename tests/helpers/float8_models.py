@@ -7,7 +7,7 @@ from torch import Tensor
 from zoo import BASE, CONFIGS
 
 import ligermodels as lm
-from ligermodels.layers.float8 import Float8Linear
+from ligermodels.layers.float8 import Float8
 from ligermodels.training import FusedAdamW
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -95,7 +95,8 @@ def agreement(found: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 
 def in_place_of(model: lm.CausalLM) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+    """The linear layers that compute in float8, by name."""
+    return [name for name, module in model.named_modules() if isinstance(getattr(module, "compute", None), Float8)]
 
 
 def losses_of_training(model: lm.CausalLM) -> list[float]:

@@ -5,49 +5,43 @@ the weight is frozen there is no dW, and x and dy have a scale for each row: the
 """
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ligermodels.arguments import check_flag
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layouts
-from ligermodels.ops.float8.mm import OUTPUTS, float8_mm, widens
-from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2, aligned
+from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
+from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
-Computed = Literal["once", "first", "again"]
-"""Which forward pass it is. Activation checkpointing runs a block twice: the "first" pass keeps nothing for the
-backward pass; the one "again", before the backward pass, keeps what that reads, and takes the results of products that
-the first has kept (`mm.widens`). A pass that computes all of it again is as good as "once"."""
-
 
 class Float8Form(NamedTuple):
-    """In which form a linear layer takes its input from what computes it.
+    """The form in which a linear layer takes its input as a `Float8Tensor` from the op before it.
 
-    dtype: the format of the input. gradient_dtype: that of gradients of outputs. by_row: the weight is frozen, so that
-    no product sums over rows: each row has a scale of its own, and there is no transposed layout. tail: columns of
-    memory after each row, of the input and of gradients of outputs: see `tail`. rows, columns: the layouts wanted of
-    the input, `columns` where gradients are recorded.
+    dtype: the format of the input.
+    gradient_dtype: the format of gradients of outputs.
+    by_row: the weight is frozen, so that no product sums over rows: each row has a scale of its own, and there is no
+        transposed layout.
+    tail: columns of memory after each row, of the input and of gradients of outputs: see `tail`.
+    columns: whether the transposed layout is needed too, where gradients are recorded.
     """
 
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     by_row: bool = False
     tail: int = 0
-    rows: bool = True
     columns: bool = True
 
     @property
     def layouts(self) -> dict[str, Any]:
-        """As ops take them that write float8."""
-        return {name: getattr(self, name) for name in ("by_row", "tail", "rows", "columns")}
+        """Arguments of the ops that write float8."""
+        return {"by_row": self.by_row, "tail": self.tail, "columns": self.columns}
 
 
 @dataclass(frozen=True)
@@ -74,31 +68,49 @@ class Float8Recipe:
                 f"got {self.gradient_dtype}"
             )
 
-    def form(self, weight: Tensor, *, tail: int = 0, computed: Computed = "once") -> Float8Form:
-        """The form of what meets this weight: with a tail, if it is frozen; else with the layouts that this pass
-        reads."""
+    def form(self, weight: Tensor, *, tail: int = 0) -> Float8Form:
+        """The form of the operands of this weight: by row, with a tail, if it is frozen; else in both layouts."""
         if not weight.requires_grad:
             return Float8Form(self.dtype, self.gradient_dtype, by_row=True, tail=tail, columns=False)
-        rows, columns = computed != "again", computed != "first"
-        return Float8Form(self.dtype, self.gradient_dtype, rows=rows, columns=columns)
+        return Float8Form(self.dtype, self.gradient_dtype)
 
 
 @torch.compiler.disable  # which would lose the gradient of an x that is a Float8Tensor
 def float8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Float8Recipe, frozen: Float8Tensor | None = None,
-    computed: Computed = "once",
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Float8Recipe, frozen: Float8Tensor | None = None
+) -> Tensor:
     """x weight^T + bias, with x, weight and the gradient of the result in float8.
 
-    x: (..., K), any floating dtype, or a Float8Tensor, whose producer has cast it. weight: (N, K), any floating dtype.
-    bias: (N,). K and N are multiples of 16; the number of rows is any. frozen: a weight that needs no gradient, cast
-    before by `float8_cast` with one scale; `weight` is then not read. The gradient of x takes its columns, or
-    transposes its rows. computed: for activation checkpointing, whose "first" pass transposes nothing, and which
-    "again" casts only what the backward pass needs, where it has kept the product (see `mm.widens`).
-    Returns (..., N) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
-    Gradients are computed only for what requires one, in the dtypes of x, weight and bias.
+    Args:
+        x: (..., K), any floating dtype, or a `Float8Tensor` that the op before has written.
+        weight: (N, K), any floating dtype. K and N are multiples of 16; the number of rows of x is any.
+        bias: (N,), or None.
+        recipe: formats and accumulation.
+        frozen: a weight that needs no gradient, cast before by `float8_cast` with one scale; `weight` is then not
+            read. The gradient of x takes its columns, or transposes its rows.
+
+    Returns (..., N) of the dtype of x, under autocast of autocast's dtype. The gradient of the result may be a
+    `Float8Tensor` too. Gradients are computed only for operands that require one, in the dtypes of x, weight and bias.
+
     Raises InputError if shapes, dtypes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
     """
+    dtype = _checked(x, weight, bias, frozen)
+    by_row = recipe.form(weight).by_row
+    recording = torch.is_grad_enabled()
+    need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
+    x8 = _operand(x, recipe, need_weight, by_row)
+    w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, False)
+    transposed = w8.columns is not None
+    of_w = (w8.columns if transposed else w8.rows) if need_x else None
+    kept = x8.columns if need_weight else None, x8.scale, of_w, w8.scale
+    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed, by_row)
+    added = None if bias is None else bias.detach().to(dtype)
+    product: Tensor = _Product.apply(y, _rows(x8), _rows(w8), x8.scale, w8.scale, added, recipe.forward_fast)
+    return product
+
+
+def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: Float8Tensor | None) -> torch.dtype:
+    """The dtype of the result; errors of `float8_linear`."""
     reject_dtensors("float8_linear", x, weight, bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
         raise InputError(
@@ -110,35 +122,19 @@ def float8_linear(
         raise BackendError(f"float8_linear: {reason}")
     if frozen is not None:
         check_frozen("float8_linear", "frozen", frozen, weight.shape)
-    dtype, by_row = autocast_dtype(x), recipe.form(weight).by_row
+    dtype = autocast_dtype(x)
     if dtype not in OUTPUTS:
         raise InputError(f"float8_linear: computes bfloat16, float16 or float32, not {dtype}; cast model and inputs")
-    recording = torch.is_grad_enabled()
-    need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
-    rows, columns = computed != "again", computed != "first"
-    x_rows, x_columns = rows or by_row or not need_weight, need_weight and columns
-    if isinstance(x, Float8Tensor) and not (need_weight and x.scale.dim()):
-        x8 = _with_layouts(x, x_rows, x_columns, computed)
-    else:  # nor does a product sum over rows with scales of their own
-        numbers = x.dequantize() if isinstance(x, Float8Tensor) else x
-        x8 = float8_cast(numbers, recipe.dtype, rows=x_rows, columns=x_columns, by_row=by_row)
-    if frozen is None:
-        w8 = float8_cast(weight, recipe.dtype, rows=rows or not need_x, columns=need_x and columns)
-    else:
-        w8 = with_layouts(frozen, True, False)
-    transposed = frozen is None or w8.columns is not None
-    of_x = (x8.columns if columns else _absent(x8, transposed=True)) if need_weight else None
-    of_w = None
-    if need_x:
-        of_w = w8.rows if not transposed else w8.columns if columns else _absent(w8, transposed=True)
-    kept = of_x, x8.scale, of_w, w8.scale
-    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed, by_row)
-    if computed == "again" and not widens(weight):
-        x8, w8 = (_with_layouts(each, True, False, computed) for each in (x8, w8))
-    operands = (_absent(each) if each.wide is None else _rows(each) for each in (x8, w8))
-    added = None if bias is None else bias.detach().to(dtype)
-    found: Tensor = _Product.apply(y, *operands, x8.scale, w8.scale, added, recipe.forward_fast)
-    return found
+    return dtype
+
+
+def _operand(x: Tensor, recipe: Float8Recipe, need_weight: bool, by_row: bool) -> Float8Tensor:
+    """x in float8, with the columns that the gradient of the weight takes."""
+    if not isinstance(x, Float8Tensor):
+        return float8_cast(x, recipe.dtype, columns=need_weight, by_row=by_row)
+    if need_weight and x.scale.dim():  # no product sums over rows with scales of their own
+        return float8_cast(x.dequantize(), recipe.dtype, columns=True, by_row=by_row)
+    return with_layouts(x, True, need_weight)
 
 
 def check_float8_sizes(name: str, out_features: int, in_features: int) -> None:
@@ -155,20 +151,6 @@ def check_frozen(op: str, name: str, weight: Tensor, shape: tuple[int | None, ..
     fits = isinstance(weight, Float8Tensor) and weight.dim() == 2 and not weight.scale.dim()
     if not fits or any(wanted not in (None, size) for wanted, size in zip(shape, weight.shape, strict=True)):
         raise InputError(f"{op}: {name} must be a Float8Tensor of shape {tuple(shape)} with one scale")
-
-
-def _with_layouts(x: Float8Tensor, rows: bool, columns: bool, computed: Computed) -> Float8Tensor:
-    """`with_layouts`, which selective checkpointing does not see: it refuses ops that the first pass has not run."""
-    with _disable_current_modes() if computed == "again" else nullcontext():
-        return with_layouts(x, rows, columns)
-
-
-def _absent(x: Float8Tensor, *, transposed: bool = False) -> Tensor:
-    """What stands for rows, or columns, that are not there: their shape, and no elements of their own."""
-    M, N = x.shape[:-1].numel(), x.shape[-1]
-    there = x.columns if x.wide is None else x.wide
-    assert there is not None
-    return there.new_empty(1).expand((N, aligned(M)) if transposed else (M, N))
 
 
 def _rows(x: Float8Tensor) -> Tensor:

@@ -79,6 +79,18 @@ def geglu(
     return _glu("geglu", gate, up, GLUOptions(GELU[approximate], gate_multiplier, down_multiplier, limit, up_offset))
 
 
+def gated_activation(gate_up: Tensor, options: GLUOptions) -> Tensor:
+    """`swiglu` or `geglu` of pairs of channels, as `options` say.
+
+    Args:
+        gate_up: (..., 2*I), pairs of a gate and an up value.
+        options: the activation, multipliers and limits.
+
+    Returns (..., I) of the dtype of `gate_up`. Raises InputError for an odd number of channels.
+    """
+    return _glu("gated_activation", gate_up, None, options)
+
+
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
     """The specification of `swiglu`, in plain torch."""
     return glu_reference(gate, up, GLUOptions("silu", **options))

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.linear import float8_unsupported
-from ligermodels.ops.linear.pending import PendingLinear, may_wait
+from ligermodels.ops.glu.glu import GLUOptions
+from ligermodels.ops.linear.epilogue import activated, check_activation
+from ligermodels.ops.linear.linear import few_rows_linear
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
 from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, dequantize_weight, num_groups
@@ -27,13 +29,21 @@ PIECE = 2**24
 """Elements of W that are dequantised at a time."""
 
 
-def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias.
+def quantized_linear(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, *, activation: GLUOptions | None = None
+) -> Tensor:
+    """x W^T + bias, and then perhaps a gated activation. W is frozen and quantised.
 
-    x: (..., K), any floating dtype; under autocast it is cast to its dtype. codes, scales: a weight (N, K) as
-    `quantize_weight` gives it; of int4 they tell K to a multiple of 128 alone. bias: (N,), cast to x's dtype.
-    Returns (..., N) of x's dtype, or within `pending_linears` perhaps a PendingLinear. x and bias have gradients; codes
-    and scales are constants.
+    Args:
+        x: (..., K), any floating dtype; under autocast it is cast to autocast's dtype.
+        codes, scales: the weight (N, K) as `quantize_weight` returns it. The shape of int4 codes determines K only up
+            to a multiple of 128.
+        bias: (N,), cast to the dtype of x; or None.
+        activation: a gated activation of the N channels as pairs of gate and up, for even N.
+
+    Returns (..., N), or (..., N / 2) with an activation, of the dtype of x. x and bias have gradients; codes
+    and scales are constants. Without gradients, up to 16 rows are computed with the activation in one kernel.
+
     Raises InputError if shapes, dtypes or devices do not fit, and for DTensors.
     """
     (x,) = under_autocast(x)
@@ -41,15 +51,17 @@ def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
         raise InputError(f"quantized_linear: x must be floating, of shape (..., K); got {x.dtype} {tuple(x.shape)}")
     reject_dtensors("quantized_linear", x, codes, scales, bias)
     name, features = "quantized_linear", x.shape[-1]
+    check_activation(name, codes.shape[0], activation)
     check_quantized(name, codes, scales, features, x.device)
     if bias is not None:
         check_tensor(name, "bias", bias, (codes.shape[0],), x.device)
         bias = bias.to(x.dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
-    if may_wait() and not torch.is_grad_enabled() and _kernel(x.reshape(-1, features), codes) is few_rows:
-        return PendingLinear(x, codes, scales, bias)  # type: ignore[return-value]  # who calls expects it
-    y: Tensor = _QuantizedLinear.apply(x.reshape(x.shape[:-1].numel(), features), codes, scales, bias)
-    return y.view(*x.shape[:-1], codes.shape[0])
+    rows = x.reshape(x.shape[:-1].numel(), features)
+    if not torch.is_grad_enabled() and not x.is_meta and _kernel(rows, codes) is few_rows:
+        return few_rows_linear(x, codes, scales, bias, activation)
+    y: Tensor = _QuantizedLinear.apply(rows, codes, scales, bias)
+    return activated(y.view(*x.shape[:-1], codes.shape[0]), activation)
 
 
 def quantized_linear_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,55 @@
+"""Gated activations as data: what a linear layer is called with, and what computes them by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from ligermodels import ops
+from ligermodels.ops import Float8Form, GLUOptions
+
+ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
+    "silu": ops.swiglu,
+    "gelu_tanh": ops.geglu,
+    "gelu": partial(ops.geglu, approximate="none"),
+}
+"""Gate activation -> op on pairs of gate and up (..., 2 I), or on both (..., I), with the result (..., I)."""
+
+_FLOAT8: Mapping[str, Callable[..., Tensor]] = {
+    "silu": ops.float8_swiglu,
+    "gelu_tanh": ops.float8_geglu,
+    "gelu": partial(ops.float8_geglu, approximate="none"),
+}
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I).
+
+    Args:
+        activation: a key of ACTIVATIONS.
+        gate_multiplier, down_multiplier, limit, up_offset: see `ops.swiglu`.
+
+    It is no module: a linear layer that is called with it may compute it in its own kernel.
+    """
+
+    activation: str
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    @property
+    def options(self) -> GLUOptions:
+        """The same as arguments of the ops."""
+        return GLUOptions(self.activation, self.gate_multiplier, self.down_multiplier, self.limit, self.up_offset)
+
+    def __call__(self, gate_up: Tensor, *, float8: Float8Form | None = None) -> Tensor:
+        """gate_up (..., 2 I) -> (..., I) of the same dtype; with a form `float8` a `Float8Tensor` in that form."""
+        if float8 is None:
+            return ops.gated_activation(gate_up, self.options)
+        options = self.options._asdict()
+        return _FLOAT8[options.pop("activation")](gate_up, *float8[:2], **float8.layouts, **options)

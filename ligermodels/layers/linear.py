@@ -1,0 +1,199 @@
+"""The linear layer of all models: `torch.nn.Linear` with optional parts.
+
+`compute` says how the weight is kept and multiplied (None: the parameter `weight`, in its dtype), `update` what is
+added (LoRA), `split` how the layer is divided over tensor-parallel ranks. Parts are assigned and removed at any time;
+no class changes. FUSED lists the pairs of parts that have one op together. Every other pair is computed part after
+part, so that a new part works with all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels import ops
+from ligermodels.layers.activation import GatedActivation
+from ligermodels.layers.float8 import Float8, float8_lora, float8_lora_form
+from ligermodels.layers.linear_parts import WHOLE, Compute, Update, WholeShare
+from ligermodels.layers.lora import LoRA, lora
+from ligermodels.layers.tensor_share import TensorShare
+from ligermodels.ops import Float8Form, GLUOptions
+
+
+class FusedPair(NamedTuple):
+    """How a compute and an update are computed by one op.
+
+    product: (compute, update, x, weight, bias, share) -> their sum, or None where this op does not apply.
+    input_form: (compute, update, weight) -> the form of x as a `Float8Tensor`, or None.
+    """
+
+    product: Callable[..., Tensor | None]
+    input_form: Callable[..., Float8Form | None] = lambda *_: None
+
+
+FUSED: Mapping[tuple[type, type], FusedPair] = {
+    (type(None), LoRA): FusedPair(lora),
+    (Float8, LoRA): FusedPair(float8_lora, float8_lora_form),
+}
+
+
+class Linear(nn.Linear):
+    """y = x W^T + bias + update(x), then perhaps an activation.
+
+    Where `compute` holds the weight itself, the parameter `weight` is None.
+
+    Example:
+        >>> layer = Linear(32, 64)
+        >>> layer.store(Quantized.of(layer.weight, "int4"))   # frozen, 4 bits
+        >>> layer.update = LoRA(layer, [part])                # trained
+    """
+
+    split: TensorShare | None = None
+
+    @property
+    def compute(self) -> Compute | None:
+        """How the weight is kept and multiplied; None: the parameter `weight`, in its dtype. See `store`."""
+        return cast("Compute | None", self._modules.get("compute"))
+
+    @compute.setter
+    def compute(self, compute: Compute | None) -> None:
+        self.register_module("compute", compute)
+
+    @property
+    def update(self) -> Update | None:
+        """What is added to the product; None for nothing."""
+        return cast("Update | None", self._modules.get("update"))
+
+    @update.setter
+    def update(self, update: Update | None) -> None:
+        self.register_module("update", update)
+
+    def forward(
+        self, input: Tensor, *, activation: Callable[..., Tensor] | None = None, form: Float8Form | None = None
+    ) -> Tensor:
+        """The layer and the activation after it. Hooks see the result of the whole call.
+
+        Args:
+            input: (..., in_features), or a `Float8Tensor` in the `input_form` of this layer.
+            activation: called with the result; a `GatedActivation` is computed in the kernel of a decoding step.
+            form: the activation writes a `Float8Tensor` in this form, for the layer after it.
+
+        Returns (..., out_features) of the dtype of `input`, or the result of the activation.
+        """
+        gated = activation.options if type(activation) is GatedActivation and form is None else None
+        if self.split is None and self.update is None and (activation is None or gated is not None):
+            return self._product(input, self.weight, self.bias, WHOLE, activation=gated)
+        y = self._sum(input, self.weight, self.bias, WHOLE) if self.split is None else self.split.call(self, input)
+        return activate(y, activation, form)
+
+    def local_sum(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, share: WholeShare) -> Tensor:
+        """Product and update of a rank's `share`, for `TensorShare.call`; weight and bias are this rank's."""
+        return self._sum(x, weight, bias, share)
+
+    def _sum(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, share: WholeShare) -> Tensor:
+        if self.update is None:
+            return self._product(x, weight, bias, share)
+        fused = FUSED.get((type(self.compute), type(self.update)))
+        y = None if fused is None else fused.product(self.compute, self.update, x, weight, bias, share)
+        return self._product(x, weight, bias, share) + self.update(x, share) if y is None else y
+
+    def _product(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        share: WholeShare,
+        activation: GLUOptions | None = None,
+    ) -> Tensor:
+        if self.compute is not None:
+            return cast(Tensor, self.compute(x, weight, bias, share, activation=activation))
+        return ops.linear(x, cast(Tensor, weight), bias, activation=activation)
+
+    def input_form(self) -> Float8Form | None:
+        """The form in which the layer takes its input as a `Float8Tensor` now; None if it takes numbers."""
+        if self.compute is None:
+            return None
+        if self.update is None:
+            return self.compute.input_form(self.weight)
+        fused = FUSED.get((type(self.compute), type(self.update)))
+        return None if fused is None else fused.input_form(self.compute, self.update, self.weight)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def store(self, compute: Compute | None) -> None:
+        """Set `compute`. One that holds the weight takes the place of the parameter `weight`."""
+        self._modules.pop("compute", None)
+        if compute is not None:
+            self.compute = compute.train(self.training)
+            if compute.holds_weight:
+                self.weight = None  # type: ignore[assignment]
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight (out_features, in_features) as numbers, without the update. It may share memory with `weight`.
+
+        Args:
+            dtype: by default the dtype of `weight`; to be given where `compute` holds the weight.
+        """
+        if self.compute is None or dtype is None:
+            return self.weight.detach() if dtype is None else self.weight.detach().to(dtype)
+        return self.compute.dense(self.weight, dtype)
+
+    @torch.no_grad()
+    def make_dense(self, dtype: torch.dtype) -> None:
+        """Keep the weight as a frozen parameter of `dtype` again, and remove a `compute` that holds it."""
+        if self.compute is not None and self.compute.holds_weight:
+            self.weight = nn.Parameter(self.compute.dense(None, dtype), requires_grad=False)
+            self.store(None)
+
+    @torch.no_grad()
+    def merge_update(self, dtype: torch.dtype) -> None:
+        """Add the update to the weight, which stays kept as it is (codes are rounded anew), and remove the update.
+
+        Args:
+            dtype: in which a weight that `compute` holds is dequantised, updated and rounded anew.
+        """
+        if self.update is None:
+            return
+        held = self.compute if self.compute is not None and self.compute.holds_weight else None
+        weight = self.weight.detach() if held is None else held.dense(None, dtype)
+        self.update.add_to(weight)
+        if held is not None:
+            held.fill(weight)
+        del self._modules["update"]
+
+    def init_weights(self, std: float) -> None:
+        """The weight normal(0, std), rounded where it is quantised, and the bias zero."""
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def call_linear(
+    linear: nn.Module, x: Tensor, *, activation: Callable[..., Tensor] | None = None, form: Float8Form | None = None
+) -> Tensor:
+    """`linear(x)` and the activation after it, for a `Linear` or for any module that a user has put in its place.
+
+    Args:
+        linear: maps (..., in_features) to (..., out_features).
+        x: (..., in_features).
+        activation, form: see `Linear.forward`; called with the result of another module.
+    """
+    if isinstance(linear, Linear):
+        return cast(Tensor, linear(x, activation=activation, form=form))
+    return activate(linear(x), activation, form)
+
+
+def activate(y: Tensor, activation: Callable[..., Tensor] | None, form: Float8Form | None) -> Tensor:
+    """`activation(y)`, as a `Float8Tensor` where there is a `form` and it can write one; y without an activation."""
+    if activation is None:
+        return y
+    if form is None or type(activation) is not GatedActivation:
+        return activation(y)
+    return activation(y, float8=form)

@@ -1,0 +1,129 @@
+"""The optional parts of a `Linear`: how its weight is kept and multiplied, and what is added to the product."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.layers.sharding import TensorSharding
+from ligermodels.ops import Float8Form, GLUOptions
+
+
+class WholeShare:
+    """The share that one rank has of a linear layer and of its parts: here all of it. `TensorShare` is a part."""
+
+    def local(self, parameter: Any) -> Any:
+        """The tensor to compute with of a parameter that this rank has whole, or has a shard of."""
+        return parameter
+
+    def inputs(self, parameter: Tensor) -> Tensor:
+        """This rank's input channels of a tensor (..., in_features)."""
+        return parameter
+
+    def outputs(self, parameter: Tensor) -> Tensor:
+        """This rank's output channels of a tensor (out_features, ...)."""
+        return parameter
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        """The input x (..., in_features of this rank) after dropout with probability p."""
+        return F.dropout(x, p)
+
+
+WHOLE = WholeShare()
+
+
+class Compute(nn.Module):
+    """How a linear layer keeps its weight and multiplies by it; subclasses define `forward`.
+
+    A class that keeps the weight itself (codes in place of numbers) sets `holds_weight`, and defines `dense` and
+    `fill`: the `weight` of the layer is then None.
+    """
+
+    holds_weight: ClassVar[bool] = False
+    unexportable: ClassVar[str | None] = None
+    """Why a model with such weights cannot be written as a checkpoint, and what to do; None if it can be."""
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        share: WholeShare = WHOLE,
+        *,
+        activation: GLUOptions | None = None,
+    ) -> Tensor:
+        """x W^T + bias, then perhaps a gated activation.
+
+        Args:
+            x: (..., in_features).
+            weight: (out_features, in_features); None if this module `holds_weight`.
+            bias: (out_features,) or None.
+            share: this rank's share. x, weight and bias are this rank's already; tensors of this module are not.
+            activation: options of a gated activation of the result, or None.
+
+        Returns (..., out_features) of the dtype of x, or half as many channels after an activation.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    keeps_frozen: bool | None = None
+    """Whether the once made form of a frozen weight is kept; None: unless a process group may shard the weight."""
+
+    def input_form(self, weight: Tensor | None) -> Float8Form | None:
+        """The form in which the product takes x as a `Float8Tensor` now; None if it takes numbers."""
+        return None
+
+    def dense(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The weight (out_features, in_features) as numbers of `dtype`; it may share memory with the parameter."""
+        return cast(Tensor, weight).detach().to(dtype)
+
+    def fill(self, weight: Tensor) -> None:
+        """Keep `weight` (out_features, in_features), for a class that `holds_weight`."""
+        raise NotImplementedError(f"{type(self).__name__} holds no weight")
+
+    def of_sizes(self, out_features: int, in_features: int) -> Compute:
+        """A copy for a weight of other sizes, on the meta device if it holds the weight: a rank's share in a plan."""
+        return copy.deepcopy(self)
+
+    def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
+        """How the parameters of this module are distributed over tensor-parallel ranks; by default replicated.
+
+        Args:
+            split: how the layer is divided, a key of `tensor_share.RULES`.
+            out_features, in_features: sizes of one rank's share of the weight.
+
+        Raises ConfigError or InputError where shares of these sizes cannot be computed.
+        """
+        return {name: "replicated" for name, _ in self.named_parameters()}
+
+
+class Update(nn.Module):
+    """What is added to the product of a linear layer, such as a low-rank update; subclasses define `forward`.
+
+    Parameters are replicated over tensor-parallel ranks. `forward` takes this rank's channels of them by
+    `share.inputs` and `share.outputs`.
+    """
+
+    unexportable: ClassVar[str | None] = None
+    """Why a model with such updates cannot be written as a checkpoint, and what to do; None if it can be."""
+
+    def forward(self, x: Tensor, share: WholeShare = WHOLE) -> Tensor:
+        """The summand for the input x (..., in_features): (..., out_features), of the dtype of x."""
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def add_to(self, weight: Tensor) -> None:
+        """Add the update to a weight (out_features, in_features) in place."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be merged into a weight")
+
+
+def check_exportable(model: nn.Module) -> None:
+    """InputError if a part of a linear layer has no place in a checkpoint: its class says why by `unexportable`."""
+    for module in model.modules():
+        if isinstance(module, Compute | Update) and module.unexportable is not None:
+            raise InputError(module.unexportable)

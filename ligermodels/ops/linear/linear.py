@@ -1,0 +1,156 @@
+"""A linear layer in the dtype of its operands, by the backend that serves them best.
+
+"few_rows": the Triton kernel that decoding steps use. Reading the weight takes most of the time there, and the kernel
+reads it at a higher rate than cuBLAS's kernels for so few rows; the epilogue is part of it.
+"onednn": on x86 torch computes float32 products by MKL. For few tokens, on an AMD processor with AVX-512, oneDNN takes
+0.53 to 0.6 of the time of MKL for a weight that comes from memory.
+"torch": `torch.nn.functional.linear`, for all else, gradients and autocast included.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.ops.glu.glu import GLUOptions
+from ligermodels.ops.linear.epilogue import activated, check_activation
+from ligermodels.ops.quantized.few_rows import Epilogue, few_rows
+from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.library import PLAIN, PLAIN_OR_NONE, custom_op, is_fake
+
+DECODE_ROWS = 8
+"""Rows up to which "few_rows" reads the weight faster than cuBLAS, on an H200."""
+LARGE = 2**20
+"""Elements (4 MiB) from which "onednn" is used. Smaller weights may stay in a core's cache, and a call of oneDNN takes
+8 microseconds more."""
+NO_ACTIVATION = GLUOptions("")
+"""How the registered op is told that there is no activation."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: GLUOptions | None = None) -> Tensor:
+    """x weight^T + bias, as `torch.nn.functional.linear`, and then perhaps a gated activation.
+
+    Args:
+        x: (..., K), floating.
+        weight: (N, K).
+        bias: (N,) or None.
+        activation: a gated activation of the N channels as pairs of gate and up, for even N.
+
+    Returns (..., N), or (..., N / 2) with an activation. Without gradients, the bits are the same in every run and with
+    or without a CUDA graph.
+
+    Raises InputError for an activation of an odd N, else the errors of `torch.nn.functional.linear`.
+    """
+    check_activation("linear", len(weight), activation)
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _plain(x, weight, bias):
+        for backend in BACKENDS:
+            if backend.supports(x, weight, bias):
+                return backend.compute(x, weight, bias, activation)
+    return activated(F.linear(x, weight, bias), activation)
+
+
+class Backend(NamedTuple):
+    """A way to compute a linear layer without gradients, for operands that are plain tensors and fit one another.
+
+    supports: whether it serves (x, weight, bias).
+    compute: (x, weight, bias, activation) -> the result of `linear`.
+    """
+
+    supports: Callable[[Tensor, Tensor, Tensor | None], bool]
+    compute: Callable[[Tensor, Tensor, Tensor | None, GLUOptions | None], Tensor]
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the operands are dense, of one dtype and device, fit one another, and torch changes none of them."""
+    return (
+        type(x) in PLAIN
+        and type(weight) in PLAIN
+        and type(bias) in PLAIN_OR_NONE
+        and x.dim() > 0
+        and x.numel() > 0
+        and weight.is_contiguous()
+        and x.shape[-1:] == weight.shape[1:]
+        and (x.dtype, x.device) == (weight.dtype, weight.device)
+        and (bias is None or (bias.dtype, bias.device, bias.shape) == (x.dtype, x.device, weight.shape[:1]))
+        and not x.is_meta
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _few_rows_supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        x.numel() <= DECODE_ROWS * x.shape[-1]
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.numel() > 0
+        and use_kernels(x, weight, bias)
+        and _has_bfloat16_tensor_cores(x.device)
+    )
+
+
+@functools.cache
+def _has_bfloat16_tensor_cores(device: torch.device) -> bool:
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def few_rows_linear(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, activation: GLUOptions | None = None
+) -> Tensor:
+    """A linear layer of up to 16 rows and its activation, in one kernel.
+
+    Args:
+        x: (..., K), bfloat16 or float16.
+        weight: (N, K) of the dtype of x, or the codes of a quantised weight.
+        scales: of the quantised weight, else None.
+        bias: (N,) of the dtype of x, or None.
+        activation: of the N channels as pairs, or None.
+
+    Returns (..., N), or (..., N / 2) with an activation, of the dtype of x.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    y: Tensor = _few_rows_linear(rows, weight, scales, bias, *(activation or NO_ACTIVATION))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, activation: GLUOptions | None) -> Tensor:
+    return few_rows_linear(x, weight, None, bias, activation)
+
+
+@custom_op()
+def _few_rows_linear(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None,
+    activation: str, gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
+) -> Tensor:  # fmt: skip
+    """x (M, K) -> (M, N), or (M, N / 2) with an activation. weight: (N, K), or the codes of a quantised one."""
+    y = x.new_empty(x.shape[0], weight.shape[0] // 2 if activation else weight.shape[0])
+    if not is_fake(x):
+        gated = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset) if activation else None
+        few_rows(x, weight, scales, bias, y, Epilogue(gated))
+    return y
+
+
+def _onednn_supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        weight.numel() >= LARGE
+        and x.is_cpu
+        and x.dtype == torch.float32
+        and (bias is None or bias.is_contiguous())
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_mkldnn_enabled()
+        and _has_onednn()
+    )
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: GLUOptions | None) -> Tensor:
+    return activated(torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""), activation)
+
+
+BACKENDS = (Backend(_few_rows_supports, _few_rows), Backend(_onednn_supports, _onednn))
+"""In the order in which they are asked; where none supports the operands, torch computes them."""
