@@ -60,7 +60,7 @@ class Linear(nn.Linear):
 
     @compute.setter
     def compute(self, compute: Compute | None) -> None:
-        self.register_module("compute", compute)
+        self._modules.pop("compute", None)  # called for None alone: nn.Module registers modules itself
 
     @property
     def update(self) -> Update | None:
@@ -69,7 +69,7 @@ class Linear(nn.Linear):
 
     @update.setter
     def update(self, update: Update | None) -> None:
-        self.register_module("update", update)
+        self._modules.pop("update", None)
 
     def forward(
         self, input: Tensor, *, activation: Callable[..., Tensor] | None = None, form: Float8Form | None = None

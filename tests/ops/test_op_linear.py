@@ -1,4 +1,4 @@
-"""The linear layer of a step of decoding: against float64; where it is torch's own; and as a mode."""
+"""`ops.linear` without gradients, by the kernel of decoding steps: against float64, and where torch computes it."""
 
 import sys
 from typing import Any
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from conftest import Where
 from torch import Tensor, nn
 
-from ligermodels.ops import DecodeLinears, decode_linear
+from ligermodels import ops
+from ligermodels.layers import Linear
 
 SIZES = [(3, 128), (17, 256), (5, 1), (8, 127), (70, 1100), (130, 1024), (5, 1029)]
 """(N, K): whole steps and tiles, less than one, and more."""
@@ -45,7 +46,7 @@ def no_rounding_more(found: Tensor, exact: Tensor, torchs: Tensor) -> None:
 def test_against_float64(where: Where, rows: tuple[int, ...], bias: bool) -> None:
     for size in SIZES:
         given = operands(where, size, rows, bias)
-        found = decode_linear(*given)
+        found = ops.linear(*given)
         assert found.dtype == where.dtype and found.shape == (*rows, size[0])
         no_rounding_more(found, exact_linear(*given), F.linear(*given))
 
@@ -54,17 +55,17 @@ def test_against_float64(where: Where, rows: tuple[int, ...], bias: bool) -> Non
 def test_strides_and_neighbours(where: Where) -> None:
     """A NaN stays in its row, what lies beyond x is not read, and strides make no difference."""
     x, weight = operands(where, (70, 1100), (6,), bias=False)
-    wanted = decode_linear(x, weight)
+    wanted = ops.linear(x, weight)
     around = torch.full((8, 1148), float("nan"), device=where.device, dtype=where.dtype)
     around[1:-1, 16:-32] = x
-    assert torch.equal(decode_linear(around[1:-1, 16:-32], weight), wanted)
+    assert torch.equal(ops.linear(around[1:-1, 16:-32], weight), wanted)
     around[1, 16] = float("nan")
-    found = decode_linear(around[1:-1, 16:-32], weight)
+    found = ops.linear(around[1:-1, 16:-32], weight)
     assert found[0].isnan().all() and torch.equal(found[1:], wanted[1:])
     columns = torch.empty(1100, 6, device=where.device, dtype=where.dtype).copy_(x.t()).t()
-    assert torch.equal(decode_linear(columns, weight), wanted)
+    close(ops.linear(columns, weight), wanted)
     apart = weight.repeat_interleave(2, 0)[::2]
-    close(decode_linear(x, apart), wanted)
+    close(ops.linear(x, apart), wanted)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -74,7 +75,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of the kernel, from here on."""
-    module, found = sys.modules["ligermodels.ops.linear.decode_linear"], []
+    module, found = sys.modules["ligermodels.ops.linear.linear"], []
     kernel = module.few_rows
 
     def counted(*given: Any) -> None:
@@ -90,38 +91,36 @@ def test_what_is_left_to_torch(where: Where, monkeypatch: pytest.MonkeyPatch) ->
     served = where.place != "reference" and where.dtype != torch.float32
     x, weight, bias = operands(where, (20, 70), (4,), bias=True)
     with torch.no_grad():
-        decode_linear(x, weight, bias)
+        ops.linear(x, weight, bias)
         assert found == ([4] if served else [])
         found.clear()
         for more in ((x.repeat(5, 1), weight), (x, weight.t().contiguous().t()), (x[:0], weight), (x, weight[:0])):
-            torch.testing.assert_close(decode_linear(*more), F.linear(*more))
+            torch.testing.assert_close(ops.linear(*more), F.linear(*more))
         with torch.autocast(where.device.type, torch.bfloat16):
-            assert decode_linear(x.float(), weight.float()).dtype == torch.bfloat16
-        assert decode_linear(x.to("meta"), weight.to("meta")).shape == (4, 20)
+            assert ops.linear(x.float(), weight.float()).dtype == torch.bfloat16
+        assert ops.linear(x.to("meta"), weight.to("meta")).shape == (4, 20)
         for wrong in ((x, weight[:, :-1]), (x, weight.float() if served else weight.double()), (x, weight, bias[:-1])):
             with pytest.raises(RuntimeError):
-                decode_linear(*wrong)
+                ops.linear(*wrong)
     weight.requires_grad_()
-    assert decode_linear(x, weight).requires_grad
+    assert ops.linear(x, weight).requires_grad
     assert found == []
 
 
-def test_as_a_mode(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every linear layer within it, called as a module with its hooks; none outside, nor where gradients are."""
-    found, seen = launches(monkeypatch), []
+def test_in_layers(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every linear layer without gradients, called as a module with its hooks; none where gradients are recorded."""
+    launched, seen = launches(monkeypatch), []
     served = where.place != "reference" and where.dtype != torch.float32
-    layers = nn.Sequential(nn.Linear(70, 20), nn.Linear(20, 5, bias=False)).to(where.device, where.dtype)
+    layers = nn.Sequential(Linear(70, 20), Linear(20, 5, bias=False)).to(where.device, where.dtype)
     layers[1].register_forward_hook(lambda *given: seen.append(given[2].shape))
     x = torch.randn(2, 3, 70, device=where.device, dtype=where.dtype)
     with torch.no_grad():
-        wanted = layers(x)
-        with DecodeLinears():
-            y = layers(x)
-    assert found == ([6, 6] if served else []) and seen == [(2, 3, 5)] * 2
-    close(y, wanted)
-    with DecodeLinears():
-        layers(x).sum().backward()
-    assert len(found) == 2 * served and layers[0].weight.grad is not None
+        y = layers(x)
+    assert launched == ([6, 6] if served else []) and seen == [(2, 3, 5)]
+    wanted = layers(x)
+    close(y, wanted.detach())
+    wanted.sum().backward()
+    assert len(launched) == 2 * served and layers[0].weight.grad is not None
 
 
 @pytest.mark.gpu
@@ -132,10 +131,10 @@ def test_sizes_of_models_in_a_graph(size: tuple[int, int], rows: int) -> None:
     """As in decoding: replayed, the same bits each time, and within the rounding of the result of float32 sums."""
     weight = (torch.randn(size, device="cuda") * 0.02).bfloat16()
     x = torch.randn(rows, size[1], device="cuda", dtype=torch.bfloat16)
-    decode_linear(x, weight)
+    ops.linear(x, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = decode_linear(x, weight)
+        y = ops.linear(x, weight)
     results = []
     for _ in range(3):
         y.fill_(float("nan"))
