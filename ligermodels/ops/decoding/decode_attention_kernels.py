@@ -7,7 +7,7 @@ from ligermodels.ops.runtime.launcher import kernel
 
 @triton.jit
 def _depths(tree, tree_node, node, T, BLOCK_NODE: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of new tokens that each of these nodes sees."""
+    """Number of new tokens that each node in `node` sees in the tree mask."""
     depth = tl.zeros((BLOCK_NODE,), dtype=tl.int32)
     for start in range(0, T, BLOCK):
         other = start + tl.arange(0, BLOCK)[None, :]
@@ -47,10 +47,10 @@ def decode_attention_kernel(
     TREE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes the query heads of a kv head for some tokens, as rows t * GROUP + g, and an even share of the
-    tiles of slots that are filled and in the window. It writes their attention over these slots, and the base-2
-    logarithm of the softmax denominator, of which the first share has the sinks. Without SPLIT there is one share, and
-    this is the result."""
+    """Each program takes the query heads of a key/value head for some tokens, as rows t * GROUP + g, and an even share
+    of the tiles of slots that are filled and in the window. It writes their attention over these slots, and the base-2
+    logarithm of the softmax denominator; the first share includes the sinks in it. Without SPLIT there is one share,
+    and its attention is the result."""
     tile = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
     batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
@@ -67,8 +67,8 @@ def decode_attention_kernel(
         q + token[:, None] * q_token + query_head[:, None] * q_head + d, mask=exists[:, None] & (d < DIM), other=0.0
     )
 
-    # Some row sees slots in [begin, end), each row those from `oldest` to `newest`. With a tree, this range has the
-    # slots before the new ones, which are a second range.
+    # The rows together see slots in [begin, end), each row the slots from `oldest` to `newest`. With a tree, this range
+    # ends before the new tokens' slots; they are a second range.
     length = tl.load(cache_seqlens + batch).to(tl.int32)
     begin = tl.zeros((), dtype=tl.int32)
     if TREE:
@@ -143,7 +143,7 @@ def combine_attention_kernel(
     parts, log_sums, out, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Each program sums some channels of one query's attention over all shares of the slots, weighted by the shares'
-    softmax denominators. A share of which the query saw nothing may hold anything."""
+    softmax denominators. A share without a slot that the query sees may hold anything."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -169,9 +169,9 @@ def _rms_norm_forward_kernel(
     ADD: tl.constexpr, ADD_AFTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises rows_per_program consecutive rows, ROWS at a time: of x or, with ADD, of x + residual;
-    with ADD_AFTER it adds the residual to the normalised rows. It loads the next rows before it computes these, so
-    that memory is never idle."""
+    """Each program normalises rows_per_program consecutive rows, ROWS at a time: rows of x or, with ADD, of
+    x + residual. With ADD_AFTER it adds the residual to the normalised rows. It loads the next rows before it computes
+    the current ones, so that memory is never idle."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
@@ -245,8 +245,8 @@ def _rms_norm_backward_kernel(
 def _rms_norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, after: int, eps: float, offset: float, cast_before: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x or x + residual normalised, or with `after` x normalised + residual; the sum that was normalised (empty without
-    one), and 1 / rms of each row for the backward pass."""
+    """Returns y, x + residual and 1 / rms of each row. y is x + residual normalised, or with `after` x normalised, plus
+    residual. The sum is empty without a residual and with `after`."""
     y, rstd = empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     total = x.new_empty(0) if residual is None or after else empty_like(x)
     if is_fake(y):
@@ -267,7 +267,17 @@ def rms_norm_backward(
     dy: Tensor, dx_more: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, need_x: int,
     need_weight: bool, offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, dx_more added if given, and of the weight; those not needed are empty."""
+    """The gradients of x (with need_x) and of the weight (with need_weight), empty if not needed.
+
+    Args:
+        dy: gradient of the normalised rows, of x's shape.
+        dx_more: a further gradient of x, added to it, or None.
+        x: (..., N), the rows that were normalised.
+        weight: (N,), or None.
+        rstd: (...), float32, 1 / rms of each row.
+        need_x, need_weight: which gradients are needed.
+        offset: added to the weight.
+    """
     dx, dw = empty_gradient(x, need_x, x), empty_gradient(weight, need_weight, x)
     if is_fake(dx):
         return dx, dw
@@ -288,7 +298,7 @@ def rms_norm_backward(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y or, with `both`, y and the sum that is normalised, to which the residual belongs. Else it is added to y."""
+    """`add_rms_norm`, (y, sum), if `both`; else `rms_norm`, y, with the residual added to y."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, cast_before, both):
