@@ -74,8 +74,11 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
     check_tensor(op, "node", node, (batch,), state.device, torch.long)
     check_tensor(op, "ancestors", ancestors, (nodes, nodes), state.device, torch.bool)
     if not state.is_contiguous() or not nodes or not keys.shape[2] or heads % keys.shape[2]:
-        raise InputError(f"{op}: needs a contiguous state, at least one node, and heads of state that are a multiple of
-    the keys' heads") if not use_kernels(state, values) or key_dim > MAX_KEY_DIM:
+        raise InputError(
+            f"{op}: needs a contiguous state, at least one node, and a multiple of the keys' heads; got state "
+            f"{tuple(state.shape)}, keys {tuple(keys.shape)}"
+        )
+    if not use_kernels(state, values) or key_dim > MAX_KEY_DIM:
         state.copy_(tree_state(state, updates, node, ancestors))
     else:
         _commit_tree(state, decay, keys, values, node, ancestors)

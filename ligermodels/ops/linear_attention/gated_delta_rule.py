@@ -100,8 +100,8 @@ def gated_delta_rule(
         check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32)
         if q.shape[0] != 1:
             raise InputError(
-                f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}; flatten q to (1, T, G,
-            K)" )
+                f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}; give q (1, T, G, K)"
+            )
     operands = q, k, v, g, beta, initial_state
     chosen = _choose(*operands, cu_seqlens, backend)
     if chosen == "triton":
@@ -213,8 +213,8 @@ def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancest
 def check_operands(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, *dtypes: torch.dtype
 ) -> None:
-    """Raises InputError, naming `op`, unless q, k, v, g, beta and `state` (the state before them, or None) fit together,
-    and `state` has one of `dtypes`, if there are any."""
+    """Raises InputError, naming `op`, unless q, k, v, g, beta and `state` (the state before them, or None) fit
+    together, and `state` has one of `dtypes`, if there are any."""
     reject_dtensors(op, q, k, v, g, beta, state)
     check_tensor(op, "q", q, ("B", "T", "G", "K"), q.device)
     batch, tokens, groups, width = q.shape
