@@ -96,7 +96,7 @@ def num_sms(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use on the device, less a reserve for the compiler."""
+    """Bytes of shared memory that a program may use on the device, minus a reserve for the compiler."""
     if device.type != "cuda":
         return 2**16
     # Some versions of torch lack the attribute; every device has 48 KiB.
@@ -104,5 +104,5 @@ def shared_memory(device: torch.device) -> int:
 
 
 def power_of_2_above(n: int) -> int:
-    """The smallest power of two that is not below n, at least 1."""
+    """The smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
