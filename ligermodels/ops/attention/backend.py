@@ -1,4 +1,4 @@
-"""What a call of attention asks for, and the interface of the backends that may serve it."""
+"""The description of a call of attention, and the interface of its backends."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ class AttentionRequest(NamedTuple):
     sinks: bool = False
     value_dim: int | None = None
 
-    @property
-    def is_plain_causal(self) -> bool:
-        """Whether the causal rule needs no mask: as many queries as keys, or a single query, and no window."""
-        return self.window is None and (self.query_length <= 1 or self.query_length == self.key_length)
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -84,6 +79,6 @@ def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor 
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with each head repeated for the query heads that share it."""
+    """k and v with each head repeated for the heads of q that share it."""
     count = q.shape[2] // k.shape[2]
     return k.repeat_interleave(count, dim=2), v.repeat_interleave(count, dim=2)

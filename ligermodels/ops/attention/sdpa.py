@@ -37,7 +37,7 @@ def _run(
         return _each_sequence(q, k, v, request, cu_seqlens.tolist(), sinks)
     if mask is not None:
         mask = mask[:, None]
-    elif cu_seqlens is not None or not request.is_plain_causal:
+    elif cu_seqlens is not None or _needs_mask(request):
         if on_cpu and sinks is None:
             return _last_query_first(q, k, v, request)
         mask = visible(request, q.device, cu_seqlens)
@@ -60,6 +60,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tens
             scale=request.softmax_scale, enable_gqa=q.shape[2] != k.shape[2],
         )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def _needs_mask(request: AttentionRequest) -> bool:
+    """Whether torch's `is_causal` is not the rule: a window, or several queries, but fewer than keys."""
+    return request.window is not None or (request.query_length > 1 and request.query_length != request.key_length)
 
 
 def _needs_equal_heads(q: Tensor, mask: Tensor | None) -> bool:

@@ -143,7 +143,7 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
 
 
 def glu_reference(gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tensor:
-    """The specification of `swiglu` and `geglu`: gate (..., I) and up (..., I), or a packed gate (..., 2*I)."""
+    """The specification of `swiglu` and `geglu` with `options`: gate and up (..., I), or a packed gate (..., 2*I)."""
     if up is None:  # contiguous: on a CPU an activation of strided values is slow
         gate, up = gate[..., ::2].contiguous(), gate[..., 1::2]
     dtype, wide = gate.dtype, torch.promote_types(gate.dtype, torch.float32)

@@ -104,17 +104,15 @@ def _check(
 ) -> None:
     name = "causal_conv"
     reject_dtensors(name, x, weight, earlier)
-    check_tensor(name, "x", x, ("B", "T", "C"), x.device)
+    check_tensor(name, "x", x, ("B", "T", "C"))
     batch, tokens, channels = x.shape
     check_tensor(name, "weight", weight, (channels, "W"), x.device)
-    if earlier is not None:
-        check_tensor(name, "earlier", earlier, (batch, weight.shape[1] - 1, channels), x.device, x.dtype)
+    shape = (batch, weight.shape[1] - 1, channels)
+    check_tensor(name, "earlier", earlier, shape, x.device, x.dtype, optional=True)
     if cu_seqlens is not None and (earlier is not None or tree is not None):
         raise InputError(f"{name}: cu_seqlens: packed documents go without earlier inputs or a tree; give one of them")
-    if tree is not None:
-        for part, each in zip(("parent", "depth"), tree, strict=True):
-            check_tensor(name, f"tree's {part}", each, (tokens,), x.device, torch.long)
-    if cu_seqlens is not None:
-        check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32)
-        if batch != 1:
-            raise InputError(f"{name}: documents are packed into one row, but x has {batch}; flatten x to (1, T, C)")
+    for part, nodes in zip(("parent", "depth"), tree or (None, None), strict=True):
+        check_tensor(name, f"tree's {part}", nodes, (tokens,), x.device, torch.long, optional=True)
+    check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32, optional=True)
+    if cu_seqlens is not None and batch != 1:
+        raise InputError(f"{name}: documents are packed into one row, but x has {batch}; flatten x to (1, T, C)")

@@ -96,12 +96,11 @@ def gated_delta_rule(
         BackendError: the named backend is unknown or cannot serve the call.
     """
     check_operands("gated_delta_rule", q, k, v, g, beta, initial_state)
-    if cu_seqlens is not None:
-        check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32)
-        if q.shape[0] != 1:
-            raise InputError(
-                f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}; give q (1, T, G, K)"
-            )
+    check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32, optional=True)
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise InputError(
+            f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}; give q (1, T, G, K)"
+        )
     operands = q, k, v, g, beta, initial_state
     chosen = _choose(*operands, cu_seqlens, backend)
     if chosen == "triton":
@@ -216,7 +215,7 @@ def check_operands(
     """Raises InputError, naming `op`, unless q, k, v, g, beta and `state` (the state before them, or None) fit
     together, and `state` has one of `dtypes`, if there are any."""
     reject_dtensors(op, q, k, v, g, beta, state)
-    check_tensor(op, "q", q, ("B", "T", "G", "K"), q.device)
+    check_tensor(op, "q", q, ("B", "T", "G", "K"))
     batch, tokens, groups, width = q.shape
     check_tensor(op, "k", k, q.shape, q.device, q.dtype)
     check_tensor(op, "v", v, (batch, tokens, "R", "V"), q.device, q.dtype)
@@ -228,10 +227,8 @@ def check_operands(
         )
     for name, gate in (("g", g), ("beta", beta)):
         check_tensor(op, name, gate, v.shape[:3], q.device)
-    if state is not None:
-        check_tensor(
-            op, "state" if dtypes else "initial_state", state, (batch, heads, width, v.shape[3]), q.device, *dtypes
-        )
+    name = "state" if dtypes else "initial_state"
+    check_tensor(op, name, state, (batch, heads, width, v.shape[3]), q.device, *dtypes, optional=True)
 
 
 def _wide_state(q: Tensor, v: Tensor, initial_state: Tensor | None) -> tuple[torch.dtype, Tensor]:

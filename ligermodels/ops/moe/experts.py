@@ -109,13 +109,12 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | Non
         InputError: shapes, dtypes or devices do not fit, or (in the loop) the offsets decrease or do not end at R.
     """
     reject_dtensors("grouped_mm", x, weights, offsets, biases)
-    check_tensor("grouped_mm", "x", x, ("R", "K"), x.device)
+    check_tensor("grouped_mm", "x", x, ("R", "K"))
     check_tensor("grouped_mm", "weights", weights, ("E", "M", x.shape[1]), x.device, weights.dtype)
     if len(weights) == 0:
         raise InputError(f"grouped_mm: weights {tuple(weights.shape)} are of no expert; give at least one")
     check_tensor("grouped_mm", "offsets", offsets, (len(weights),), x.device, torch.int32)
-    if biases is not None:
-        check_tensor("grouped_mm", "biases", biases, tuple(weights.shape[:2]), x.device, weights.dtype)
+    check_tensor("grouped_mm", "biases", biases, weights.shape[:2], x.device, weights.dtype, optional=True)
     x, weights, biases = under_autocast(x, weights, biases)
     if x.dtype != weights.dtype:
         raise InputError(f"grouped_mm: weights must be of x's dtype {x.dtype}, got {weights.dtype}")

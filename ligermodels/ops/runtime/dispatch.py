@@ -69,7 +69,7 @@ class set_backend:
 
     Example:
         >>> with set_backend("reference"):
-        ...     y = rms_norm(x, weight, 1e-6)
+        ...     y = rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
     """
 
     def __init__(self, backend: Backend | None) -> None:

@@ -54,8 +54,8 @@ def _has_shape(sizes: torch.Size, shape: Shape) -> bool:
 
 
 def check_rows(op: str, name: str, x: Tensor, **weights: Tensor | None) -> None:
-    """Raises InputError unless x, the argument `name`, is floating (..., N) with N > 0, and each of the `weights`, by
-    their names, is floating (N,) on x's device or None."""
+    """Raises InputError, naming `op`, unless x, the argument `name`, is floating (..., N) with N > 0, and each of the
+    `weights`, by their names, is floating (N,) on x's device or None."""
     check_tensor(op, name, x, (..., "N"))
     if x.shape[-1] == 0:
         raise InputError(f"{op}: {name} must be of shape (..., N) with N > 0; got {tuple(x.shape)}")
