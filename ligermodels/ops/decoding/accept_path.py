@@ -112,18 +112,18 @@ def accept_path(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or only one of accept_mask and scores is given.
     """
-    given = tokens, positions, choices, states
-    _check(sequences, tree, *given, eos, accept_mask, scores)
+    inputs = tokens, positions, choices, states
+    _check(sequences, tree, *inputs, eos, accept_mask, scores)
     if not use_kernels(states, sequences.hidden) or _tile(tree) > TILE:
-        return accept_path_reference(sequences, tree, *given, eos, max_new_tokens, accept_mask, scores)
-    places, state = vars(tree).values(), vars(sequences).values()
-    return _accept_path(*given, *places, eos, accept_mask, scores, *state, max_new_tokens)
+        return accept_path_reference(sequences, tree, *inputs, eos, max_new_tokens, accept_mask, scores)
+    paths, state = vars(tree).values(), vars(sequences).values()
+    return _accept_path(*inputs, *paths, eos, accept_mask, scores, *state, max_new_tokens)
 
 
 def _tile(tree: Paths) -> int:
     """Nodes times path positions that a program holds."""
-    nodes, places = map(power_of_2_above, tree.retrieve_indices.shape)
-    return nodes * places
+    nodes, length = map(power_of_2_above, tree.retrieve_indices.shape)
+    return nodes * length
 
 
 def _check(
@@ -155,18 +155,18 @@ def accept_path_reference(
     if len(tree.depth) == 1 and sequences.root.device.type == "cpu":
         return _accept_root(sequences, choices[:, 0], states[:, 0], eos, max_new_tokens)
     last = _furthest(sequences.cache_seqlens, tree, tokens, positions, choices, accept_mask, scores)
-    each, place = (torch.arange(size, device=last.device) for size in (len(last), tree.retrieve_indices.shape[1]))
+    row, offset = (torch.arange(size, device=last.device) for size in (len(last), tree.retrieve_indices.shape[1]))
     path, level = tree.retrieve_indices[last], tree.depth[last]
-    choice, hidden, slots = choices[each, last], states[each, last], sequences.cache_seqlens[:, None] + path
+    choice, hidden, slots = choices[row, last], states[row, last], sequences.cache_seqlens[:, None] + path
 
     new = tokens.gather(1, path.roll(-1, dims=1)).scatter(1, level[:, None], choice[:, None])  # then padding
     met = (new[..., None] == eos).any(dim=-1)  # torch.isin may sort, and sorting waits for the device
-    end = torch.where(met, place, len(place)).amin(dim=1)
+    end = torch.where(met, offset, len(offset)).amin(dim=1)
     taken = torch.minimum(torch.minimum(level, end) + 1, max_new_tokens - sequences.count)
     taken = taken.masked_fill(sequences.done, 0)
     sequences.steps.add_(~sequences.done)
     # Tokens written past the accepted ones are overwritten by the next step, or never read.
-    sequences.text.scatter_(1, (sequences.start + sequences.count)[:, None] + place, new)
+    sequences.text.scatter_(1, (sequences.start + sequences.count)[:, None] + offset, new)
     sequences.count.add_(taken)
     sequences.done.logical_or_((end < taken) | (sequences.count == max_new_tokens))
     sequences.cache_seqlens.add_((level + 1).masked_fill(sequences.done, 0))
@@ -208,8 +208,8 @@ def _furthest(
     if scores is None:
         return reached.argmax(dim=1)
     total = torch.zeros_like(scores)
-    for place in range(1, tree.retrieve_indices.shape[1]):  # from the root down, the order in which the kernel adds
-        total = total + torch.where(place <= tree.depth, scores[:, tree.retrieve_indices[:, place]], 0)
+    for level in range(1, tree.retrieve_indices.shape[1]):  # from the root down, the order in which the kernel adds
+        total = total + torch.where(level <= tree.depth, scores[:, tree.retrieve_indices[:, level]], 0)
     return total.masked_fill(reached < reached.amax(dim=1, keepdim=True), -math.inf).argmax(dim=1)
 
 

@@ -126,18 +126,21 @@ def _visible(q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, window: int | No
     (B, T), S = q.shape[:2], k_cache.shape[1]
     slot, length = torch.arange(S, device=q.device).expand(B, S), cache_seqlens[:, None].long()
     if tree_mask is None:
-        place, position = slot, length + torch.arange(T, device=q.device)  # of slots (B, S) and of new tokens (B, T)
-        visible = place[:, None] <= position[:, :, None]
+        slot_position, position = (
+            slot,
+            length + torch.arange(T, device=q.device),
+        )  # of slots (B, S) and of new tokens (B, T)
+        visible = slot_position[:, None] <= position[:, :, None]
     else:
         node = slot - length
         new = (node >= 0) & (node < T)
         node = node.clamp(0, T - 1)
         mask = tree_mask.expand(B, T, T)
         position = length + mask.sum(-1) - 1
-        place = torch.where(new, position.gather(1, node), slot)
+        slot_position = torch.where(new, position.gather(1, node), slot)
         visible = (slot < length)[:, None] | (new[:, None] & mask.gather(2, node[:, None].expand(B, T, S)))
     if window is not None:
-        visible = visible & (place[:, None] > position[:, :, None] - window)
+        visible = visible & (slot_position[:, None] > position[:, :, None] - window)
     return visible
 
 

@@ -131,8 +131,8 @@ def _glu(
     layouts = by_row, tail, rows or not columns, columns
     reject_dtensors(op, gate_up)
     check_last(op, "gate_up", gate_up, 2 * ALIGNMENT)
-    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, *layouts, options)
-    return found
+    y: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, *layouts, options)
+    return y
 
 
 @kernel

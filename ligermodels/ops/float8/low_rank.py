@@ -43,8 +43,8 @@ def project(
     (N, K), R = x.shape, w.shape[1]
     if not use_kernels(w):
         with without_autocast(x):
-            found = (_numbers(x, scale) @ w.float()).mul_(alpha)
-        out.copy_(found)
+            product = (_numbers(x, scale) @ w.float()).mul_(alpha)
+        out.copy_(product)
         if amax is not None and unit is not None:
             update_amax(out.float() / unit.unsqueeze(1), amax)
     elif out.numel():
@@ -72,8 +72,8 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
     (N, K), R = x.shape, d.shape[1]
     if not use_kernels(d):
         with without_autocast(x):
-            found = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
-        out.copy_(found.t() if transposed else found)
+            product = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
+        out.copy_(product.t() if transposed else product)
         return
     if not out.numel() or not N:
         out.zero_()

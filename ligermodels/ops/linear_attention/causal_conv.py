@@ -62,13 +62,13 @@ def causal_conv_reference(
     inputs, taps = inputs.to(wide), weight.to(wide)
     first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
     sources = None if tree is None else conv_sources(*tree, width)
-    place = torch.arange(tokens, device=x.device)
+    token = torch.arange(tokens, device=x.device)
     total = torch.zeros((), dtype=wide, device=x.device)
     for back in range(width):
         start = width - 1 - back
         seen = inputs[:, start : start + tokens] if sources is None else inputs[:, sources[:, back]]
         if first is not None:
-            seen = seen.masked_fill((place - back < first)[:, None], 0)
+            seen = seen.masked_fill((token - back < first)[:, None], 0)
         total = total + seen * taps[:, start]
     return F.silu(total).to(x.dtype)
 
@@ -95,8 +95,8 @@ def conv_sources(parent: Tensor, depth: Tensor, width: int) -> Tensor:
 
 def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Int32 (T,): the first token of each token's document."""
-    place = torch.arange(x.shape[1], device=x.device)
-    return cu_seqlens[torch.bucketize(place, cu_seqlens[1:], right=True)]
+    token = torch.arange(x.shape[1], device=x.device)
+    return cu_seqlens[torch.bucketize(token, cu_seqlens[1:], right=True)]
 
 
 def _check(

@@ -61,8 +61,8 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
     check_tensor(op, "x", x, ("B", "N", "C"), x.device)
     _check_inputs(op, x, None, inputs, inputs.shape[1] + 1)
     check_tensor(op, "node", node, (x.shape[0],), x.device, torch.long)
-    for name, each in (("parent", parent), ("depth", depth)):
-        check_tensor(op, f"tree's {name}", each, (x.shape[1],), x.device, torch.long)
+    for name, nodes in (("parent", parent), ("depth", depth)):
+        check_tensor(op, f"tree's {name}", nodes, (x.shape[1],), x.device, torch.long)
     if not use_kernels(inputs, x):
         commit_conv_inputs_reference(inputs, x, node, tree)
     else:
@@ -71,9 +71,9 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
 
 def commit_conv_inputs_reference(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tensor, Tensor]) -> None:
     """The specification of `commit_conv_inputs`, in plain torch, with the same arguments inputs, x, node and tree."""
-    places = conv_sources(*tree, inputs.shape[1])[node].flip(1) + 1  # indices into the inputs followed by x
+    sources = conv_sources(*tree, inputs.shape[1])[node].flip(1) + 1  # indices into the inputs followed by x
     sequence = torch.arange(len(x), device=x.device)[:, None]
-    inputs.copy_(torch.cat([inputs, x], dim=1)[sequence, places])
+    inputs.copy_(torch.cat([inputs, x], dim=1)[sequence, sources])
 
 
 def _check_inputs(op: str, x: Tensor, weight: Tensor | None, inputs: Tensor, width: int) -> None:

@@ -98,10 +98,10 @@ def run(
 def aligned_heads(x: Tensor) -> tuple[Any, ...]:
     """`heads_and_strides` of queries or keys. x is copied if its rows have a multiple of ALIGNED elements, but do not
     begin at multiples of ALIGNED: Triton only pipelines aligned loads."""
-    found = heads_and_strides(x)
-    if x.shape[3] % ALIGNED == 0 and any(number % ALIGNED for number in (found[0].data_ptr(), *found[1:])):
-        found = heads_and_strides(x.clone(memory_format=torch.contiguous_format))
-    return found
+    heads = heads_and_strides(x)
+    if x.shape[3] % ALIGNED == 0 and any(number % ALIGNED for number in (heads[0].data_ptr(), *heads[1:])):
+        heads = heads_and_strides(x.clone(memory_format=torch.contiguous_format))
+    return heads
 
 
 class Launch:
@@ -136,14 +136,14 @@ class Launch:
 
     def tiles(self, name: str) -> dict[str, Any]:
         """Constants of the named kernel, with tiles no wider than its tensors."""
-        found: dict[str, Any] = {**self.options, **TILES[name]}
+        constants: dict[str, Any] = {**self.options, **TILES[name]}
         whole_keys, whole_values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
-        found["BLOCK_K"] = min(found.get("BLOCK_K", whole_keys), whole_keys)
-        if "BLOCK_V" in found:
-            found["BLOCK_V"] = min(found["BLOCK_V"], whole_values)
-        if "STAGES" in found and not self.pipelined:
-            found["STAGES"] = 1
-        return found
+        constants["BLOCK_K"] = min(constants.get("BLOCK_K", whole_keys), whole_keys)
+        if "BLOCK_V" in constants:
+            constants["BLOCK_V"] = min(constants["BLOCK_V"], whole_values)
+        if "STAGES" in constants and not self.pipelined:
+            constants["STAGES"] = 1
+        return constants
 
     def prepare(self) -> None:
         """Fills the buffers."""

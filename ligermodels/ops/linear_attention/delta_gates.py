@@ -35,8 +35,8 @@ def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[T
     reject_dtensors(op, *operands)
     check_tensor(op, "a", a, ("B", "T", "R"), a.device)
     check_tensor(op, "b", b, a.shape, a.device, a.dtype)
-    for name, each in (("log_rate", log_rate), ("bias", bias)):
-        check_tensor(op, name, each, a.shape[2:], a.device)
+    for name, parameter in (("log_rate", log_rate), ("bias", bias)):
+        check_tensor(op, name, parameter, a.shape[2:], a.device)
     if not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
         return delta_gates_reference(*operands)
     g, beta = _delta_gates(*operands)

@@ -99,8 +99,8 @@ def _unchanging(bounds: Tensor) -> Tensor:
     """A copy of `bounds`; the same copy until `bounds` is changed in place. fla caches the values that it read on the
     host by the identity of the tensor, and does not notice changes."""
     version = None if bounds.is_inference() else bounds._version
-    known = _COPIES.get(bounds)
-    if known is None or version is None or known[0] != version:
-        known = _COPIES[bounds] = version, bounds.clone()
-    found: Tensor = known[1]
-    return found
+    cached = _COPIES.get(bounds)
+    if cached is None or version is None or cached[0] != version:
+        cached = _COPIES[bounds] = version, bounds.clone()
+    copy: Tensor = cached[1]
+    return copy

@@ -150,10 +150,10 @@ def gated_delta_rule_reference(
     wide, state = _wide_state(q, v, initial_state)
     size = CHUNK if tokens > CHUNK else tokens
     count = -(-tokens // size)
-    place = torch.arange(count * size, device=q.device)
-    document = torch.zeros_like(place)
+    token = torch.arange(count * size, device=q.device)
+    document = torch.zeros_like(token)
     if cu_seqlens is not None:  # the padding of the last chunk belongs to the last document
-        document = torch.bucketize(place.clamp(max=tokens - 1), cu_seqlens[1:], right=True)
+        document = torch.bucketize(token.clamp(max=tokens - 1), cu_seqlens[1:], right=True)
     document = document.view(count, size)
     ancestors = (document[:, :, None] == document[:, None, :]).tril()
     before = torch.cat([document[:1, :1], document[:-1, -1:]])  # the document of the token before each chunk
@@ -266,15 +266,15 @@ class _Chunk:
         self.k, weights = k, beta[..., None]
         # In fp64, because differences are small compared to the sums.
         self.path_decay = (ancestors * g.double()[..., None, :]).sum(-1)
-        apart = (self.path_decay[..., :, None] - self.path_decay[..., None, :]).to(g.dtype)
-        decay = apart.masked_fill(~ancestors, -torch.inf).exp()  # other differences may overflow
+        difference = (self.path_decay[..., :, None] - self.path_decay[..., None, :]).to(g.dtype)
+        decay = difference.masked_fill(~ancestors, -torch.inf).exp()  # other differences may overflow
         kept = (self.path_decay.to(g.dtype).exp() * follows)[..., None]
         self.q_kept, self.attending = kept * q, q @ k.transpose(-1, -2) * decay
         self.u, self.k_kept = weights * v, weights * kept * k
         if k.shape[-2] > 1:
             a = weights * (k @ k.transpose(-1, -2)) * decay.tril(-1)
-            both = torch.cat([self.u, self.k_kept], dim=-1)
-            solved = torch.linalg.solve_triangular(a, both, upper=False, unitriangular=True)
+            right_sides = torch.cat([self.u, self.k_kept], dim=-1)
+            solved = torch.linalg.solve_triangular(a, right_sides, upper=False, unitriangular=True)
             self.u, self.k_kept = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
         self.k_last, self.kept_last = k * decay[..., -1, :, None], kept[..., -1:, :]
 

@@ -45,8 +45,8 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Routes:
         The routes of the N * k rows.
     """
     sorted_experts, order = experts.flatten().sort(stable=True)
-    places = torch.arange(order.numel(), device=order.device)
-    inverse = torch.empty_like(order).scatter_(0, order, places)
+    rows = torch.arange(order.numel(), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     numbers = torch.arange(num_experts, device=order.device)
     return Routes(order, inverse, torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True))
 
@@ -125,7 +125,7 @@ def grouped_mm_reference(x: Tensor, weights: Tensor, offsets: Tensor, biases: Te
     """The specification of `grouped_mm`, in plain torch, with the same arguments x, weights, offsets and biases."""
     parts = x.split(_counts(offsets, x.shape[0]))
     added = [None] * len(parts) if biases is None else biases.unbind()
-    return torch.cat([F.linear(*each) for each in zip(parts, weights.unbind(), added, strict=True)])
+    return torch.cat([F.linear(*operands) for operands in zip(parts, weights.unbind(), added, strict=True)])
 
 
 def _counts(offsets: Tensor, rows: int) -> list[int]:

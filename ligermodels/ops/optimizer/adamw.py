@@ -105,12 +105,12 @@ def _launch(tensors: Sequence[Tensor], numbers: Sequence[float], key: int | None
     n = parameter.numel()
     if not n:
         return
-    first, size, apart = (0, n, 0) if key is None or shard is None else _rows(shard, parameter.shape)
-    aligned = first % 4 == 0 and apart % 4 == 0
+    first, size, distance = (0, n, 0) if key is None or shard is None else _rows(shard, parameter.shape)
+    aligned = first % 4 == 0 and distance % 4 == 0
     blocks = -(-(size if aligned else size + 3) // BLOCK)
     with torch.cuda.device_of(parameter):
         _adamw_step_kernel[(n // size * blocks,)](
-            *tensors, size, blocks, first, apart, *numbers, key or 0,
+            *tensors, size, blocks, first, distance, *numbers, key or 0,
             STOCHASTIC=key is not None, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
