@@ -126,10 +126,8 @@ def _visible(q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, window: int | No
     (B, T), S = q.shape[:2], k_cache.shape[1]
     slot, length = torch.arange(S, device=q.device).expand(B, S), cache_seqlens[:, None].long()
     if tree_mask is None:
-        slot_position, position = (
-            slot,
-            length + torch.arange(T, device=q.device),
-        )  # of slots (B, S) and of new tokens (B, T)
+        slot_position = slot  # (B, S)
+        position = length + torch.arange(T, device=q.device)  # of new tokens (B, T)
         visible = slot_position[:, None] <= position[:, :, None]
     else:
         node = slot - length
