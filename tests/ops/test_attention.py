@@ -256,6 +256,14 @@ def test_no_mask_of_all_pairs_is_kept_on_a_cpu(options: dict[str, Any], queries:
     torch.testing.assert_close(out, attention(q, k, v, backend="reference", **given), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 3}])
+def test_every_size_may_be_symbolic_in_torch_compile(options: dict[str, int]) -> None:
+    compiled = torch.compile(attention, backend="eager", dynamic=True, fullgraph=True)
+    for length, heads in ((5, 4), (7, 6)):
+        q, k = torch.randn(2, length, heads, 8), torch.randn(2, length, 2, 8)
+        torch.testing.assert_close(compiled(q, k, k, **options), attention(q, k, k, **options))
+
+
 def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends have slower kernels for windows."""
     asked = []

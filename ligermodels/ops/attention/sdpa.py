@@ -50,15 +50,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tens
     """Calls torch's function. Without a mask, attention is causal."""
     if q.is_cuda and q.shape[2] != k.shape[2] and _needs_equal_heads(q, mask):
         k, v = repeat_heads(q, k, v)
-    is_causal = mask is None
-    if request.query_length <= 1:  # a branch: torch's function takes no symbolic bool from torch.compile
-        is_causal = False
+    # Branches, because torch's function takes no symbolic bool from torch.compile.
+    options = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    if mask is None and request.query_length > 1:
+        options["is_causal"] = True
     is_long = q.is_cuda and request.query_length >= _LONG and not request.compiling
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if is_long else nullcontext():
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=is_causal,
-            scale=request.softmax_scale, enable_gqa=q.shape[2] != k.shape[2],
-        )  # fmt: skip
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=request.softmax_scale, **options)
     return out.transpose(1, 2)
 
 

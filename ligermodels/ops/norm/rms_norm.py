@@ -298,16 +298,16 @@ def rms_norm_backward(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`add_rms_norm`, (y, sum), if `both`; else `rms_norm`, y, with the residual added to y."""
+    """`add_rms_norm`, (y, sum), if `return_sum`; else `rms_norm`, y, with the residual added to y."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, cast_before, both):
-        ctx.offset, ctx.after = offset, residual is not None and not both
+    def forward(ctx, x, residual, weight, eps, offset, cast_before, return_sum):
+        ctx.offset, ctx.after = offset, residual is not None and not return_sum
         y, total, rstd = _rms_norm_forward(x, residual, weight, ctx.after, eps, offset, cast_before)
         total = x if residual is None or ctx.after else total
         ctx.save_for_backward(total, weight, rstd)
         ctx.set_materialize_grads(False)  # an unused sum costs nothing
-        return (y, total) if both else y
+        return (y, total) if return_sum else y
 
     @staticmethod
     @once_differentiable

@@ -62,8 +62,8 @@ def adamw_step(
             an element the bits that it has in the whole.
 
     Raises:
-        InputError: shapes or devices do not fit, a tensor updated in place is not contiguous, or the kernel has no way
-            to number the elements of the shard: it takes shards in at most two dimensions, the first being one.
+        InputError: shapes or devices do not fit, a tensor updated in place is not contiguous, or stochastic rounding
+            in the kernel meets a shard that is divided in other dimensions than the first and one more.
 
     Example:
         >>> weight, gradient = torch.randn(4, 8), torch.randn(4, 8)

@@ -136,8 +136,8 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     shape = (*cos.shape[:2], *[1] * (x.dim() - 3), half)
     cos, sin = (as_dtype(table.detach(), dtype).view(shape) for table in (cos, sin))
     # `split` takes the CPU longer.
-    x1, x2, rest = torch.split_with_sizes(as_dtype(x, dtype), [half, half, x.shape[-1] - 2 * half], dim=-1)
-    rotated = [torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin), rest]
+    x1, x2, unrotated = torch.split_with_sizes(as_dtype(x, dtype), [half, half, x.shape[-1] - 2 * half], dim=-1)
+    rotated = [torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin), unrotated]
     return as_dtype(torch.cat(rotated, dim=-1), x.dtype)
 
 
@@ -229,7 +229,7 @@ def _rope_merge(
         programs = min(B * T, num_sms(dq.device) * PROGRAMS)
         partial = dq.new_empty((2, programs, head_dim), dtype=torch.float32)
     launch(
-        B * T, head_dim, parts, cos, sin, True, q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, given=qkv,
+        B * T, head_dim, parts, cos, sin, True, q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, norm_input=qkv,
         need_q_norm=need_q_norm, need_k_norm=need_k_norm, partial=partial,
     )  # fmt: skip
     if partial is not None:

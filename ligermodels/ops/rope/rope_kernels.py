@@ -221,7 +221,7 @@ Part = tuple[int, int, Heads, Heads | None]
 def launch(
     rows: int, dim: int, parts: Sequence[Part | None], cos: Tensor | None, sin: Tensor | None, inverse: bool, *,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
-    cast_before: bool = True, given: Tensor | None = None, need_q_norm: bool = False, need_k_norm: bool = False,
+    cast_before: bool = True, norm_input: Tensor | None = None, need_q_norm: bool = False, need_k_norm: bool = False,
     partial: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Normalises and rotates q and k, copies v, each from its source to its destination.
@@ -234,25 +234,25 @@ def launch(
         inverse: whether to compute gradients.
         q_norm, k_norm: weights (dim,) of the norms, or None.
         eps, offset, cast_before: options of the norms.
-        given: packed input of the norms, for their backward pass.
+        norm_input: packed input of the norms, for their backward pass.
         need_q_norm, need_k_norm: whether the gradients of the norms' weights are needed.
         partial: float32 (2, programs, dim), gets each program's part of the gradients of q_norm and k_norm.
     """
-    places: list[Any] = []
+    arguments: list[Any] = []
     heads: dict[str, int] = {}
     most = 1
     has_destination = True
     for name, part in zip("QKV", parts, strict=True):
         count, group_size, source, destination = part or (0, 1, NOWHERE, NOWHERE)
         has_destination = has_destination and destination is not None
-        places += (*source, *(destination or NOWHERE))
+        arguments += (*source, *(destination or NOWHERE))
         block = power_of_2_above(count)
         heads[f"{name}_HEADS"], heads[f"{name}_GROUP"], heads[f"BLOCK_{name}"] = count, group_size, block
         most = max(most, block)
     half, T = (0, 1) if cos is None else (cos.shape[2], cos.shape[1])
     given_heads: list[Any] = [None, *NOWHERE]
-    if given is not None:
-        (q_given, *strides), (k_given, *_), _ = packed_heads(given, heads["Q_GROUP"], dim)
+    if norm_input is not None:
+        (q_given, *strides), (k_given, *_), _ = packed_heads(norm_input, heads["Q_GROUP"], dim)
         given_heads = [q_given, k_given, *strides]
     block = power_of_2_above((dim + 1) // 2)
     weight = k_norm if q_norm is None else q_norm
@@ -264,7 +264,7 @@ def launch(
         of_a_token = sum(heads[f"BLOCK_{name}"] for name in "QKV") * 2 * block * 4 * (2 if inverse else 1)
         stages = min(max(shared_memory(weight.device) // of_a_token, 1), STAGES)
     _rope_kernel[(programs,)](
-        *places, *strided_tables(cos, sin), T, contiguous(q_norm), contiguous(k_norm), eps, offset, *given_heads,
+        *arguments, *strided_tables(cos, sin), T, contiguous(q_norm), contiguous(k_norm), eps, offset, *given_heads,
         partial, rows, -(-rows // max(programs, 1)), **heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         CAST_BEFORE=cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
         NEED_Q_NORM=need_q_norm, NEED_K_NORM=need_k_norm, HALF=half, DIM=dim, BLOCK=block, STAGES=stages,
@@ -304,5 +304,5 @@ def packed_heads(qkv: Tensor, group_size: int, head_dim: int) -> list[Heads]:
     """The layouts of q, k and v in a packed qkv (B, T, ...): group_size query heads of head_dim channels, a key and a
     value for each key/value head."""
     (qkv, row), width = _tokens(qkv), (group_size + 2) * head_dim
-    starts = (qkv.narrow(2, place * head_dim, head_dim) for place in (0, group_size, group_size + 1))
+    starts = (qkv.narrow(2, index * head_dim, head_dim) for index in (0, group_size, group_size + 1))
     return [Heads(start, row, width, head_dim) for start in starts]

@@ -9,7 +9,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 
 Shape = tuple[Any, ...]
-"""Sizes; a letter stands for any size, and a leading `...` for any dimensions before the others."""
+"""Sizes. A letter stands for any size, a leading `...` for any number of dimensions."""
 
 
 def check_tensor(
@@ -21,14 +21,14 @@ def check_tensor(
     *dtypes: torch.dtype,
     optional: bool = False,
 ) -> None:
-    """Raises InputError unless x is a tensor that an op can take.
+    """Raises InputError unless x is a tensor of this shape, device and dtype.
 
     Args:
-        op, name: the op and its argument, for the message.
+        op, name: the op and its argument x, for the message.
         x: the argument.
-        shape: the sizes that it must have, see `Shape`.
-        device: the device that it must be on; None for any.
-        dtypes: the dtypes that it may have; without any, every floating one.
+        shape: its sizes, see `Shape`.
+        device: its device; None for any.
+        dtypes: its dtype is one of these; if there are none, any floating dtype.
         optional: whether x may be None.
     """
     if x is None and optional:
@@ -46,7 +46,7 @@ def check_tensor(
 
 
 def _has_shape(sizes: torch.Size, shape: Shape) -> bool:
-    if shape[:1] == (...,):
+    if shape and shape[0] is ...:
         sizes, shape = sizes[max(len(sizes) - len(shape) + 1, 0) :], shape[1:]
     return len(sizes) == len(shape) and all(
         isinstance(expected, str) or size == expected for size, expected in zip(sizes, shape, strict=True)
