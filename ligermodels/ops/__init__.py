@@ -1,4 +1,6 @@
-"""Tensors in, tensors out: each op has a torch reference, Triton kernels, and one public function that chooses."""
+"""Ops, functions from tensors to tensors.
+
+Each op has a reference in plain torch, Triton kernels, and one public function that chooses between them."""
 
 from ligermodels.arguments import Quantized
 from ligermodels.ops.attention.attention import attention

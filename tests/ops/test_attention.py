@@ -256,6 +256,14 @@ def test_no_mask_of_all_pairs_is_kept_on_a_cpu(options: dict[str, Any], queries:
     torch.testing.assert_close(out, attention(q, k, v, backend="reference", **given), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 3}])
+def test_every_size_may_be_symbolic_in_torch_compile(options: dict[str, int]) -> None:
+    compiled = torch.compile(attention, backend="eager", dynamic=True, fullgraph=True)
+    for length, heads in ((5, 4), (7, 6)):
+        q, k = torch.randn(2, length, heads, 8), torch.randn(2, length, 2, 8)
+        torch.testing.assert_close(compiled(q, k, k, **options), attention(q, k, k, **options))
+
+
 def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends have slower kernels for windows."""
     asked = []
@@ -269,11 +277,13 @@ def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
-    with pytest.raises(InputError, match="do not fit"):
+    with pytest.raises(InputError, match=r"q must be floating of shape \(B, T, Hq, D\)"):
+        attention(q[0], k, k)
+    with pytest.raises(InputError, match=r"k must be floating of shape \(1, S, Hkv, 8\) on cpu; got .* \(1, 4, 2, 7\)"):
         attention(q, k[..., :7], k[..., :7])
-    with pytest.raises(InputError, match="do not fit"):
+    with pytest.raises(InputError, match=r"v must be floating of shape \(1, 4, 2, Dv\)"):
         attention(q, k, k[:, :, :1])
-    with pytest.raises(InputError, match="do not fit"):
+    with pytest.raises(InputError, match="q has 3 heads, k 2"):
         attention(q[:, :, :3], k, k)
     with pytest.raises(InputError, match="4 queries but only 3 keys"):
         attention(q, k[:, :3], k[:, :3])

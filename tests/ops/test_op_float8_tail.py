@@ -181,5 +181,5 @@ def test_bad_tails() -> None:
         lambda: float8_swiglu(x, E4M3, E5M2, tail=16),
         lambda: float8_add_rms_norm(x, None, w, 1e-5, E4M3, tail=16),
     ):
-        with pytest.raises(InputError, match="tail: goes with by_row alone"):
+        with pytest.raises(InputError, match="tail: 16 goes with by_row=True only"):
             call()

@@ -1,7 +1,7 @@
-"""flash-attn 4 as two opaque ops, forward and backward, so that torch.compile does not look into it.
+"""flash-attn 4 as two opaque ops, forward and backward, so that torch.compile does not trace into it.
 
-Its public functions are autograd functions that torch.compile cannot trace, so the two passes below them are called;
-both are looked up by name, and were tried with flash-attn-4 4.0.0b36.
+The public functions of flash-attn 4 are autograd functions that torch.compile cannot trace, so these ops call its
+forward and backward pass directly. Both are private functions, tried with flash-attn-4 4.0.0b36.
 """
 
 from typing import Any
@@ -16,8 +16,19 @@ def flash_attention_4(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, softmax_scale: float, window: int | None,
     softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention (B, T, Hq, D) of q over k, v (B, S, Hkv, D), of which queries have the last T places; packed,
-    they come without the first dimension."""
+    """Causal attention by flash-attn 4, with gradients.
+
+    Args:
+        q: (B, T, Hq, D), or (T, Hq, D) with cu_seqlens. Queries are the last T of the S tokens.
+        k, v: (B, S, Hkv, D), or (S, Hkv, D) with cu_seqlens.
+        cu_seqlens: int32 (n + 1,), bounds of packed sequences, or None.
+        softmax_scale: factor on q·k.
+        window: number of keys that a query sees, its own included; None for all.
+        softcap: bound of the scores; None for no bound.
+
+    Returns:
+        The shape and dtype of q.
+    """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, _ = _FlashAttention4.apply(q, k, v, cu_seqlens, softmax_scale, window, softcap)
     return out
@@ -26,14 +37,15 @@ def flash_attention_4(
 def flash_options(
     q: Tensor, k: Tensor, cu_seqlens: Tensor | None, softmax_scale: float, softcap: float | None
 ) -> dict[str, Any]:
-    """The options that all versions of flash-attn name alike."""
+    """The options that have the same names in all versions of flash-attn, for q, k, cu_seqlens, softmax_scale and
+    softcap of `flash_attention_4`."""
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": True, "softcap": softcap or 0.0}
     if cu_seqlens is not None:
-        # Queries are those of the last places. Sequences that end before have keys alone, whose gradients are zero.
-        hidden = k.shape[0] - q.shape[0]
-        of_queries = cu_seqlens if hidden == 0 else (cu_seqlens - hidden).clamp(min=0)
-        # The longest sequence would cost a sync to learn; the row's length bounds it.
-        options |= {"cu_seqlens_q": of_queries, "cu_seqlens_k": cu_seqlens}
+        # Queries are the last tokens. Sequences that end before the first query have keys only, with zero gradients.
+        first_query = k.shape[0] - q.shape[0]
+        query_bounds = cu_seqlens if first_query == 0 else (cu_seqlens - first_query).clamp(min=0)
+        # Reading the length of the longest sequence would cost a sync; the row's length bounds it.
+        options |= {"cu_seqlens_q": query_bounds, "cu_seqlens_k": cu_seqlens}
         options |= {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
     return options
 
@@ -47,7 +59,7 @@ def _flash_attention_4_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, softmax_scale: float, window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result, and the log of the sum of exponentials, ([B,] Hq, T) float32, for the backward pass."""
+    """The result; for the backward pass the logarithm of the sum of exponentials, ([B,] Hq, T) float32."""
     if is_fake(q):
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)

@@ -1,6 +1,6 @@
 """The end of a speculative decoding step: accept a path of the candidate tree and advance the sequences by it.
 
-In plain torch these are some forty tiny operations, whose launches take longer than their work.
+Plain torch needs some forty tiny operations for it, and launching them takes longer than their work.
 """
 
 import math
@@ -15,8 +15,8 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, contiguous
 
-TILE = 16384  # nodes times places that a program holds; the reference serves larger trees
-CHANNELS = 4096  # of the hidden state that a program copies at once
+TILE = 16384  # nodes times path positions that a program holds; the reference serves larger trees
+CHANNELS = 4096  # channels of the hidden state that a program copies at once
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sequences:
     start, count: long (B,), the prompt's length and the number of new tokens after it.
     cache_seqlens: long (B,), the number of tokens in the cache. The token at position p is in slot p.
     root: long (B,), the last new token. It is accepted, but not in the cache yet.
-    hidden: (B, H), the hidden state from which the root was chosen.
+    hidden: (B, H), the hidden state that gave the root's logits.
     done, steps: bool and long (B,), whether the sequence has ended, and the number of steps it took.
 
     Raises InputError unless they are of these shapes and dtypes, contiguous, and on one device: once, not at each step.
@@ -55,7 +55,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Paths:
-    """The paths of a tree of N nodes, of which node 0 is the root.
+    """The paths of a tree of N nodes; node 0 is the root.
 
     parent, depth: long (N,), each node's parent (the root's is the root), and its distance from the root.
     retrieve_indices: long (N, P), the nodes from the root to each node, the last one repeated to fill; P > depth.
@@ -85,38 +85,45 @@ def accept_path(
     accept_mask: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> Tensor:
-    """Accepts a path of a tree of N candidates for each sequence, and advances the sequence by its tokens and the token
-    chosen after it.
+    """Accepts a path of a tree of N candidates for each sequence, and advances the sequence by the path's tokens and by
+    the token that the model chose after them.
 
-    The path leads to the deepest node that is accepted together with all its ancestors. The root, node 0, always is.
-    Another node is, if its token equals the model's choice after its parent (or where accept_mask is True, if given),
-    and if its position is the sequence's cache length plus its depth. Ties are broken by the greatest sum of scores
-    along the path, then by the lowest index. A sequence ends with the first EOS token that it gains, or with its
+    The path leads to the deepest node that is accepted together with all its ancestors. The root, node 0, is always
+    accepted. Another node is accepted if its token equals the model's choice after its parent (or if accept_mask is
+    True), and if its position is the sequence's cache length plus its depth. Ties are broken by the greatest sum of
+    scores along the path, then by the lowest index. A sequence ends with the first EOS token that it gains, or with its
     max_new_tokens-th token. Sequences that are done do not change, except for text past their end.
 
-    sequences: changed in place, all but `start`.
-    tokens, positions, choices: long (B, N), each node's token, its position, and the model's choice after it.
-    states: (B, N, H), the hidden states from which these were chosen.
-    eos: long (E,).
-    accept_mask, scores: bool and float32 (B, N), given together: which nodes' tokens are acceptable, and their scores,
-        which are not NaN where accept_mask is True.
+    Args:
+        sequences: B sequences, updated in place, all tensors but `start`.
+        tree: the paths of the tree.
+        tokens: long (B, N), each node's token.
+        positions: long (B, N), each node's position.
+        choices: long (B, N), the model's choice after each node.
+        states: (B, N, H), floating, the hidden states that gave these choices.
+        eos: long (E,), token ids that end a sequence.
+        max_new_tokens: new tokens after which a sequence ends.
+        accept_mask: bool (B, N), True for nodes with an acceptable token; None for the greedy rule.
+        scores: float32 (B, N), the nodes' scores, not NaN where accept_mask is True; given if accept_mask is.
 
-    Returns long (B, P), the cache slots of the accepted path, where node n is in slot cache_seqlens + n, for
-    `compact_kv_cache`.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Returns:
+        long (B, P), the cache slots of the accepted path, for `compact_kv_cache`; node n is in slot cache_seqlens + n.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or only one of accept_mask and scores is given.
     """
-    given = tokens, positions, choices, states
-    _check(sequences, tree, *given, eos, accept_mask, scores)
+    inputs = tokens, positions, choices, states
+    _check(sequences, tree, *inputs, eos, accept_mask, scores)
     if not use_kernels(states, sequences.hidden) or _tile(tree) > TILE:
-        return accept_path_reference(sequences, tree, *given, eos, max_new_tokens, accept_mask, scores)
-    places, state = vars(tree).values(), vars(sequences).values()
-    return _accept_path(*given, *places, eos, accept_mask, scores, *state, max_new_tokens)
+        return accept_path_reference(sequences, tree, *inputs, eos, max_new_tokens, accept_mask, scores)
+    paths, state = vars(tree).values(), vars(sequences).values()
+    return _accept_path(*inputs, *paths, eos, accept_mask, scores, *state, max_new_tokens)
 
 
 def _tile(tree: Paths) -> int:
-    """Nodes times places, as a program holds them."""
-    nodes, places = map(power_of_2_above, tree.retrieve_indices.shape)
-    return nodes * places
+    """Nodes times path positions that a program holds."""
+    nodes, length = map(power_of_2_above, tree.retrieve_indices.shape)
+    return nodes * length
 
 
 def _check(
@@ -127,7 +134,7 @@ def _check(
     B, N, H = sequences.root.numel(), tree.depth.numel(), sequences.hidden.shape[-1]
     reject_dtensors(op, tokens, states, sequences.hidden)
     if tree.depth.device != device:
-        raise InputError(f"{op}: tree must be on {device}, as the sequences are; it is on {tree.depth.device}")
+        raise InputError(f"{op}: tree must be on {device}, the device of the sequences; it is on {tree.depth.device}")
     for name, x in (("tokens", tokens), ("positions", positions), ("choices", choices)):
         check_tensor(op, name, x, (B, N), device, torch.long)
     check_tensor(op, "states", states, (B, N, H), device, states.dtype)
@@ -136,29 +143,30 @@ def _check(
         check_tensor(op, "accept_mask", accept_mask, (B, N), device, torch.bool)
         check_tensor(op, "scores", scores, (B, N), device, torch.float32)
     elif accept_mask is not scores:
-        raise InputError(f"{op}: accept_mask and scores must be given together")
+        raise InputError(f"{op}: accept_mask and scores must be given together, or neither")
 
 
 def accept_path_reference(
     sequences: Sequences, tree: Paths, tokens: Tensor, positions: Tensor, choices: Tensor, states: Tensor,
     eos: Tensor, max_new_tokens: int, accept_mask: Tensor | None = None, scores: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The specification of `accept_path`, in plain torch; the same arguments."""
+    """The specification of `accept_path`, in plain torch, with the same arguments: sequences, tree, tokens, positions,
+    choices, states, eos, max_new_tokens, accept_mask and scores."""
     if len(tree.depth) == 1 and sequences.root.device.type == "cpu":
         return _accept_root(sequences, choices[:, 0], states[:, 0], eos, max_new_tokens)
     last = _furthest(sequences.cache_seqlens, tree, tokens, positions, choices, accept_mask, scores)
-    each, place = (torch.arange(size, device=last.device) for size in (len(last), tree.retrieve_indices.shape[1]))
+    row, offset = (torch.arange(size, device=last.device) for size in (len(last), tree.retrieve_indices.shape[1]))
     path, level = tree.retrieve_indices[last], tree.depth[last]
-    choice, hidden, slots = choices[each, last], states[each, last], sequences.cache_seqlens[:, None] + path
+    choice, hidden, slots = choices[row, last], states[row, last], sequences.cache_seqlens[:, None] + path
 
     new = tokens.gather(1, path.roll(-1, dims=1)).scatter(1, level[:, None], choice[:, None])  # then padding
-    met = (new[..., None] == eos).any(dim=-1)  # torch.isin may sort, which waits for the device
-    end = torch.where(met, place, len(place)).amin(dim=1)
+    met = (new[..., None] == eos).any(dim=-1)  # torch.isin may sort, and sorting waits for the device
+    end = torch.where(met, offset, len(offset)).amin(dim=1)
     taken = torch.minimum(torch.minimum(level, end) + 1, max_new_tokens - sequences.count)
     taken = taken.masked_fill(sequences.done, 0)
     sequences.steps.add_(~sequences.done)
-    # What is written past the tokens taken is overwritten by the next step, or never read.
-    sequences.text.scatter_(1, (sequences.start + sequences.count)[:, None] + place, new)
+    # Tokens written past the accepted ones are overwritten by the next step, or never read.
+    sequences.text.scatter_(1, (sequences.start + sequences.count)[:, None] + offset, new)
     sequences.count.add_(taken)
     sequences.done.logical_or_((end < taken) | (sequences.count == max_new_tokens))
     sequences.cache_seqlens.add_((level + 1).masked_fill(sequences.done, 0))
@@ -168,8 +176,8 @@ def accept_path_reference(
 
 
 def _accept_root(sequences: Sequences, choice: Tensor, hidden: Tensor, eos: Tensor, max_new_tokens: int) -> Tensor:
-    """`accept_path` of a root alone, a step of plain decoding: a third of the operations, which take a CPU longer than
-    their work does."""
+    """`accept_path` for a tree of the root alone, a step of plain decoding. It takes a third of the operations; on a
+    CPU their overhead is larger than their work."""
     slots = sequences.cache_seqlens[:, None].clone()
     going = ~sequences.done
     sequences.steps.add_(going)
@@ -189,7 +197,8 @@ def _furthest(
     cache_seqlens: Tensor, tree: Paths, tokens: Tensor, positions: Tensor, choices: Tensor,
     accept_mask: Tensor | None, scores: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Long (B,): the deepest node that is right with all its ancestors; of several, that of the highest path score."""
+    """Long (B,): the deepest node that is accepted with all its ancestors; among several, the highest path score
+    wins."""
     if len(tree.depth) == 1:
         return torch.zeros_like(cache_seqlens)
     right = tokens == choices[:, tree.parent] if accept_mask is None else accept_mask
@@ -199,8 +208,8 @@ def _furthest(
     if scores is None:
         return reached.argmax(dim=1)
     total = torch.zeros_like(scores)
-    for place in range(1, tree.retrieve_indices.shape[1]):  # from the root down: in the order in which the kernel adds
-        total = total + torch.where(place <= tree.depth, scores[:, tree.retrieve_indices[:, place]], 0)
+    for level in range(1, tree.retrieve_indices.shape[1]):  # from the root down, the order in which the kernel adds
+        total = total + torch.where(level <= tree.depth, scores[:, tree.retrieve_indices[:, level]], 0)
     return total.masked_fill(reached < reached.amax(dim=1, keepdim=True), -math.inf).argmax(dim=1)
 
 
@@ -210,7 +219,7 @@ def _accept_path_kernel(
     text, start, count, cache_seqlens, root, hidden, done, steps, slots, N, P, H, W, eos_count, max_new_tokens,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a sequence. It reads all that it changes before any of its threads writes."""
+    """Each program takes a sequence. It reads all values that it changes before any of its threads writes."""
     row = tl.program_id(0).to(tl.int64)
     n, place = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
     length, old = tl.load(cache_seqlens + row), tl.load(count + row)

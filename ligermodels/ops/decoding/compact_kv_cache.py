@@ -1,4 +1,4 @@
-"""Moving the accepted slots of a preallocated cache together, for all layers at once."""
+"""Moving accepted slots of a preallocated cache next to each other, for all layers at once."""
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ MAX_SLOTS = 512  # per sequence; the reference serves more
 
 
 def compact_kv_cache(stored: Tensor, slots: Tensor) -> None:
-    """Moves slot slots[b, i] of sequence b to slot slots[b, 0] + i, in place, all read before any is written.
+    """Moves slot slots[b, i] of sequence b to slot slots[b, 0] + i, in place; all slots are read before any is written.
 
-    stored: (..., B, S, E), contiguous, of any dtype: B sequences of S slots.
-    slots: long (B, P), in [0, S). This is not checked, but slots out of range are neither read nor written.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Args:
+        stored: (..., B, S, E), contiguous, any dtype: B sequences of S slots, E elements per slot.
+        slots: long (B, P), in [0, S). This is not checked, but slots out of range are neither read nor written.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `stored` is not contiguous.
     """
     reject_dtensors("compact_kv_cache", stored, slots)
     if stored.dim() < 3 or not stored.is_contiguous():
@@ -50,7 +53,7 @@ def _compact_kv_cache_kernel(stored, slots, B, S, E, P, BLOCK_P: tl.constexpr, B
     moved = moved[:, None] & (e < E)[None, :]
     stored += layer_row * S * E
     x = tl.load(stored + source[:, None] * E + e[None, :], mask=moved)
-    tl.debug_barrier()  # all threads have read: one's target may be another's source
+    tl.debug_barrier()  # all threads have read: a thread's target may be another thread's source
     tl.store(stored + target[:, None] * E + e[None, :], x, mask=moved)
 
 

@@ -1,7 +1,7 @@
 """Indices of the k largest elements of each row.
 
-torch's top-k takes a dozen kernels and its argmax one program per row: for few long rows, such as the logits of a
-decoding step, both take longer than reading them.
+torch's top-k launches a dozen kernels, and its argmax runs one program per row: for few long rows, such as the logits
+of a decoding step, both take longer than reading the rows.
 """
 
 import torch
@@ -14,15 +14,22 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows
 
 CHUNK = 4096  # elements of a row per program
-MAX_K = 64  # the reference serves more
+MAX_K = 64  # the reference serves larger k
 
 
 def topk_indices(x: Tensor, k: int) -> Tensor:
-    """Indices of the k largest elements of each row, the largest first; of equal ones the lowest index first.
+    """Indices of the k largest elements of each row, the largest first; equal elements are ordered by index. No
+    gradient.
 
-    x: (..., V), floating, any strides. A NaN counts as larger than any number, and all of them as equal.
-    Returns long (..., k). There is no gradient.
-    Raises InputError unless x is floating and 0 <= k <= V.
+    Args:
+        x: (..., V), any floating dtype and strides. NaN counts as larger than any number, and equal to NaN.
+        k: number of indices per row, 0 to V.
+
+    Returns:
+        long (..., k).
+
+    Raises:
+        InputError: x is not floating, or k is out of range.
     """
     reject_dtensors("topk_indices", x)
     if x.dim() == 0 or not x.is_floating_point():
@@ -42,7 +49,7 @@ def topk_indices_reference(x: Tensor, k: int) -> Tensor:
         return x.argmax(-1, keepdim=True)
     if x.dtype == torch.float64:
         return x.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
-    bits = (x.float() + 0.0).view(torch.int32)  # the kernel's keys: to sort would take much longer
+    bits = (x.float() + 0.0).view(torch.int32)  # the kernel's keys: sorting would take much longer
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill_(x.isnan(), 0x7FFFFFFF).long()
     return (order * 2**32 - torch.arange(x.shape[-1], device=x.device)).topk(k).indices
 
@@ -51,10 +58,11 @@ def topk_indices_reference(x: Tensor, k: int) -> Tensor:
 def _topk_indices_kernel(
     x, out, V, k, chunks, x_row, GIVEN: tl.constexpr, FINAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each program finds the k largest elements of a chunk of a row: keys for the next launch, or if FINAL indices.
+    """Each program finds the k largest elements of a chunk of a row, and writes keys for the next launch, or with FINAL
+    indices.
 
-    A key is an int64 that orders by element, then by falling index, so that one maximum gives both. GIVEN: the input
-    consists of keys already."""
+    A key is an int64 that orders by element, then by falling index, so that one maximum gives both. With GIVEN, the
+    input already consists of keys."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
     i = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -65,7 +73,7 @@ def _topk_indices_kernel(
         value = tl.load(x + row * x_row + i, mask=i < V, other=0.0).to(tl.float32)
         value = tl.where(value == 0.0, 0.0, value)  # -0 is equal to it
         bits = value.to(tl.int32, bitcast=True)
-        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # the order of floats is that of their bits, but for signs
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # floats order like their bits, except for the sign
         order = tl.where(value != value, 0x7FFFFFFF, order)
         keys = tl.where(i < V, order.to(tl.int64) * 4294967296 + (0x7FFFFFFF - i), lowest)
     out += (row * chunks + chunk) * k

@@ -20,17 +20,25 @@ def tree_inputs(
     stops: Tensor,
     moving: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and positions of a tree's N nodes for each of B sequences: both long (B, N).
+    """Tokens and positions of the N nodes of a tree, for each of B sequences.
 
-    A node of depth d > 0 and rank r holds the r-th best token of head d - 1, the root, of depth 0, the sequence's root
-    token. A node's position is cache_seqlens + depth, limited to the last position that the sequence may reach.
+    A node of depth d > 0 and rank r holds the r-th best token of head d - 1; the root, of depth 0, holds the sequence's
+    root token. A node's position is cache_seqlens + depth, limited to the last position that the sequence may reach.
 
-    best: long (B, D, W), the W best tokens of each head, with D the tree's depth.
-    root, cache_seqlens: long (B,), each sequence's root token and its position.
-    depth, rank: long (N,), of each node; depth in [0, D], rank in [0, W) below the root.
-    stops: long (S,). A sequence shorter than a stop reaches no position at or past it.
-    moving: a sequence at least this long reaches no position past its root's; None for no such limit.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Args:
+        best: long (B, D, W), the W best tokens of each of D heads; D is the tree's depth.
+        root: long (B,), each sequence's root token.
+        cache_seqlens: long (B,), the position of the root token.
+        depth: long (N,), each node's depth, in [0, D].
+        rank: long (N,), each node's rank, in [0, W) below the root.
+        stops: long (S,). A sequence shorter than a stop reaches no position at or past the stop.
+        moving: a sequence at least this long reaches no position past its root; None for no such limit.
+
+    Returns:
+        Tokens and positions, both long (B, N).
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
     reject_dtensors("tree_inputs", best, root)
     B, N = len(best), len(depth)
@@ -52,7 +60,8 @@ def tree_inputs_reference(
     best: Tensor, root: Tensor, cache_seqlens: Tensor, depth: Tensor, rank: Tensor, stops: Tensor,
     moving: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The specification of `tree_inputs`, in plain torch; the same arguments."""
+    """The specification of `tree_inputs`, in plain torch, with the same arguments: best, root, cache_seqlens, depth,
+    rank, stops and moving."""
     cache_seqlens = cache_seqlens[:, None]
     below = torch.cat([root[:, None], best.flatten(1)], dim=1)
     tokens = below[:, torch.where(depth > 0, (depth - 1) * best.shape[2] + rank + 1, 0)]

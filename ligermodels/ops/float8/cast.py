@@ -1,7 +1,7 @@
 """Casts to float8 with the exact maximum of the tensor or of each row, and the transposition of bytes.
 
-With one scale, two passes over the tensor: one for its maximum, one that reads it again and writes either layout or
-both. With a scale for each row, one pass: see `cast_by_row`.
+With one scale per tensor a cast takes two passes: the first computes the maximum, the second reads the tensor again and
+writes one layout or both. With one scale per row it takes one pass, see `cast_by_row`.
 """
 
 import torch
@@ -33,15 +33,23 @@ from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 def float8_cast(
     x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = False, by_row: bool = False, tail: int = 0
 ) -> Float8Tensor:
-    """x as float8, with the scale of its exact maximum or of those of its rows, rounded to nearest even; no gradient.
+    """x as float8, scaled by its exact maximum and rounded to nearest even. No gradient.
 
-    x: (..., N), any floating dtype and strides, N a multiple of 16; a Float8Tensor is returned as it is, whatever its
-        scales, or with a layout added.
-    dtype: torch.float8_e4m3fn or torch.float8_e5m2. rows, columns: the layouts wanted.
-    by_row: a scale for each row, of its own maximum, which goes with rows alone.
-    tail: columns of memory after each row, a multiple of 16, for what a layer multiplies beside its weight: see
-        `ops.float8.tail`.
-    Raises InputError for another dtype, shape or tail, for columns by_row, and for DTensors.
+    Args:
+        x: (..., N), any floating dtype and strides, N a multiple of 16. A Float8Tensor keeps its values and scales; a
+            missing layout is added.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rows: whether the result has the row-major layout.
+        columns: whether the result has the transposed layout.
+        by_row: one scale per row, from the row's maximum, instead of one per tensor; without the transposed layout.
+        tail: columns of memory after each row, a multiple of 16, for factors that a layer multiplies together with x:
+            see `ops.float8.tail`.
+
+    Returns:
+        A Float8Tensor of x's shape and dtype.
+
+    Raises:
+        InputError: wrong dtype, shape or tail, `columns` together with `by_row`, or a DTensor.
     """
     check_tail("float8_cast", tail)
     if by_row and columns:
@@ -61,24 +69,28 @@ def float8_cast(
 
 
 def as_float8(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:
-    """Of the results of an op: rows and columns, each without elements if it was not asked for, and the scale."""
+    """A Float8Tensor of this shape and dtype, from the results of an op: `parts` are rows, columns and scale; a layout
+    that is not needed has no elements."""
     rows, columns, scale = parts
     return Float8Tensor(rows if rows.dim() == 2 else None, columns if columns.dim() == 2 else None, scale, shape, dtype)
 
 
 def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
-    """x with at least the layouts wanted: one that it lacks is its other one, transposed."""
+    """x with at least the needed layouts, `rows` or `columns`; a missing layout is the other layout, transposed."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
-    there, more = x.wide, x.columns
-    if rows and there is None and more is not None:
-        there = float8_transpose(more)[:M, :N].contiguous()  # N is its own padding
-    if columns and more is None and there is not None:
-        more = float8_transpose(there[:, :N])
-    return x if there is x.wide and more is x.columns else Float8Tensor(there, more, x.scale, x.shape, x.dtype)
+    row_major, transposed = x.wide, x.columns
+    if rows and row_major is None and transposed is not None:
+        row_major = float8_transpose(transposed)[:M, :N].contiguous()  # N has no padding: it is a multiple of 16
+    if columns and transposed is None and row_major is not None:
+        transposed = float8_transpose(row_major[:, :N])
+    if row_major is x.wide and transposed is x.columns:
+        return x
+    return Float8Tensor(row_major, transposed, x.scale, x.shape, x.dtype)
 
 
 def check_last(op: str, name: str, x: Tensor, multiple: int = ALIGNMENT) -> None:
-    """InputError unless x is floating and its last dimension a multiple of 16, or of another number."""
+    """Raises InputError, naming `op` and the argument `name`, unless x is floating with a last dimension that is a
+    multiple of `multiple`."""
     if x.dim() == 0 or not x.is_floating_point() or x.shape[-1] % multiple:
         raise InputError(
             f"{op}: {name} must be floating, its last dimension a multiple of {multiple}; got {x.dtype} "
@@ -87,10 +99,19 @@ def check_last(op: str, name: str, x: Tensor, multiple: int = ALIGNMENT) -> None
 
 
 def float8_transpose(x: Tensor, tail: int = 0) -> Tensor:
-    """x (M, N) float8, its rows contiguous -> (N, M' + tail), M' being M rounded up to a multiple of 16, zeros beyond M
-    and the tail undefined.
+    """Transposes a float8 matrix.
 
-    Raises InputError unless N and the tail are multiples of 16."""
+    Args:
+        x: (M, N), float8, contiguous rows, N a multiple of 16.
+        tail: columns of memory after each row of the result, a multiple of 16.
+
+    Returns:
+        (N, M' + tail), of x's dtype, where M' is M rounded up to a multiple of 16; zeros from M to M', undefined values
+        in the tail.
+
+    Raises:
+        InputError: x is not such a matrix, or N or the tail is not a multiple of 16.
+    """
     check_tail("float8_transpose", tail)
     if x.dim() != 2 or x.dtype not in MAX_EXPONENT or x.shape[1] % ALIGNMENT:
         raise InputError(f"float8_transpose: takes float8 (M, N), N a multiple of 16; got {x.dtype} {tuple(x.shape)}")
@@ -100,18 +121,19 @@ def float8_transpose(x: Tensor, tail: int = 0) -> Tensor:
 def amax_reference(x: Tensor) -> Tensor:
     """The bits of max |x|, int32 ()."""
     most = x.detach().abs().max() if x.numel() else x.new_zeros(())
-    return most.float().view(torch.int32) & 0x7FFFFFFF  # of a NaN without its sign
+    return most.float().view(torch.int32) & 0x7FFFFFFF  # without the sign of NaN
 
 
 def scale_of_bits(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale_reference` of the bits of a maximum."""
+    """`scale_reference` from the bits of a maximum."""
     return scale_reference(amax.view(torch.float32), dtype)
 
 
 def quantized_reference(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, tail: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, N) float32 as float8 with a given scale: rows, columns (each empty if not wanted), and the scale."""
+    """x (M, N) float32 as float8 of `dtype` with the given scale: rows with a tail, columns (both empty if not needed),
+    and the scale."""
     most = torch.finfo(dtype).max
     q = (x / scale.nan_to_num(1.0)).clamp(-most, most).to(dtype)
     nothing = x.new_empty(0, dtype=dtype)
@@ -119,15 +141,16 @@ def quantized_reference(
 
 
 def _transposed(q: Tensor, tail: int = 0) -> Tensor:
-    found = q.new_zeros(q.shape[1], aligned(q.shape[0]) + tail, dtype=torch.uint8)
-    found[:, : q.shape[0]] = q.view(torch.uint8).t()
-    return found.view(q.dtype)
+    transposed = q.new_zeros(q.shape[1], aligned(q.shape[0]) + tail, dtype=torch.uint8)
+    transposed[:, : q.shape[0]] = q.view(torch.uint8).t()
+    return transposed.view(q.dtype)
 
 
 def empty_layouts(
     like: Tensor, M: int, N: int, dtype: torch.dtype, rows: bool, columns: bool, tail: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the layouts of a float8 (M, N) on the device of `like`; empty if not wanted."""
+    """Memory for the layouts of a float8 (M, N) of `dtype` on the device of `like`: rows with a tail, and columns; a
+    layout that is not needed has no elements."""
     return (
         like.new_empty((M, N + tail) if rows else 0, dtype=dtype),
         like.new_empty((N, aligned(M)) if columns else 0, dtype=dtype),
@@ -135,13 +158,13 @@ def empty_layouts(
 
 
 def tiles(M: int, N: int) -> tuple[int, int]:
-    """Programs, and how many of them there are for each block of rows; rows reach to the padding of columns."""
+    """Number of programs for a tensor (M, N), and programs per block of rows; rows include the padding of columns."""
     across = -(-N // COLUMNS)
     return -(-aligned(M) // TILE_ROWS) * across, across
 
 
 def outputs(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Layouts as `store_float8` takes them."""
+    """Both layouts as words, for `store_float8`."""
     return rows.view(torch.int32), columns.view(torch.int32)
 
 
@@ -151,8 +174,8 @@ def _cast_kernel(
     AMAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 4 QUADS rows and COLUMNS columns per program. AMAX: only the maximum, which `amax` takes up; the order
-    of atomic maxima does not show."""
+    """A tile of 4 QUADS rows and COLUMNS columns per program. AMAX: only takes the maximum, into `amax`; atomic maxima
+    give the same result in any order."""
     program = tl.program_id(0)
     first_row = (program // across).to(tl.int64) * (4 * QUADS)
     quad = first_row + 4 * tl.arange(0, QUADS)
@@ -179,8 +202,8 @@ def _cast_kernel(
 
 @kernel
 def _transpose_kernel(x, stride, words, pitch, M, R, W, across, QUADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x int32 (M, R), 4 R bytes a row -> words int32 (4 R, W), of which word i holds the rows 4 i to 4 i + 3. stride,
-    pitch: words from one row to the next of x, and of words."""
+    """x int32 (M, R), 4 R bytes per row -> words int32 (4 R, W); word i of a row holds the rows 4 i to 4 i + 3 of x.
+    stride, pitch: words from row to row, in x and in `words`."""
     program = tl.program_id(0)
     first_row = (program // across).to(tl.int64) * (4 * QUADS)
     quad = first_row + 4 * tl.arange(0, QUADS)
@@ -202,7 +225,8 @@ def _transpose_kernel(x, stride, words, pitch, M, R, W, across, QUADS: tl.conste
 
 @custom_op()
 def _float8_amax(x: Tensor) -> Tensor:
-    """The bits of max |x|, int32 (). An op of its own: what it gives is worth keeping where x is computed again."""
+    """The bits of max |x|, int32 (). A separate op, so that activation checkpointing can keep its result while x is
+    recomputed."""
     amax = x.new_zeros((), dtype=torch.int32)
     if not is_fake(amax):
         update_amax(x, amax)
@@ -210,11 +234,11 @@ def _float8_amax(x: Tensor) -> Tensor:
 
 
 def update_amax(x: Tensor, amax: Tensor) -> None:
-    """amax, int32 (), the bits of a maximum, becomes that of the maximum and |x|."""
+    """Updates amax, int32 (), the bits of a maximum, with the maximum of |x|."""
     if use_float8_kernels(x):
         _launch(x, amax, amax, amax, amax, 0, E4M3, AMAX=True, ROWS=False, WORDS=False)
     else:
-        amax.copy_(torch.maximum(amax, amax_reference(x)))  # bits order as numbers do
+        amax.copy_(torch.maximum(amax, amax_reference(x)))  # bits order like numbers
 
 
 @custom_op()
@@ -244,16 +268,16 @@ def _launch(
 
 @custom_op()
 def _float8_transpose(x: Tensor, tail: int) -> Tensor:
-    """Of the bytes of float8."""
+    """`float8_transpose` of x (M, N) uint8."""
     if not use_float8_kernels(x):
         return _transposed(x, tail)
     M, N = x.shape
-    found = x.new_empty(N, aligned(M) + tail)
-    if is_fake(found) or not found.numel():
-        return found
+    out = x.new_empty(N, aligned(M) + tail)
+    if is_fake(out) or not out.numel():
+        return out
     programs, across = tiles(M, N)
     _transpose_kernel[(programs,)](
-        *rows_and_stride(as_rows(x).view(torch.int32)), found.view(torch.int32), found.shape[1] // 4, M, N // 4,
+        *rows_and_stride(as_rows(x).view(torch.int32)), out.view(torch.int32), out.shape[1] // 4, M, N // 4,
         aligned(M) // 4, across, **TILE,
     )  # fmt: skip
-    return found
+    return out

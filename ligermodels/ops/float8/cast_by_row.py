@@ -1,7 +1,7 @@
-"""Casts to float8 with a scale for each row, of its exact maximum, in one pass.
+"""Casts to float8 with one scale per row, from the row's exact maximum, in one pass.
 
-A program takes a row to its maximum, and goes through it again: what it read before is still in the caches. Such a
-tensor has no transposed layout, whose products sum over rows: it serves where the weight that it meets is frozen.
+A program reads a row for its maximum, then again from the caches to write it. Such a tensor has no transposed layout,
+because products with that layout sum over rows. It serves layers with a frozen weight.
 """
 
 import torch
@@ -19,28 +19,29 @@ BLOCK = 2048  # elements of a row at a time
 
 
 def check_tail(op: str, tail: int, by_row: bool = True) -> None:
-    """InputError unless the tail is a multiple of 16 columns, and goes with a scale for each row."""
+    """Raises InputError, naming `op`, unless `tail` is a multiple of 16 columns and, if not 0, comes with `by_row`."""
     if tail % ALIGNMENT or tail < 0:
         raise InputError(f"{op}: tail must be a multiple of {ALIGNMENT}, got {tail}")
     if tail and not by_row:
-        raise InputError(f"{op}: tail: goes with by_row alone")
+        raise InputError(f"{op}: tail: {tail} goes with by_row=True only")
 
 
 def of_rows(parts: tuple[Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:
-    """Of the results of an op: float8 (M, N), with or without a tail, and the scale of each row."""
+    """A Float8Tensor of this shape and dtype, from the results of an op: `parts` are float8 (M, N), with or without a
+    tail, and the scale of each row."""
     rows, scale = parts
     return Float8Tensor(rows, None, scale, shape, dtype)
 
 
 def rows_reference(x: Tensor, dtype: torch.dtype, tail: int) -> tuple[Tensor, Tensor]:
-    """x (M, N) float32 as float8 (M, N + tail), and the scale of each row, float32 (M,)."""
+    """x (M, N) float32 as float8 of `dtype`, (M, N + tail), and the scale of each row, float32 (M,)."""
     most = torch.finfo(dtype).max
     scale = scale_reference(x.abs().amax(1) if x.numel() else x.new_zeros(len(x)), dtype)
     return with_tail((x / scale.nan_to_num(1.0).unsqueeze(1)).clamp(-most, most).to(dtype), tail), scale
 
 
 def with_tail(q: Tensor, tail: int) -> Tensor:
-    """q (M, N) float8 -> (M, N + tail), what is beyond N undefined."""
+    """q (M, N) float8 -> (M, N + tail), with undefined values in the tail."""
     if not tail:
         return q
     wide = q.new_empty(q.shape[0], q.shape[1] + tail)
@@ -49,15 +50,16 @@ def with_tail(q: Tensor, tail: int) -> Tensor:
 
 
 def empty_rows(like: Tensor, M: int, N: int, dtype: torch.dtype, tail: int) -> tuple[Tensor, Tensor]:
-    """Memory for float8 (M, N + tail) and the scale of each row."""
+    """Memory for float8 of `dtype`, (M, N + tail), and the scale of each row, float32 (M,), on the device of `like`."""
     return like.new_empty(M, N + tail, dtype=dtype), like.new_empty(M, dtype=torch.float32)
 
 
 @triton.jit
 def scale_of_rows(most, scales, row, M, MAX_EXPONENT: tl.constexpr):
-    """Stores the scale of each of these rows, of which `most` (ROWS, BLOCK) has the maxima of every BLOCK-th element,
-    and gives the inverses, (ROWS, 1)."""
-    bits = tl.max(most, axis=1).to(tl.int32, bitcast=True)  # which order as numbers do
+    """Stores the scales of the rows `row`, below M, in `scales`, and returns their inverses, (ROWS, 1).
+
+    most: (ROWS, BLOCK), for each row the maxima over every BLOCK-th element. MAX_EXPONENT: of the float8 format."""
+    bits = tl.max(most, axis=1).to(tl.int32, bitcast=True)  # bits order like numbers
     s, inverse = scale_and_inverse(bits, MAX_EXPONENT)
     tl.store(scales + row, s, mask=row < M)
     return inverse[:, None]
@@ -104,5 +106,5 @@ def _float8_rows(x: Tensor, dtype: torch.dtype, tail: int) -> tuple[Tensor, Tens
 
 
 def float8_rows(x: Tensor, dtype: torch.dtype, tail: int) -> Float8Tensor:
-    """x (..., N) as float8 with a scale for each row."""
+    """x (..., N) as float8 of `dtype` with one scale per row and a tail."""
     return of_rows(_float8_rows(x, dtype, tail), x.shape, x.dtype)

@@ -1,7 +1,7 @@
-"""Gated activations that write float8, and gradients of theirs that are float8: see `ops.glu` for the formulas.
+"""Gated activations with float8 results, and their gradients in float8: see `ops.glu` for the formulas.
 
-Each is computed twice from its inputs, once for its maximum and once to write it: this moves fewer bytes than to write
-it in bf16 and cast that, and holds no bf16 at all. With a scale for each row both are one pass: see `glu_by_row`.
+Each is computed twice from its inputs, first for its maximum and then to write it. This moves fewer bytes than writing
+bf16 and casting it, and allocates no bf16 at all. With one scale per row, one pass suffices: see `glu_by_row`.
 """
 
 from typing import Any
@@ -53,15 +53,27 @@ def float8_swiglu(
     columns: bool = True,
     **options: Any,
 ) -> Float8Tensor:
-    """`swiglu` of packed pairs (..., 2 I), I a multiple of 16, as float8 (..., I) rounded once from float32.
+    """`swiglu` of packed pairs as float8, rounded once from float32.
 
-    dtype, gradient_dtype: the formats of the result and of the gradient that it passes on, a Float8Tensor too.
-    Transposed layouts, which gradients of weights need, are written where gradients are recorded.
-    rows, columns: False where activation checkpointing has no use for that layout of the result. Without gradients
-    there are rows.
-    by_row: for layers whose weights are frozen: each row has a scale of its own, and there are rows alone, after them,
-    also of the gradient, a `tail`, as of `float8_cast`.
-    options: those of `swiglu`. Raises InputError if shapes do not fit, and for DTensors.
+    Args:
+        gate_up: (..., 2*I), any floating dtype and strides, I a multiple of 16: pairs of a gate and an up value.
+        dtype: float8 dtype of the result.
+        gradient_dtype: float8 dtype of the gradient of gate_up, a Float8Tensor too.
+        by_row: one scale per row, for the layers before and after if their weights are frozen. Then the result and the
+            gradient have only the row-major layout.
+        tail: with by_row, columns of memory after each row of the result and of the gradient, a multiple of 16: see
+            `ops.float8.tail`.
+        rows: False if activation checkpointing does not use the row-major layout of the result. Without gradients the
+            result always has it.
+        columns: False if activation checkpointing does not use the transposed layout of the result, which the gradient
+            of the next layer's weight needs. It is only written if gradients are recorded.
+        options: gate_multiplier, down_multiplier, limit and up_offset of `swiglu`.
+
+    Returns:
+        A Float8Tensor (..., I).
+
+    Raises:
+        InputError: shapes do not fit, a wrong tail, or a DTensor.
     """
     return _glu(
         "float8_swiglu", gate_up, dtype, gradient_dtype, (by_row, tail, rows, columns), GLUOptions("silu", **options)
@@ -80,7 +92,29 @@ def float8_geglu(
     columns: bool = True,
     **options: Any,
 ) -> Float8Tensor:
-    """`geglu` of packed pairs; otherwise as `float8_swiglu`."""
+    """`geglu` of packed pairs as float8, rounded once from float32.
+
+    Args:
+        gate_up: (..., 2*I), any floating dtype and strides, I a multiple of 16: pairs of a gate and an up value.
+        dtype: float8 dtype of the result.
+        gradient_dtype: float8 dtype of the gradient of gate_up, a Float8Tensor too.
+        approximate: "none" for gelu with the error function, "tanh" for its tanh approximation.
+        by_row: one scale per row, for the layers before and after if their weights are frozen. Then the result and the
+            gradient have only the row-major layout.
+        tail: with by_row, columns of memory after each row of the result and of the gradient, a multiple of 16: see
+            `ops.float8.tail`.
+        rows: False if activation checkpointing does not use the row-major layout of the result. Without gradients the
+            result always has it.
+        columns: False if activation checkpointing does not use the transposed layout of the result, which the gradient
+            of the next layer's weight needs. It is only written if gradients are recorded.
+        options: gate_multiplier, down_multiplier, limit and up_offset of `geglu`.
+
+    Returns:
+        A Float8Tensor (..., I).
+
+    Raises:
+        InputError: shapes do not fit, a wrong tail, an unknown `approximate`, or a DTensor.
+    """
     if approximate not in GELU:
         raise InputError(f'float8_geglu: approximate must be "none" or "tanh", got {approximate!r}')
     layouts = by_row, tail, rows, columns
@@ -97,8 +131,8 @@ def _glu(
     layouts = by_row, tail, rows or not columns, columns
     reject_dtensors(op, gate_up)
     check_last(op, "gate_up", gate_up, 2 * ALIGNMENT)
-    found: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, *layouts, options)
-    return found
+    y: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, *layouts, options)
+    return y
 
 
 @kernel
@@ -108,7 +142,7 @@ def _glu_kernel(
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, AMAX: tl.constexpr, MAX_EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 4 QUADS rows and COLUMNS pairs per program, as `_cast_kernel`."""
+    """A tile of 4 QUADS rows and COLUMNS pairs per program, like `_cast_kernel`."""
     program = tl.program_id(0)
     first_row = (program // across).to(tl.int64) * (4 * QUADS)
     quad = first_row + 4 * tl.arange(0, QUADS)
@@ -140,7 +174,7 @@ def _float8_glu_amax(
     gate_up: Tensor, dy: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float,
     limit: float | None, up_offset: float,
 ) -> Tensor:  # fmt: skip
-    """The bits of the maximum of what `_float8_glu_cast` writes, int32 ()."""
+    """The bits of the maximum of the values that `_float8_glu_cast` writes, int32 ()."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
     if not use_float8_kernels(gate_up):
         return amax_reference(values_reference(gate_up, dy, options))
@@ -155,7 +189,7 @@ def _float8_glu_cast(
     gate_up: Tensor, dy: Tensor | None, amax: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool,
     activation: str, gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rows, columns and scale: of the activation, or with dy of the gradient of gate_up."""
+    """Rows, columns and scale of the activation, or with dy of the gradient of gate_up."""
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
     if not use_float8_kernels(gate_up):
         values = values_reference(gate_up, dy, options)

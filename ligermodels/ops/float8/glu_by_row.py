@@ -1,6 +1,6 @@
-"""The kernel of gated activations, and of their gradients, that writes float8 with a scale for each row.
+"""The kernel of gated activations and of their gradients that writes float8 with one scale per row.
 
-As casts by row, a program goes through its row twice: what it computes again it reads from the caches.
+Like casts by row, a program goes through its row twice; the second time it reads from the caches.
 """
 
 import torch
@@ -33,7 +33,7 @@ def _glu_rows_kernel(
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of N pairs per program, BLOCK pairs at a time; in the forward pass each gives a number."""
+    """ROWS rows of N pairs per program, BLOCK pairs at a time; in the forward pass each pair gives one number."""
     PER_PAIR: tl.constexpr = 2 if BACKWARD else 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     v = _part(
@@ -64,7 +64,15 @@ def float8_glu_rows(
     gate_up: Tensor, dy: Tensor | None, dtype: torch.dtype, tail: int, activation: str, gate_multiplier: float,
     down_multiplier: float, limit: float | None, up_offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows, with a tail, and their scales: of the activation, or with dy of the gradient of gate_up."""
+    """Float8 rows with a tail, and their scales, of the activation; or with dy of the gradient of gate_up.
+
+    Args:
+        gate_up: (..., 2*I), pairs of gate and up values.
+        dy: (..., I), gradient of the activation, or None.
+        dtype: float8 dtype of the result.
+        tail: columns of memory after each row.
+        activation, gate_multiplier, down_multiplier, limit, up_offset: a `GLUOptions`.
+    """
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
     if not use_kernels(gate_up):
         return rows_reference(values_reference(gate_up, dy, options), dtype, tail)

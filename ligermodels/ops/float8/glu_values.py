@@ -1,4 +1,5 @@
-"""What gated activations that write float8 compute of a tile, and its specification: see `ops.glu` for the formulas."""
+"""The values of gated activations with float8 results, for one tile, and their specification: see `ops.glu` for the
+formulas."""
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton
 
 @triton.jit
 def load_pairs(gate_up, stride, dy, dy_stride, row, first, M, N, BACKWARD: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a tile's rows: pairs of gate and up, and in the backward pass dy."""
+    """Loads COLUMNS pairs of gate_up from pair `first` on, and with BACKWARD as many values of dy, for the rows `row`
+    of a tensor of M rows of N pairs. stride, dy_stride: elements from row to row."""
     col = first + tl.arange(0, COLUMNS)
     pair = 2 * first + tl.arange(0, 2 * COLUMNS)
     inside = (row < M)[:, None]
@@ -32,9 +34,9 @@ def _reciprocal(x):
 
 @triton.jit
 def _part(g, ACTIVATION: tl.constexpr):
-    """`activation_part` to a few float32 units in the last place, far more than float8 keeps, in half as many
-    instructions: their number bounds the kernels by row. Where p is near 1, 1 - p loses digits; there g p' is small
-    beside p."""
+    """`activation_part` to a few float32 units in the last place, far more precise than float8, in half as many
+    instructions, which limit the kernels by row. If p is near 1, 1 - p loses digits, but g p' is then small compared to
+    p."""
     if ACTIVATION == "gelu":
         p, slope = activation_part(g, ACTIVATION)
     else:
@@ -53,7 +55,11 @@ def glu_values(
     pairs, d, gate_multiplier, down_multiplier, limit, up_offset,
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up (QUADS, COLUMNS), or backward the gradients of the pairs (QUADS, 2 COLUMNS), float32."""
+    """activation(gate) * up, (QUADS, COLUMNS), or with BACKWARD the gradients of the pairs, (QUADS, 2 COLUMNS),
+    float32.
+
+    pairs: (QUADS, 2 COLUMNS). d: with BACKWARD, gradient of the activation. ACTIVATION, gate_multiplier,
+    down_multiplier, limit, up_offset: a `GLUOptions`, None for numbers without effect."""
     g0, u0 = tl.split(tl.reshape(pairs, (QUADS, COLUMNS, 2)))
     g0 = g0.to(tl.float32)
     u0 = u0.to(tl.float32)
@@ -70,10 +76,10 @@ def glu_values(
         if down_multiplier is not None:
             d = d * down_multiplier
         if gate_multiplier is not None:
-            u = u * gate_multiplier  # which occurs in the gate's gradient alone
+            u = u * gate_multiplier  # u occurs in the gate's gradient alone
         of_gate = d * u * (p + g * slope)
         of_up = d * g * p
-        if limit is not None:  # beyond the bounds, which count as within, no gradient; NaN stays
+        if limit is not None:  # no gradient beyond the bounds; the bounds count as within, and NaN stays
             of_gate = tl.where(g0 > limit, 0.0, of_gate)
             of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
         values = tl.reshape(tl.join(of_gate, of_up), (QUADS, 2 * COLUMNS))
@@ -81,7 +87,8 @@ def glu_values(
 
 
 def values_reference(gate_up: Tensor, dy: Tensor | None, options: GLUOptions) -> Tensor:
-    """What the kernels compute, (M, I) or the gradient (M, 2 I), in float32."""
+    """The specification of the kernels, in float32: the activation of gate_up (..., 2*I) with `options`, (M, I); or
+    with dy (..., I) the gradient of gate_up, (M, 2*I)."""
     wide = gate_up.detach().reshape(-1, gate_up.shape[-1]).float()
     if dy is None:
         return glu_reference(wide, None, options)

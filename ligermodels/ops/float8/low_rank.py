@@ -1,7 +1,9 @@
-"""Products with a matrix of low rank R, of rows that may be float8: what LoRA needs beside the products of the weight.
+"""Products with a matrix of low rank R, for rows that may be float8: LoRA needs them in addition to the products of the
+weight.
 
-Each reads its large operand once; rows in float8 are half of the bytes of bfloat16. In a bfloat16 model numbers are
-multiplied as bfloat16, which has every number of either float8 format, in others as float32; sums are float32.
+Each product reads its large operand once; float8 rows have half the bytes of bfloat16 rows. In a bfloat16 model the
+products are bfloat16, which represents all numbers of both float8 formats; in other models they are float32. Sums are
+float32.
 """
 
 from typing import Any
@@ -17,26 +19,32 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import without_autocast
 
 LEAST_RANKS, MOST_RANKS = 16, 64
-"""Ranks that a program takes: no fewer than tensor cores multiply, and what its registers hold. Sums over rows take the
-amax, zeros among them: Hopper's tensor cores then read the rows from shared memory, in any order."""
-LEAST_ROWS = 512  # of a program that sums over rows
+"""Ranks per program: at least the smallest tile of tensor cores, at most the ranks that fit in registers. Sums over
+rows always take the most ranks, padded with zeros: Hopper's tensor cores then read the rows from shared memory, in any
+order."""
+LEAST_ROWS = 512  # rows per program that sums over rows
 
 
 def project(
     x: Tensor, scale: Tensor | None, w: Tensor, out: Tensor, alpha: float = 1.0, *, amax: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out (N, R) = alpha * (x * scale) w.
+    """out = alpha * (x * scale) w.
 
-    x: (N, K), float8 or floating, its last dimension contiguous. scale: float32 () or (N,), of each row; None for 1.
-    w: (K, R), of any strides. out: contiguous, of w's dtype. amax: int32 (), the bits of a maximum, which becomes that
-    of the maximum and |out / unit|, `unit` being float32 (N,).
+    Args:
+        x: (N, K), float8 or floating, last dimension contiguous.
+        scale: float32, of shape () or one per row, (N,); None for 1.
+        w: (K, R), any strides.
+        out: (N, R), contiguous, of w's dtype; written.
+        alpha: factor.
+        amax: int32 (), the bits of a maximum; updated with the maximum of |out / unit|. None for no maximum.
+        unit: float32 (N,), given with amax.
     """
     (N, K), R = x.shape, w.shape[1]
     if not use_kernels(w):
         with without_autocast(x):
-            found = (_numbers(x, scale) @ w.float()).mul_(alpha)
-        out.copy_(found)
+            product = (_numbers(x, scale) @ w.float()).mul_(alpha)
+        out.copy_(product)
         if amax is not None and unit is not None:
             update_amax(out.float() / unit.unsqueeze(1), amax)
     elif out.numel():
@@ -50,16 +58,22 @@ def project(
 
 
 def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transposed: bool, alpha: float = 1.0) -> None:
-    """out (K, R) = alpha * (x * scale)^T d, or its transpose, (R, K).
+    """out = alpha * (x * scale)^T d, or its transpose. Programs sum over parts of the rows, and their sums are added in
+    the same order in every run.
 
-    x, scale: as for `project`. d: (N, R), contiguous. out: contiguous, of d's dtype. The sum over rows is divided over
-    programs, whose parts are added up in the same order in every run.
+    Args:
+        x: (N, K), float8 or floating, last dimension contiguous.
+        scale: float32, of shape () or one per row, (N,); None for 1.
+        d: (N, R), contiguous.
+        out: (K, R), or with `transposed` (R, K), contiguous, of d's dtype; written.
+        transposed: whether `out` is the transpose.
+        alpha: factor.
     """
     (N, K), R = x.shape, d.shape[1]
     if not use_kernels(d):
         with without_autocast(x):
-            found = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
-        out.copy_(found.t() if transposed else found)
+            product = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
+        out.copy_(product.t() if transposed else product)
         return
     if not out.numel() or not N:
         out.zero_()
@@ -79,9 +93,14 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
 
 
 def add_product(y: Tensor, d: Tensor, w: Tensor, alpha: float = 1.0, unless: Tensor | None = None) -> None:
-    """y (N, M) += alpha * d w, rounded once; nothing, if `unless`, int32 () on the device, is not 0.
+    """y += alpha * d w, rounded once.
 
-    y: contiguous, floating. d: (N, R), contiguous. w: (R, M), of d's dtype and any strides.
+    Args:
+        y: (N, M), contiguous, floating; updated in place.
+        d: (N, R), contiguous.
+        w: (R, M), of d's dtype, any strides.
+        alpha: factor.
+        unless: int32 () on the device; if it is not 0, y stays as it is. None for 0.
     """
     (N, M), R = y.shape, d.shape[1]
     if not use_kernels(d):
@@ -91,7 +110,7 @@ def add_product(y: Tensor, d: Tensor, w: Tensor, alpha: float = 1.0, unless: Ten
     elif y.numel():
         across = -(-M // 128)
         tiles = -(-N // 64) * across
-        programs = tiles if unless is None else min(tiles, 4 * num_sms(y.device))  # few, which usually end at once
+        programs = tiles if unless is None else min(tiles, 4 * num_sms(y.device))  # usually they end at once
         _add_product_kernel[(programs,)](
             y, d, w, *w.stride(), unless, N, M, R, alpha, across, tiles, COMPUTE=_compute(d), ROWS=64, COLUMNS=128,
             RANKS=_ranks(R), num_warps=4,
@@ -113,7 +132,7 @@ def _ranks(R: int) -> int:
 
 
 def _is_bf16(w: Tensor) -> bool:
-    """Others are multiplied as float32, in smaller tiles: those of bfloat16 would not fit the shared memory of Ada."""
+    """Whether products are bfloat16. Other products are float32, in smaller tiles that fit Ada's shared memory."""
     return w.dtype == torch.bfloat16
 
 
@@ -150,7 +169,7 @@ def _correlate_kernel(
     x, stride, scale, scale_stride, d, sums, k_stride, r_stride, N, K, R, rows, alpha,
     COMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Columns of x by ranks of d, over the `rows` rows of the third program index."""
+    """Columns of x times ranks of d, summed over the `rows` rows of the third program index."""
     k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     start = tl.program_id(2).to(tl.int64) * rows
@@ -181,7 +200,7 @@ def _add_product_kernel(
         col = tile % across * COLUMNS + tl.arange(0, COLUMNS)
         place = y + row[:, None] * M + col[None, :]
         whole = (row < N)[:, None] & (col < M)[None, :]
-        before = tl.load(place, mask=whole, other=0.0)  # on its way during the products
+        before = tl.load(place, mask=whole, other=0.0)  # loads during the products
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for first in range(0, R, RANKS):
             rank = first + tl.arange(0, RANKS)

@@ -1,4 +1,4 @@
-"""The matrix product of two float8 operands, through torch's scaled matrix products (cuBLASLt)."""
+"""Matrix product of two float8 operands, by torch's scaled matrix products (cuBLASLt)."""
 
 import torch
 import torch.nn.functional as F
@@ -23,43 +23,59 @@ def float8_mm(
     *,
     fast_accumulation: bool = True,
 ) -> Tensor:
-    """(a * scale_a) (b * scale_b)^T + bias: a (M, K), b (N, K), float8, contiguous -> (M, N) of out_dtype.
+    """(a * scale_a) (b * scale_b)^T + bias.
 
-    Both operands have the dimension that is summed over last: Hopper's tensor cores read float8 no other way.
-    scale_a: float32 (), or (M,), one for each row. scale_b: float32 (). bias: (N,) of out_dtype. out_dtype: bfloat16,
-    float16 or float32. K and N are multiples of 16. Not both operands are E5M2. fast_accumulation: sums are kept in the
-    tensor cores' registers, of fewer bits than float32, rather than added up in float32 every so often.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Both operands are contiguous along the dimension that is summed over, the only layout in which Hopper's tensor cores
+    read float8.
+
+    Args:
+        a: (M, K), float8, contiguous, K a multiple of 16.
+        b: (N, K), float8, contiguous, N a multiple of 16. At least one of a and b is torch.float8_e4m3fn.
+        scale_a: float32, of shape () or one scale per row, (M,).
+        scale_b: float32, of shape ().
+        out_dtype: torch.bfloat16, torch.float16 or torch.float32.
+        bias: (N,), of out_dtype.
+        fast_accumulation: sum in the tensor cores' registers, which have fewer bits than float32, instead of adding up
+            in float32 at intervals.
+
+    Returns:
+        (M, N), of out_dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or an operand is not contiguous.
     """
-    for name, x in (("a", a), ("b", b)):
-        check_tensor("float8_mm", name, x, (name.upper() + "'s rows", "K"), a.device, E4M3, E5M2)
-    by_row = (a.shape[0],) if scale_a.dim() else ()
-    for name, scale, shape in (("scale_a", scale_a, by_row), ("scale_b", scale_b, ())):
-        check_tensor("float8_mm", name, scale, shape, a.device, torch.float32)
-    K, N = a.shape[1], b.shape[0]
-    if b.shape[1] != K or K % ALIGNMENT or N % ALIGNMENT:
-        raise InputError(
-            f"float8_mm: a {tuple(a.shape)} and b {tuple(b.shape)} must be (M, K) and (N, K), K and N multiples of "
-            f"{ALIGNMENT}"
-        )
-    if a.dtype == b.dtype == E5M2:
-        raise InputError("float8_mm: one operand at least must be torch.float8_e4m3fn")
-    if out_dtype not in OUTPUTS:
-        raise InputError(f"float8_mm: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if bias is not None:
-        check_tensor("float8_mm", "bias", bias, (N,), a.device, out_dtype)
+    _check(a, b, scale_a, scale_b, out_dtype, bias)
     return _float8_mm(a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)
 
 
+def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> None:
+    op = "float8_mm"
+    check_tensor(op, "a", a, ("M", "K"), a.device, E4M3, E5M2)
+    check_tensor(op, "b", b, ("N", a.shape[1]), a.device, E4M3, E5M2)
+    check_tensor(op, "scale_a", scale_a, (a.shape[0],) if scale_a.dim() else (), a.device, torch.float32)
+    check_tensor(op, "scale_b", scale_b, (), a.device, torch.float32)
+    if a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT:
+        raise InputError(
+            f"{op}: a {tuple(a.shape)} and b {tuple(b.shape)} must be (M, K) and (N, K), K and N multiples of "
+            f"{ALIGNMENT}"
+        )
+    if a.dtype == b.dtype == E5M2:
+        raise InputError(f"{op}: a and b are both torch.float8_e5m2; one must be torch.float8_e4m3fn")
+    if out_dtype not in OUTPUTS:
+        raise InputError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    check_tensor(op, "bias", bias, b.shape[:1], a.device, out_dtype, optional=True)
+
+
 def widens(b: Tensor) -> bool:
-    """Whether a product by b (N, K) is as wide as its operand, or wider: activation checkpointing keeps such."""
+    """Whether a product by b (N, K) is at least as wide as its operand: activation checkpointing keeps those."""
     return b.shape[0] >= b.shape[1]
 
 
 def float8_mm_reference(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """The specification of `float8_mm`, in plain torch: a sum in float32."""
+    """The specification of `float8_mm`, in plain torch, with the same arguments a, b, scale_a, scale_b, out_dtype and
+    bias; sums are float32."""
     with without_autocast(a):
         y = (a.float() @ b.float().t()) * ((scale_a.unsqueeze(1) if scale_a.dim() else scale_a) * scale_b)
     return (y if bias is None else y + bias).to(out_dtype)
@@ -77,24 +93,34 @@ def _float8_mm(
     if not a.is_cuda:
         return float8_mm_reference(a, b, scale_a, scale_b, out_dtype, bias)
     if not a.numel():
-        empty = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
-        return empty if bias is None else empty.add_(bias)
-    if scale_a.dim() and out_dtype != torch.bfloat16:  # which only some GPUs multiply by row to; scales are exact
-        y = _float8_mm(a, b, torch.ones_like(scale_b), scale_b, None, torch.float32, fast_accumulation)
-        y.mul_(scale_a.unsqueeze(1))
-        return (y if bias is None else y.add_(bias)).to(out_dtype)
-    wide = out_dtype == torch.float32  # for which the products take no bias
-    fused = None if wide else bias
+        return _plus(a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype), bias)
+    if scale_a.dim() and out_dtype != torch.bfloat16:
+        # Only some GPUs multiply to these dtypes with scales per row. Multiplying by the scales afterwards is exact.
+        y = _scaled_mm(a, b, torch.ones_like(scale_b), scale_b, None, torch.float32, fast_accumulation)
+        return _plus(y.mul_(scale_a.unsqueeze(1)), bias).to(out_dtype)
+    if out_dtype == torch.float32:  # torch's products of this dtype take no bias
+        return _plus(_scaled_mm(a, b, scale_a, scale_b, None, out_dtype, fast_accumulation), bias)
+    return _scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y, with the bias added in place."""
+    return y if bias is None else y.add_(bias)
+
+
+def _scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:  # fmt: skip
+    """torch's product, by the function that this version of torch has."""
     if by_row := scale_a.dim() == 1:
         scale_a, scale_b = scale_a.view(-1, 1), scale_b.expand(1, b.shape[0]).contiguous()
-    if hasattr(F, "scaled_mm"):  # since torch 2.10
-        kind = F.ScalingType.RowWise if by_row else F.ScalingType.TensorWise
-        y = F.scaled_mm(
-            a, b.t(), scale_a, kind, scale_b, kind, bias=fused, output_dtype=out_dtype,
-            use_fast_accum=fast_accumulation,
-        )  # fmt: skip
-    else:
-        y = torch._scaled_mm(
-            a, b.t(), scale_a, scale_b, bias=fused, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+    if not hasattr(F, "scaled_mm"):  # before torch 2.10
+        return torch._scaled_mm(
+            a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accumulation
         )
-    return y.add_(bias) if wide and bias is not None else y
+    scaling = F.ScalingType.RowWise if by_row else F.ScalingType.TensorWise
+    return F.scaled_mm(
+        a, b.t(), scale_a, scaling, scale_b, scaling, bias=bias, output_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""RMSNorm, alone or after a residual addition, that writes float8: see `ops.norm.rms_norm` for the formulas.
+"""RMSNorm with a float8 result, alone or after a residual addition: see `ops.norm.rms_norm` for the formulas.
 
-One scale needs no pass over the tensor: |x| / rms(x) is at most sqrt(N), so that the result is at most
-sqrt(N) max|offset + weight|. A scale for each row is of its own maximum: see `norm_by_row`.
+One scale per tensor needs no pass for the maximum: |x| / rms(x) is at most sqrt(N), so the result is at most
+sqrt(N) max|offset + weight|. One scale per row comes from the row's maximum: see `norm_by_row`.
 """
 
 import math
@@ -45,14 +45,29 @@ def float8_add_rms_norm(
     rows: bool = True,
     columns: bool = True,
 ) -> tuple[Float8Tensor, Tensor]:
-    """`add_rms_norm`, with the normalised sum as float8 for a float8 linear layer. Returns (y, sum).
+    """`add_rms_norm` with the normalised sum as float8, for a float8 linear layer.
 
-    dtype: the format of y. Its transposed layout, which the gradient of the next layer's weight needs, is written where
-    gradients are recorded.
-    rows, columns: False where activation checkpointing has no use for that layout. Without gradients there are rows.
-    by_row: for a layer whose weight is frozen: each row has a scale of its own, and there are rows alone, after them a
-    `tail`, as of `float8_cast`.
-    Other arguments and errors as there; InputError for DTensors and for a bad tail too.
+    Args:
+        x: (..., N), any floating dtype and strides, N a multiple of 16.
+        residual: (..., N), of x's dtype, any strides; None for no sum.
+        weight: (N,), any floating dtype.
+        eps: added to the mean square.
+        dtype: float8 dtype of y.
+        offset: added to the weight: 1 for norms that store weight - 1 (Gemma).
+        casting_mode: "llama" rounds the normalised value to x's dtype before the product with the weight, "gemma" does
+            not.
+        by_row: one scale per row, for a next layer with a frozen weight. Then y has only the row-major layout.
+        tail: with by_row, columns of memory after each row of y, a multiple of 16: see `ops.float8.tail`.
+        rows: False if activation checkpointing does not use the row-major layout of y. Without gradients y always has
+            it.
+        columns: False if activation checkpointing does not use the transposed layout of y, which the gradient of the
+            next layer's weight needs. It is only written if gradients are recorded.
+
+    Returns:
+        (y, sum): y a Float8Tensor, and x + residual, rounded to x's dtype (x itself without a residual).
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, a wrong tail, or a DTensor.
     """
     check_tail("float8_add_rms_norm", tail, by_row)
     reject_dtensors("float8_add_rms_norm", x, residual, weight)
@@ -69,8 +84,8 @@ def _rms_kernel(
     x, x_stride, residual, residual_stride, weight, total, rstd, bound, M, N, eps, offset, root,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows per program: x + residual with ADD, and 1 / rms of each row. bound: the bits of root max|offset +
-    weight|."""
+    """ROWS rows per program: writes x + residual with ADD, and 1 / rms of each row; and to `bound` the bits of
+    root max|offset + weight|."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     v = load_rows(x, x_stride, first, M, N, ROWS, BLOCK).to(tl.float32)
     if ADD:
@@ -88,7 +103,7 @@ def _rms_kernel(
 
 @triton.jit
 def _normalized(x, stride, rstd, row, w, col, M, N, CAST_BEFORE: tl.constexpr):
-    """Rows of a tile of the result, float32, zeros where there are none."""
+    """Rows of a tile of the result, float32, zeros beyond M and N."""
     inside = (row < M)[:, None] & (col < N)[None, :]
     v = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     v = v * tl.load(rstd + row, mask=row < M, other=0.0)[:, None]
@@ -162,7 +177,7 @@ def _reference(x, residual, weight, dtype, need_rows, need_columns, eps, offset,
 
 
 class _Float8RMSNorm(torch.autograd.Function):
-    """y, and the sum that is normalised."""
+    """(y, sum) of `float8_add_rms_norm`."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, dtype, offset, cast_before, by_row, tail, rows, columns):

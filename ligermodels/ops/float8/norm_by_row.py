@@ -1,4 +1,4 @@
-"""The kernel of RMSNorm that writes float8 with a scale for each row: one pass, of rows that are held in registers."""
+"""The kernel of RMSNorm that writes float8 with one scale per row: one pass, with rows held in registers."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def _rms_norm_rows_kernel(
     x, x_stride, residual, residual_stride, weight, total, rstd, rows, pitch, scales, M, N, eps, offset,
     ADD: tl.constexpr, CAST_BEFORE: tl.constexpr, MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows per program: x + residual with ADD, 1 / rms of each row, and the result."""
+    """ROWS rows per program: writes x + residual with ADD, 1 / rms of each row, and the result."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     v = load_rows(x, x_stride, first, M, N, ROWS, BLOCK).to(tl.float32)
     if ADD:
@@ -42,7 +42,9 @@ def float8_rms_norm_rows(
     x: Tensor, residual: Tensor | None, weight: Tensor, dtype: torch.dtype, tail: int, eps: float, offset: float,
     cast_before: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rows of the result, with a tail, and their scales; the sum (empty without a residual); 1 / rms of each row."""
+    """`float8_add_rms_norm` with one scale per row, of x, residual, weight, dtype, tail, eps, offset and cast_before
+    ("llama"): rows of the result with a tail, and their scales; the sum (empty without a residual); 1 / rms of each
+    row."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
     if not use_kernels(x, weight) or N > MAX_KERNEL_WIDTH:
         total = x if residual is None else (x + residual).contiguous()
@@ -65,7 +67,8 @@ def float8_rms_norm_rows(
 def normalized_reference(
     x: Tensor, weight: Tensor, eps: float, offset: float, cast_before: bool
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x (..., N) in float32, (M, N), and 1 / rms of each row, (...)."""
+    """RMSNorm of x (..., N) with weight, eps, offset and cast_before ("llama"): float32 (M, N), and 1 / rms of each
+    row, (...)."""
     wide = x.reshape(-1, x.shape[-1]).float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     y = wide * rstd

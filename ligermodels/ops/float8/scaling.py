@@ -1,9 +1,9 @@
 """The two float8 formats, their scales, and the store of a tile as float8 in either layout.
 
-A tensor x is kept as q, float8, and a scale, float32 on the device, of the tensor or of each row: x is about q * scale.
-The scale is the least power of two with which max|x| does not overflow. So dividing by it is exact, and what is lost is
-what rounding to the format loses: of E4M3 the last of 4 significant bits, of E5M2 the last of 3. Where x has an
-infinity, or NaN in the maximum, the scale is NaN, and with it all that is computed from x.
+A tensor x is stored as float8 values q and a float32 scale on the device, one per tensor or one per row: x is about
+q * scale. The scale is the smallest power of two for which max|x| does not overflow. Dividing by it is exact, so the
+only error is the rounding to the format: E4M3 keeps 4 significant bits, E5M2 keeps 3. If x has an infinity, or the
+maximum is NaN, the scale is NaN, and so are all values computed from x.
 """
 
 import torch
@@ -12,28 +12,28 @@ from torch import Tensor
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MAX_EXPONENT = {E4M3: 8, E5M2: 15}  # the greatest number is 1.75 * 2 ** of this: 448, 57344
-ALIGNMENT = 16  # elements: what the matrix products of hardware want of the dimension that is summed over
+MAX_EXPONENT = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 * 2 ** MAX_EXPONENT: 448, 57344
+ALIGNMENT = 16  # elements: matrix products in hardware need a multiple of this in the dimension that is summed over
 
-QUADS = 32  # of rows in a tile; four rows share a word of 32 bits in the transposed layout
-COLUMNS = 64  # of a tile
+QUADS = 32  # groups of four rows in a tile; four rows share a word of 32 bits in the transposed layout
+COLUMNS = 64  # columns of a tile
 TILE_ROWS = 4 * QUADS
 TILE = {"QUADS": QUADS, "COLUMNS": COLUMNS, "num_warps": 4}
 
 
 def use_float8_kernels(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels serve x (..., N). A single row is left to the reference: beside it, code that Triton 3.6 made for
-    sm_90 filled the transposed layout's padding with other bytes than zeros."""
+    """Whether kernels serve x (..., N) and the others. A single row goes to the reference: for it, code that Triton 3.6
+    generated for sm_90 filled the padding of the transposed layout with bytes other than zero."""
     return use_kernels(x, *others) and x.shape[:-1].numel() > 1
 
 
 def aligned(size: int) -> int:
-    """The smallest multiple of ALIGNMENT that is not below the size."""
+    """`size` rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def scale_reference(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale, float32, of a tensor whose greatest absolute value is `amax`, float32 of shape (), or of each row."""
+    """The float32 scale of a tensor with the maximum `amax` of absolute values, float32 (); or the scales of rows."""
     mantissa, exponent = torch.frexp(amax.float())  # amax = mantissa * 2 ** exponent, mantissa in [1/2, 1)
     exponent = exponent - 1 - MAX_EXPONENT[dtype] + (mantissa > 0.875)
     scale = torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-126, 126))
@@ -58,7 +58,7 @@ def scale_and_inverse(amax_bits, MAX_EXPONENT: tl.constexpr):
 
 @triton.jit
 def bits_of_max(values):
-    """The bits of max|values|, an int32, which order as the numbers do."""
+    """The bits of max|values| as an int32; the bits order like the numbers."""
     return tl.max(tl.abs(values.to(tl.float32))).to(tl.int32, bitcast=True)
 
 
@@ -66,7 +66,7 @@ def bits_of_max(values):
 def _word(v0, v1, v2, v3, inverse, MAX_EXPONENT: tl.constexpr):
     """Four float32 values / scale as float8, the first in the lowest byte of an int32.
 
-    Single bytes never are registers of their own: with code for them ptxas 12.8 crashed, or lost some when they were
+    No single byte gets a register of its own: with code for them ptxas 12.8 crashed, or lost bytes when they were
     transposed. Triton's interpreter has no inline assembly."""
     v0, v1, v2, v3 = v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse
     if IN_INTERPRETER:
@@ -98,8 +98,11 @@ def store_row(
     rows, v, inverse, row, first_col, M, R, pitch,
     MAX_EXPONENT: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores v (QUADS, COLUMNS), float32, times the inverse of the scale, a number or (QUADS, 1), to these rows of
-    `rows`, int32 (M, R), `pitch` words from one to the next."""
+    """Stores v (QUADS, COLUMNS), float32, times `inverse`, as float8 in the rows `row` of `rows`, from column
+    first_col.
+
+    inverse: inverse of the scale, a number or (QUADS, 1). rows: int32 (M, R), `pitch` words from row to row.
+    MAX_EXPONENT: of the float8 format."""
     even, odd = tl.split(tl.reshape(v, (QUADS, COLUMNS // 2, 2)))
     v0, v2 = tl.split(tl.reshape(even, (QUADS, COLUMNS // 4, 2)))
     v1, v3 = tl.split(tl.reshape(odd, (QUADS, COLUMNS // 4, 2)))
@@ -113,11 +116,12 @@ def store_float8(
     v0, v1, v2, v3, inverse, rows, pitch, words, first_row, first_col, M, N, W,
     MAX_EXPONENT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of values, float32, of which vj has the rows first_row + 4 i + j, zeros beyond M and N.
+    """Stores a tile of 4 QUADS rows and COLUMNS columns as float8, from first_row and first_col, in either layout.
 
-    rows: int32 (M, N / 4), `pitch` words from one to the next, stored if ROWS: word i of a row holds its columns 4 i to
-    4 i + 3. words: int32 (N, W), stored if WORDS: word i of a column holds its rows 4 i to 4 i + 3. N is a multiple of
-    16."""
+    v0, v1, v2, v3: (QUADS, COLUMNS), float32, zeros beyond M and N; vj has the rows first_row + 4 i + j. inverse:
+    inverse of the scale. rows: int32 (M, N / 4), `pitch` words from row to row, stored with ROWS; word i of a row holds
+    its columns 4 i to 4 i + 3. words: int32 (N, W), stored with WORDS; word i of a column holds its rows 4 i to 4 i +
+    3. N: a multiple of 16. MAX_EXPONENT: of the float8 format."""
     quad = first_row + 4 * tl.arange(0, QUADS)
     if ROWS:
         store_row(rows, v0, inverse, quad, first_col, M, N // 4, pitch, MAX_EXPONENT, QUADS, COLUMNS)

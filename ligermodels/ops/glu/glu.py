@@ -1,16 +1,18 @@
 """Gated activations of an MLP: SwiGLU and GeGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-Each activation is g * p(g), where p is the part of the gate that passes; with s the logistic sigmoid:
+Each activation is g * p(g), where p(g) is the part of the gate that passes; with s the logistic sigmoid:
 
     silu:       p(g) = s(g)
     gelu:       p(g) = (1 + erf(g / sqrt(2))) / 2                                    (https://arxiv.org/abs/1606.08415)
     gelu_tanh:  p(g) = (1 + tanh(z / 2)) / 2 = s(z), with z = sqrt(8 / pi) * (g + 0.044715 * g^3)
 
 With multipliers (Falcon-H1, https://arxiv.org/abs/2507.22448) the result is
-down_multiplier * activation(gate_multiplier * gate) * up. With a `limit`, gate is at most that and up within
-[-limit, limit], and then `up_offset` is added to up (gpt-oss, https://arxiv.org/abs/2508.10925).
+down_multiplier * activation(gate_multiplier * gate) * up. With a `limit`, gate is first bounded to at most limit and up
+to [-limit, limit]; then `up_offset` is added to up (gpt-oss, https://arxiv.org/abs/2508.10925).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,10 +27,16 @@ from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradie
 
 MAX_TILES = 4  # tiles of a row that a program takes
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 class GLUOptions(NamedTuple):
-    """In the order in which the registered ops take them."""
+    """An activation ("silu", "gelu" or "gelu_tanh") and its numbers, in the order in which the registered ops take
+    them."""
 
     activation: str
     gate_multiplier: float = 1.0
@@ -48,13 +56,27 @@ def swiglu(
 ) -> Tensor:
     """down_multiplier * silu(gate_multiplier * gate) * (up + up_offset), with silu(g) = g * sigmoid(g).
 
-    gate, up: (..., I), any floating dtype and strides. Without `up`, `gate` is packed, (..., 2*I): pairs of a gate and
-        an up value, g0, u0, g1, u1, ..., as a projection gives them whose weight has gate and up rows interleaved. Its
-        gradient is one packed tensor.
-    limit: before all else, gate becomes min(gate, limit), and up min(max(up, -limit), limit); None for no bounds.
-    Returns a contiguous (..., I) of gate's dtype, computed in float32 (float64 for float64) and rounded once. The
-    backward pass recomputes from gate and up; nothing else is saved.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    It computes in float32 (float64 for float64) and rounds once. The backward pass recomputes from gate and up; nothing
+    else is saved. The gradient of a packed gate is one packed tensor.
+
+    Args:
+        gate: (..., I), any floating dtype and strides. Without `up` it is packed, (..., 2*I): pairs of a gate and an up
+            value, g0, u0, g1, u1, ..., as computed by a projection with interleaved gate and up rows.
+        up: (..., I), of gate's dtype, any strides; None if gate is packed.
+        gate_multiplier: factor on the gate before the activation (Falcon-H1).
+        down_multiplier: factor on the result.
+        limit: upper bound of the gate, and bound of |up|, before all else (gpt-oss); None for no bounds.
+        up_offset: added to up after the bounds (gpt-oss).
+
+    Returns:
+        Contiguous (..., I) of gate's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `limit` is not above 0.
+
+    Example:
+        >>> swiglu(torch.randn(2, 5, 64), torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
     """
     return _glu("swiglu", gate, up, GLUOptions("silu", gate_multiplier, down_multiplier, limit, up_offset))
 
@@ -69,10 +91,28 @@ def geglu(
     limit: float | None = None,
     up_offset: float = 0.0,
 ) -> Tensor:
-    """down_multiplier * gelu(gate_multiplier * gate) * (up + up_offset), with the error function ("none") or its tanh
-    approximation, as `torch.nn.functional.gelu`.
+    """down_multiplier * gelu(gate_multiplier * gate) * (up + up_offset).
 
-    Arguments, result and errors otherwise as for `swiglu`.
+    It computes in float32 (float64 for float64) and rounds once. The backward pass recomputes from gate and up; nothing
+    else is saved. The gradient of a packed gate is one packed tensor.
+
+    Args:
+        gate: (..., I), any floating dtype and strides. Without `up` it is packed, (..., 2*I): pairs of a gate and an up
+            value, g0, u0, g1, u1, ..., as computed by a projection with interleaved gate and up rows.
+        up: (..., I), of gate's dtype, any strides; None if gate is packed.
+        approximate: "none" for gelu with the error function, "tanh" for its tanh approximation, as in
+            `torch.nn.functional.gelu`.
+        gate_multiplier: factor on the gate before the activation (Falcon-H1).
+        down_multiplier: factor on the result.
+        limit: upper bound of the gate, and bound of |up|, before all else (gpt-oss); None for no bounds.
+        up_offset: added to up after the bounds (gpt-oss).
+
+    Returns:
+        Contiguous (..., I) of gate's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `limit` is not above 0, or
+            `approximate` is unknown.
     """
     if approximate not in GELU:
         raise InputError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
@@ -92,47 +132,40 @@ def gated_activation(gate_up: Tensor, options: GLUOptions) -> Tensor:
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
-    """The specification of `swiglu`, in plain torch."""
+    """The specification of `swiglu`, in plain torch, with the same arguments gate, up and options."""
     return glu_reference(gate, up, GLUOptions("silu", **options))
 
 
 def geglu_reference(
     gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "tanh", **options: Any
 ) -> Tensor:
-    """The specification of `geglu`, in plain torch."""
+    """The specification of `geglu`, in plain torch, with the same arguments gate, up, approximate and options."""
     return glu_reference(gate, up, GLUOptions(GELU[approximate], **options))
 
 
 def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tensor:
     (up,) = replicated(op, gate, up=up)
-    if gate.dim() == 0 or not gate.is_floating_point():
-        raise InputError(f"{op}: gate must be floating, of shape (..., I); got {gate.dtype} {tuple(gate.shape)}")
-    if up is None:
-        if gate.shape[-1] % 2:
-            raise InputError(f"{op}: a packed gate must have an even last dimension, got {tuple(gate.shape)}")
-    else:
-        check_tensor(op, "up", up, gate.shape, gate.device, gate.dtype)
+    check_tensor(op, "gate", gate, (..., "I"))
+    check_tensor(op, "up", up, gate.shape, gate.device, gate.dtype, optional=True)
+    if up is None and gate.shape[-1] % 2:
+        raise InputError(f"{op}: a packed gate must have an even last dimension, got {tuple(gate.shape)}")
     if options.limit is not None and not options.limit > 0:
         raise InputError(f"{op}: limit must be above 0, got {options.limit}")
-    if not use_kernels(gate, up):
-        return glu_reference(gate, up, options)
-    return _GLU.apply(gate, up, options)
+    return _GLU.apply(gate, up, options) if use_kernels(gate, up) else glu_reference(gate, up, options)
 
 
 def glu_reference(gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tensor:
-    if up is None:  # contiguous: of strided values a CPU computes the activation one by one
+    """The specification of `swiglu` and `geglu` with `options`: gate and up (..., I), or a packed gate (..., 2*I)."""
+    if up is None:  # contiguous: on a CPU an activation of strided values is slow
         gate, up = gate[..., ::2].contiguous(), gate[..., 1::2]
-    given, dtype = gate.dtype, torch.promote_types(gate.dtype, torch.float32)
-    gate, up = as_dtype(gate, dtype), as_dtype(up, dtype)
+    dtype, wide = gate.dtype, torch.promote_types(gate.dtype, torch.float32)
+    gate, up = as_dtype(gate, wide), as_dtype(up, wide)
     if options.limit is not None:
         gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
-    g = _times(gate, options.gate_multiplier)
-    if options.activation == "silu":
-        y = functional.silu(g)
-    else:
-        y = functional.gelu(g, approximate="tanh" if options.activation == "gelu_tanh" else "none")
-    up = up + options.up_offset if options.up_offset else up
-    return as_dtype(_times(y * up, options.down_multiplier), given)
+    if options.up_offset:
+        up = up + options.up_offset
+    y = ACTIVATIONS[options.activation](_times(gate, options.gate_multiplier)) * up
+    return as_dtype(_times(y, options.down_multiplier), dtype)
 
 
 def _times(x: Tensor, multiplier: float) -> Tensor:
@@ -174,7 +207,7 @@ def _load_pairs(gate, up, first, N, PACKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def bounded(g, u, limit, up_offset):
-    """Gate and up within their bounds, and up with its offset; `limit` and `up_offset` are None for none."""
+    """g and u, values of gate and up, within the bounds of `limit`, and u with `up_offset` added; None for neither."""
     if limit is not None:
         g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
         u = tl.clamp(u, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -187,7 +220,8 @@ def bounded(g, u, limit, up_offset):
 def gated_values(
     g, u, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """The result, of gate and up in float32. Multipliers are None for 1."""
+    """The gated activation of g and u, float32 values of gate and up. The options ACTIVATION, gate_multiplier,
+    down_multiplier, limit and up_offset are a `GLUOptions`; a number that changes nothing is None."""
     g, u = bounded(g, u, limit, up_offset)
     if gate_multiplier is not None:
         g = g * gate_multiplier
@@ -202,8 +236,8 @@ def _glu_forward_kernel(
     gate, gate_stride, up, up_stride, out, gate_multiplier, down_multiplier, limit, up_offset, N, blocks,
     ACTIVATION: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes TILES tiles of BLOCK columns of a row. All loads come before the first store, which none of
-    them could pass."""
+    """Each program takes TILES tiles of BLOCK columns of a row. All loads come before the first store, because loads do
+    not pass a store."""
     row = tl.program_id(0).to(tl.int64) // blocks
     first = tl.program_id(0) % blocks * (TILES * BLOCK)
     gate += row * gate_stride
@@ -226,7 +260,7 @@ def _glu_backward_kernel(
     ACTIVATION: tl.constexpr, PACKED: tl.constexpr, NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As the forward kernel."""
+    """The tiles are the same as in the forward kernel."""
     row = tl.program_id(0).to(tl.int64) // blocks
     first = tl.program_id(0) % blocks * (TILES * BLOCK)
     dy += row * dy_stride
@@ -244,13 +278,13 @@ def _glu_backward_kernel(
         g, u = bounded(g0, u0, limit, up_offset)
         if gate_multiplier is not None:
             g = g * gate_multiplier
-            u = u * gate_multiplier  # which occurs in the gate's gradient alone
+            u = u * gate_multiplier  # u occurs in the gate's gradient alone
         if down_multiplier is not None:
             d = d * down_multiplier
         p, slope = activation_part(g, ACTIVATION)
         of_gate = d * u * (p + g * slope)
         of_up = d * g * p
-        if limit is not None:  # beyond the bounds, which count as within, no gradient; NaN stays
+        if limit is not None:  # no gradient beyond the bounds; the bounds count as within, and NaN stays
             of_gate = tl.where(g0 > limit, 0.0, of_gate)
             of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
         of_gate = of_gate.to(gate.dtype.element_ty)
@@ -268,7 +302,7 @@ def _glu_backward_kernel(
 
 
 def _blocks(gate: Tensor, N: int, packed: bool) -> tuple[int, dict[str, Any]]:
-    """Programs a row of N columns, and the launch options: a thread loads 16 bytes of each tile at once."""
+    """Number of programs per row of N columns, and launch options: a thread loads 16 bytes of each tile at once."""
     num_warps = 4 if N > 512 else 1
     block = num_warps * 32 * 16 // (gate.element_size() * (2 if packed else 1))
     tiles = min(power_of_2_above(-(-N // block)), MAX_TILES)
@@ -276,12 +310,12 @@ def _blocks(gate: Tensor, N: int, packed: bool) -> tuple[int, dict[str, Any]]:
 
 
 def _unless(value: float | None, neutral: float | None) -> float | None:
-    """The value, None where it changes nothing."""
+    """The value, or None if it is neutral: it changes nothing."""
     return None if value is None or value == neutral else float(value)
 
 
 def glu_numbers(gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float) -> list[Any]:
-    """As the kernels take them."""
+    """gate_multiplier, down_multiplier, limit and up_offset as kernels take them: None for a number without effect."""
     return [_unless(gate_multiplier, 1), _unless(down_multiplier, 1), _unless(limit, None), _unless(up_offset, 0)]
 
 
@@ -307,7 +341,7 @@ def _glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, need_gate: int, need_up: bool, activation: str,
     gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of gate (packed if up is None) and of up; those not needed are empty."""
+    """The gradients of gate (packed if up is None) and of up; a gradient that is not needed is empty."""
     dgate, dup = empty_gradient(gate, need_gate, gate), empty_gradient(up, need_up, gate)
     if is_fake(dgate):
         return dgate, dup

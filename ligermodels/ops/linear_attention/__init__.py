@@ -1,1 +1,1 @@
-"""Token mixers whose cost is linear in the tokens: the gated delta rule, and the short convolution before it."""
+"""Token mixers with a cost linear in the number of tokens: the gated delta rule, and the convolution before it."""

@@ -1,4 +1,4 @@
-"""The short causal convolution before the gated delta rule: each channel by itself, then SiLU."""
+"""The short causal convolution before the gated delta rule: depthwise (each channel by itself), then SiLU."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ def causal_conv(
     cu_seqlens: Tensor | None = None,
     tree: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """silu(sum over s < W of weight[:, W - 1 - s] * the input s tokens before), of each channel.
+    """silu(sum over s < W of weight[:, W - 1 - s] * x[:, t - s]), for each token t and channel.
+
+    It computes in fp32 (fp64 for fp64), with equal bits in every run. Differentiable in x, weight and earlier.
 
     Args:
         x: (B, T, C), any floating dtype.
-        weight: (C, W), a floating dtype.
-        earlier: (B, W - 1, C) of x's dtype, the inputs before the first token; zeros by default.
-        cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each has
-            zeros before its first token. Goes with neither of the others.
-        tree: of tokens that form a tree, each one's parent (the root's is itself) and its distance from the root, long
-            (T,): see `conv_sources`. The root follows on `earlier`.
+        weight: (C, W), any floating dtype.
+        earlier: (B, W - 1, C) of x's dtype, the inputs before the first token; zeros when None.
+        cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T: each document
+            has zeros before its first token. Excludes `earlier` and `tree`.
+        tree: for tokens that form a tree, two long (T,): each token's parent (the root is its own parent) and its
+            distance from the root; see `conv_sources`. `earlier` precedes the root.
 
-    Returns contiguous (B, T, C) of x's dtype, computed in fp32 (fp64 for x of fp64). Differentiable in x, weight and
-    earlier. Equal bits in every run.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Returns:
+        Contiguous (B, T, C) of x's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or cu_seqlens is given with another layout.
     """
     _check(x, weight, earlier, cu_seqlens, tree)
     if not use_kernels(x, weight, earlier) or weight.shape[1] > MAX_KERNEL_WIDTH or 0 in x.shape:
@@ -50,42 +54,49 @@ def causal_conv_reference(
     x: Tensor, weight: Tensor, *, earlier: Tensor | None = None, cu_seqlens: Tensor | None = None,
     tree: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The specification of `causal_conv`, in plain torch."""
+    """The specification of `causal_conv`, in plain torch, with the same arguments x, weight, earlier, cu_seqlens and
+    tree."""
     tokens, width = x.shape[1], weight.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     inputs = F.pad(x, (0, 0, width - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
     inputs, taps = inputs.to(wide), weight.to(wide)
     first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
     sources = None if tree is None else conv_sources(*tree, width)
-    place = torch.arange(tokens, device=x.device)
+    token = torch.arange(tokens, device=x.device)
     total = torch.zeros((), dtype=wide, device=x.device)
     for back in range(width):
         start = width - 1 - back
         seen = inputs[:, start : start + tokens] if sources is None else inputs[:, sources[:, back]]
         if first is not None:
-            seen = seen.masked_fill((place - back < first)[:, None], 0)
+            seen = seen.masked_fill((token - back < first)[:, None], 0)
         total = total + seen * taps[:, start]
     return F.silu(total).to(x.dtype)
 
 
 def conv_sources(parent: Tensor, depth: Tensor, width: int) -> Tensor:
-    """Which inputs each node of a tree sees: long (N, width), column s the place of that s tokens before.
+    """Indices of the inputs that each node of a tree sees in a causal convolution.
 
-    parent, depth: long (N,), each node's parent (the root's is itself) and its distance from the root. Places count
-    from the first of the width - 1 inputs before the root, so that node i is at place width - 1 + i.
+    Args:
+        parent: long (N,), each node's parent; the root is its own parent.
+        depth: long (N,), each node's distance from the root.
+        width: inputs per output, W.
+
+    Returns:
+        long (N, W): column s is the index of the input s tokens before the node. Index 0 is the first of the W - 1
+        inputs before the root, so node i has index W - 1 + i.
     """
     node = torch.arange(len(parent), device=parent.device)
-    found = []
+    columns = []
     for back in range(width):
-        found.append(torch.where(depth >= back, node, depth - back) + width - 1)
+        columns.append(torch.where(depth >= back, node, depth - back) + width - 1)
         node = parent[node]
-    return torch.stack(found, dim=1)
+    return torch.stack(columns, dim=1)
 
 
 def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Int32 (T,): the first token of each token's document."""
-    place = torch.arange(x.shape[1], device=x.device)
-    return cu_seqlens[torch.bucketize(place, cu_seqlens[1:], right=True)]
+    token = torch.arange(x.shape[1], device=x.device)
+    return cu_seqlens[torch.bucketize(token, cu_seqlens[1:], right=True)]
 
 
 def _check(
@@ -93,17 +104,15 @@ def _check(
 ) -> None:
     name = "causal_conv"
     reject_dtensors(name, x, weight, earlier)
-    check_tensor(name, "x", x, ("B", "T", "C"), x.device)
+    check_tensor(name, "x", x, ("B", "T", "C"))
     batch, tokens, channels = x.shape
     check_tensor(name, "weight", weight, (channels, "W"), x.device)
-    if earlier is not None:
-        check_tensor(name, "earlier", earlier, (batch, weight.shape[1] - 1, channels), x.device, x.dtype)
+    shape = (batch, weight.shape[1] - 1, channels)
+    check_tensor(name, "earlier", earlier, shape, x.device, x.dtype, optional=True)
     if cu_seqlens is not None and (earlier is not None or tree is not None):
-        raise InputError(f"{name}: cu_seqlens: packed documents begin in the row, without earlier inputs or a tree")
-    if tree is not None:
-        for part, each in zip(("parent", "depth"), tree, strict=True):
-            check_tensor(name, f"tree's {part}", each, (tokens,), x.device, torch.long)
-    if cu_seqlens is not None:
-        check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32)
-        if batch != 1:
-            raise InputError(f"{name}: documents are packed into one row, but x has {batch}")
+        raise InputError(f"{name}: cu_seqlens: packed documents go without earlier inputs or a tree; give one of them")
+    for part, nodes in zip(("parent", "depth"), tree or (None, None), strict=True):
+        check_tensor(name, f"tree's {part}", nodes, (tokens,), x.device, torch.long, optional=True)
+    check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32, optional=True)
+    if cu_seqlens is not None and batch != 1:
+        raise InputError(f"{name}: documents are packed into one row, but x has {batch}; flatten x to (1, T, C)")

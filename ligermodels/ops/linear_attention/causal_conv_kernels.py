@@ -1,7 +1,7 @@
-"""The kernels of `causal_conv`: a program goes along the tokens of some channels, the last inputs in registers.
+"""The kernels of `causal_conv`: a program walks along the tokens of some channels, with the last inputs in registers.
 
-Forward and backward read and write each value once. In plain torch they are some fifty passes over memory, of which a
-training step of a model that is mostly Gated DeltaNet spends more than a tenth of its time.
+Forward and backward pass read and write each value once. Plain torch makes some fifty passes over memory, more than a
+tenth of a training step in a model that is mostly Gated DeltaNet.
 """
 
 import torch
@@ -12,7 +12,7 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like
 
-MAX_KERNEL_WIDTH = 4  # inputs per output; the kernels hold the three before each token
+MAX_KERNEL_WIDTH = 4  # inputs per output; the kernels hold the three inputs before each token
 MAX_SPAN = 128  # tokens per program: three more are read, and one part of the weight's gradient is written
 BLOCK = 256  # channels per program
 WARPS = 2
@@ -20,7 +20,7 @@ WARPS = 2
 
 @triton.jit
 def _taps(weight, channel, inside, back: tl.constexpr, WIDTH: tl.constexpr):
-    """The weights of the input `back` tokens before, zeros where the convolution is not so wide."""
+    """The weights of the input `back` tokens before, zeros if back >= WIDTH."""
     if back < WIDTH:
         found = tl.load(weight + channel * WIDTH + (WIDTH - 1 - back), mask=inside, other=0.0).to(tl.float32)
     else:
@@ -30,7 +30,7 @@ def _taps(weight, channel, inside, back: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _input(x, x_token, earlier, t, channel, inside, C, HAS_EARLIER: tl.constexpr, WIDTH: tl.constexpr):
-    """The inputs at token t, in float32: of those before the text where t is below 0."""
+    """The inputs at token t, in float32; for t < 0 from `earlier`."""
     found = tl.load(x + t * x_token + channel, mask=inside & (t >= 0), other=0.0).to(tl.float32)
     if HAS_EARLIER:
         place = t + (WIDTH - 1)
@@ -41,7 +41,7 @@ def _input(x, x_token, earlier, t, channel, inside, C, HAS_EARLIER: tl.constexpr
 
 @triton.jit
 def _convolved(x0, x1, x2, x3, w0, w1, w2, w3, t, first, PACKED: tl.constexpr):
-    """The sum at token t, and its inputs: zeros for those before the first token of its document."""
+    """The sum at token t, and its inputs, zeros for tokens before the first token of its document."""
     if PACKED:
         begin = tl.load(first + t)
         x1 = tl.where(t - 1 >= begin, x1, 0.0)
@@ -87,8 +87,9 @@ def _conv_backward_kernel(
     HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As the forward kernel. The gradient of an input is complete three tokens later, so a program goes on for so many
-    after its own. It writes its own part of the weight's gradient: no atomics, so equal bits in every run."""
+    """Each program takes the same tokens as in the forward kernel. The gradient of an input is complete three tokens
+    later, so a program continues for three tokens after its own. It writes its own part of the weight's gradient: no
+    atomics, so equal bits in every run."""
     batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
     begin = (tl.program_id(0) // blocks % spans * span).to(tl.int64)
     end = tl.minimum(begin + span, T)
@@ -112,7 +113,7 @@ def _conv_backward_kernel(
         ahead = inside & (t + 1 < T)
         following = tl.load(x + (t + 1) * x_token + channel, mask=ahead, other=0.0)
         following_dy = tl.load(dy + (t + 1) * dy_token + channel, mask=ahead, other=0.0)
-        # Beyond the text d is zero, and any document will do.
+        # Beyond the last token d is zero, so any document will do.
         y, seen1, seen2, seen3 = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, tl.minimum(t, T - 1), first, PACKED)
         e = tl.exp(-tl.abs(y))  # no overflow
         r = 1.0 / (1.0 + e)
@@ -177,13 +178,13 @@ def _tree_conv_kernel(
 
 
 def _channels_last(x: Tensor) -> tuple[Tensor, int, int]:
-    """x (B, T, C), its last dimension contiguous, and the other strides."""
+    """x (B, T, C) with a contiguous last dimension, and the other strides."""
     x = x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
     return x, x.stride(0), x.stride(1)
 
 
 def _spans(tokens: int, channels: int) -> tuple[int, int, int]:
-    """Tokens per program, and programs along the tokens and along the channels."""
+    """Tokens per program, programs along the tokens, and programs along the channels."""
     span = min(power_of_2_above(tokens), MAX_SPAN)
     return span, -(-tokens // span), -(-channels // BLOCK)
 
@@ -206,7 +207,7 @@ def _causal_conv_forward(x: Tensor, weight: Tensor, earlier: Tensor | None, firs
 def _causal_conv_backward(
     dy: Tensor, x: Tensor, weight: Tensor, earlier: Tensor | None, first: Tensor | None, need_x: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight; those not needed are empty."""
+    """The gradients of x and weight; a gradient that is not needed is empty."""
     dx, dw = empty_gradient(x, need_x, x), empty_gradient(weight, need_weight, weight)
     if is_fake(dx):
         return dx, dw
@@ -239,12 +240,23 @@ def _causal_conv_tree(x: Tensor, weight: Tensor, earlier: Tensor | None, parent:
 
 
 def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor) -> Tensor:
-    """`causal_conv` of a tree, by the kernel; no gradient."""
+    """`causal_conv` of a tree, by the kernel; no gradient.
+
+    Args:
+        x: (B, N, C), the inputs of the N nodes.
+        weight: (C, W), W up to 4.
+        earlier: (B, W - 1, C), the inputs before the root; zeros when None.
+        parent, depth: long (N,), each node's parent and its distance from the root.
+
+    Returns:
+        Contiguous (B, N, C) of x's dtype.
+    """
     return _causal_conv_tree(x, weight, earlier, parent, depth)
 
 
 class CausalConv(torch.autograd.Function):
-    """`causal_conv` of texts, by the kernels; `first` (T,) are the first tokens of packed documents."""
+    """`causal_conv` of sequences, by the kernels; `first` (T,): first token of each token's packed document, or
+    None."""
 
     @staticmethod
     def forward(ctx, x, weight, earlier, first):

@@ -1,4 +1,4 @@
-"""The decoding state of the causal convolution, its last W - 1 inputs, changed in place: by a token, or by an accepted
+"""The decoding state of the causal convolution, its last W - 1 inputs, updated in place: by a token, or by an accepted
 path of a tree."""
 
 import torch
@@ -14,13 +14,19 @@ from ligermodels.ops.runtime.tensors import check_tensor
 
 
 def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
-    """`causal_conv` of one token of each sequence. A CUDA graph can hold the call. No gradient.
+    """`causal_conv` of one token per sequence. A CUDA graph can capture the call. No gradient.
 
-    x: (B, 1, C), floating. weight: (C, W). inputs: contiguous (B, W - 1, C) of x's dtype, those before the token:
-    changed in place to those before the next one.
+    Args:
+        x: (B, 1, C), any floating dtype, the token's inputs.
+        weight: (C, W), any floating dtype.
+        inputs: contiguous (B, W - 1, C) of x's dtype, the inputs before the token; updated in place to the inputs
+            before the next token.
 
-    Returns contiguous (B, 1, C) of x's dtype. Raises InputError if shapes, dtypes or devices do not fit, or if autograd
-    would need a gradient.
+    Returns:
+        Contiguous (B, 1, C) of x's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
     op = "causal_conv_step"
     check_tensor(op, "x", x, ("B", 1, "C"), x.device)
@@ -32,24 +38,31 @@ def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
 
 
 def causal_conv_step_reference(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
-    """The specification of `causal_conv_step`, in plain torch."""
+    """The specification of `causal_conv_step`, in plain torch, with the same arguments x, weight and inputs."""
     y = causal_conv_reference(x, weight, earlier=inputs)
     inputs.copy_(torch.cat([inputs, x], dim=1)[:, 1:])
     return y
 
 
 def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tensor, Tensor]) -> None:
-    """Make the inputs before the root of each tree those after one of its nodes, in place. A CUDA graph can hold it.
+    """Moves the decoding state from before the root of each tree to after one of its nodes, in place. A CUDA graph can
+    capture the call.
 
-    inputs: contiguous (B, W - 1, C). x: (B, N, C) of its dtype, those of the nodes. node: long (B,). tree: as of
-    `causal_conv`. Raises InputError if shapes, dtypes or devices do not fit.
+    Args:
+        inputs: contiguous (B, W - 1, C), the inputs before the root; becomes the last W - 1 inputs at the node.
+        x: (B, N, C) of the dtype of `inputs`, the inputs of the nodes.
+        node: long (B,), the accepted node of each sequence.
+        tree: two long (N,), each node's parent (the root is its own parent) and its distance from the root.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `inputs` is not contiguous.
     """
     op, (parent, depth) = "commit_conv_inputs", tree
     check_tensor(op, "x", x, ("B", "N", "C"), x.device)
     _check_inputs(op, x, None, inputs, inputs.shape[1] + 1)
     check_tensor(op, "node", node, (x.shape[0],), x.device, torch.long)
-    for name, each in (("parent", parent), ("depth", depth)):
-        check_tensor(op, f"tree's {name}", each, (x.shape[1],), x.device, torch.long)
+    for name, nodes in (("parent", parent), ("depth", depth)):
+        check_tensor(op, f"tree's {name}", nodes, (x.shape[1],), x.device, torch.long)
     if not use_kernels(inputs, x):
         commit_conv_inputs_reference(inputs, x, node, tree)
     else:
@@ -57,17 +70,17 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
 
 
 def commit_conv_inputs_reference(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tensor, Tensor]) -> None:
-    """The specification of `commit_conv_inputs`, in plain torch."""
-    places = conv_sources(*tree, inputs.shape[1])[node].flip(1) + 1  # among the inputs and x
+    """The specification of `commit_conv_inputs`, in plain torch, with the same arguments inputs, x, node and tree."""
+    sources = conv_sources(*tree, inputs.shape[1])[node].flip(1) + 1  # indices into the inputs followed by x
     sequence = torch.arange(len(x), device=x.device)[:, None]
-    inputs.copy_(torch.cat([inputs, x], dim=1)[sequence, places])
+    inputs.copy_(torch.cat([inputs, x], dim=1)[sequence, sources])
 
 
 def _check_inputs(op: str, x: Tensor, weight: Tensor | None, inputs: Tensor, width: int) -> None:
     reject_dtensors(op, x, weight, inputs)
     check_tensor(op, "inputs", inputs, (x.shape[0], width - 1, x.shape[2]), x.device, x.dtype)
     if not inputs.is_contiguous():
-        raise InputError(f"{op}: inputs must be contiguous")
+        raise InputError(f"{op}: inputs must be contiguous, it is changed in place: call .contiguous()")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, inputs)):
         raise InputError(f"{op} has no gradient: call it under torch.no_grad()")
 
@@ -76,8 +89,8 @@ def _check_inputs(op: str, x: Tensor, weight: Tensor | None, inputs: Tensor, wid
 def _conv_step_kernel(
     x, x_batch, weight, inputs, out, C, blocks, WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each program takes BLOCK channels of a sequence. It reads all that it changes before any of its threads writes.
-    BEFORE: a power of two, at least WIDTH - 1."""
+    """Each program takes BLOCK channels of a sequence. It reads all values that it changes before any of its threads
+    writes. BEFORE: a power of two, at least WIDTH - 1."""
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, BEFORE)[:, None]
@@ -100,13 +113,13 @@ def _commit_conv_kernel(
     inputs, x, x_batch, x_token, node, parent, depth, C, blocks,
     WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As the other kernel; it goes up from the node to find which inputs are the last ones."""
+    """Each program takes BLOCK channels of a sequence, and walks up from the node to find the last inputs."""
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     channel = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
     place = tl.arange(0, BEFORE)
     at = tl.load(node + batch)
     level = tl.load(depth + at)
-    source = tl.zeros((BEFORE,), tl.int64)  # node or, below 0, earlier input
+    source = tl.zeros((BEFORE,), tl.int64)  # a node or, below 0, an earlier input
     for back in tl.static_range(WIDTH - 1):
         source = tl.where(place == WIDTH - 2 - back, tl.where(level >= back, at, level - back), source)
         at = tl.load(parent + at)

@@ -1,9 +1,9 @@
-"""The gated delta rule over texts by the project's Triton kernels.
+"""The gated delta rule over sequences by the project's Triton kernels.
 
-The forward pass keeps the operands alone, and the backward pass computes the rest again. While they run, each takes 512
-bytes a token and value head for matrices within chunks; the backward pass also 8 (K V / 64 + V) bytes for states and
-what is added to them, and 8 K bytes a token and key head. At the sizes of Qwen3.5-9B that is 16 KiB a token in the
-forward pass, and 128 KiB a token in the backward pass, of one layer at a time.
+The forward pass saves only the operands, and the backward pass recomputes everything else. While they run, both take
+512 bytes per token and value head for matrices within chunks. The backward pass also takes 8 (K V / 64 + V) bytes per
+token and value head for states and updates, and 8 K bytes per token and key head. At the sizes of Qwen3.5-9B this is 16
+KiB per token in the forward pass and 128 KiB per token in the backward pass, for one layer at a time.
 """
 
 from __future__ import annotations
@@ -42,29 +42,28 @@ TILES: dict[str, Mapping[str, int]] = {
     "with_states": {"BLOCK_K": 32, "BLOCK_V": 32, "STAGES": 1, "num_warps": 4},
     "finish": {"num_warps": 4},
 }
-"""Columns of a tile, at most; stages of the loop's pipeline, at most; warps. For Hopper and K = 128, where these need
-at most 190 KiB of shared memory, and few registers or none go to local memory."""
+"""Most columns of a tile, most stages of the loop's pipeline, and warps. For Hopper and K = 128: they need at most 190
+KiB of shared memory, and spill few registers or none to local memory."""
 
 MIN_WIDTH = 64
-"""Channels of a tile, at least, but for blocks of a loop, so that its rows in shared memory take 128 bytes or more.
+"""Fewest channels of a tile, except for blocks of a loop, so that its rows in shared memory take 128 bytes or more.
 
-In code for WGMMA, ptxas of CUDA 12.8, which Triton 3.6 and 3.7 carry, computes wrong descriptors where two operands
-take the same shared memory, one after the other, and have rows of different lengths, for which it is swizzled in
-different ways: those of the second operand, but for its first part, are sums with a wrong register. Therefore all
-operands of a kernel have rows of 128 bytes or more, which are swizzled in the same way, or all have rows of BLOCK_V
-channels (`with_states_kernel`). In loops over chunks there are both: the second operand of a product has rows of
-BLOCK_V channels, and the first is in registers or is pipelined, so that its place in shared memory changes from chunk
-to chunk, and no descriptor shares it."""
+ptxas of CUDA 12.8, shipped with Triton 3.6 and 3.7, computes wrong WGMMA descriptors if two operands use the same
+shared memory one after the other, with rows of different lengths and so with different swizzling: the descriptors of
+the second operand, except for its first part, are sums with a wrong register. So all operands of a kernel have rows of
+128 bytes or more, with the same swizzling, or all have rows of BLOCK_V channels (`with_states_kernel`). Loops over
+chunks have both: there the second operand of a product has rows of BLOCK_V channels, and the first operand is in
+registers or is pipelined, so that its address changes from chunk to chunk, and no descriptor shares it."""
 
 HOPPER = 9
-"""The compute capability of the GPUs that run the kernels. They were not tested on earlier ones; for Blackwell, Triton
-3.7.1 fails to compile `with_states_kernel`, and makes wrong code of pipelined sums of several products
+"""Compute capability of the GPUs that run the kernels. Earlier GPUs were not tested. For Blackwell, Triton 3.7.1 fails
+to compile `with_states_kernel`, and generates wrong code for pipelined sums of several products
 (triton-lang/triton#10821)."""
 
 
 @torch.compiler.assume_constant_result
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on a device; the interpreter runs them all."""
+    """Whether the kernels run on a device; Triton's interpreter runs all kernels."""
     return device.type != "cuda" or _is_hopper(device)
 
 
@@ -89,23 +88,24 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, first: Tensor | None,
     final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `gated_delta_rule`; `first` (T,) are the first tokens of packed documents."""
+    """`gated_delta_rule` with the same q, k, v, g, beta, initial_state and final_state; `first`, int32 (T,), is the
+    first token of each token's packed document, or None."""
     initial_state = None if initial_state is None else initial_state.float()
     o, state = GatedDeltaChunks.apply(q, k, v, g, beta, initial_state, first, final_state)
     return o, state
 
 
 def aligned_heads(x: Tensor) -> tuple[Any, ...]:
-    """`heads_and_strides` of queries or keys; of a copy if rows of x are multiples of ALIGNED elements but do not begin
-    at multiples: Triton pipelines no other loads."""
-    found = heads_and_strides(x)
-    if x.shape[3] % ALIGNED == 0 and any(number % ALIGNED for number in (found[0].data_ptr(), *found[1:])):
-        found = heads_and_strides(x.clone(memory_format=torch.contiguous_format))
-    return found
+    """`heads_and_strides` of queries or keys. x is copied if its rows have a multiple of ALIGNED elements, but do not
+    begin at multiples of ALIGNED: Triton only pipelines aligned loads."""
+    heads = heads_and_strides(x)
+    if x.shape[3] % ALIGNED == 0 and any(number % ALIGNED for number in (heads[0].data_ptr(), *heads[1:])):
+        heads = heads_and_strides(x.clone(memory_format=torch.contiguous_format))
+    return heads
 
 
 class Launch:
-    """What the kernels of one call share: operands as they take them, sizes, and buffers that several of them use."""
+    """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None
@@ -131,19 +131,19 @@ class Launch:
         self.squares = [self.of_chunks(CHUNK, CHUNK) for _ in range(2)]
 
     def of_chunks(self, *shape: int) -> Tensor:
-        """A buffer for a matrix of this shape in each chunk of each value head."""
+        """A buffer for a matrix of this shape per chunk and value head."""
         return self.path.new_empty(self.rows, self.chunks, self.planes, *shape, dtype=self.dtype)
 
     def tiles(self, name: str) -> dict[str, Any]:
-        """Constants of a kernel, with tiles no wider than its tensors."""
-        found: dict[str, Any] = {**self.options, **TILES[name]}
+        """Constants of the named kernel, with tiles no wider than its tensors."""
+        constants: dict[str, Any] = {**self.options, **TILES[name]}
         whole_keys, whole_values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
-        found["BLOCK_K"] = min(found.get("BLOCK_K", whole_keys), whole_keys)
-        if "BLOCK_V" in found:
-            found["BLOCK_V"] = min(found["BLOCK_V"], whole_values)
-        if "STAGES" in found and not self.pipelined:
-            found["STAGES"] = 1
-        return found
+        constants["BLOCK_K"] = min(constants.get("BLOCK_K", whole_keys), whole_keys)
+        if "BLOCK_V" in constants:
+            constants["BLOCK_V"] = min(constants["BLOCK_V"], whole_values)
+        if "STAGES" in constants and not self.pipelined:
+            constants["STAGES"] = 1
+        return constants
 
     def prepare(self) -> None:
         """Fills the buffers."""
@@ -156,7 +156,8 @@ class Launch:
     def states(
         self, out: Tensor | None, final: Tensor | None, states: Tensor | None = None, updates: Tensor | None = None
     ) -> None:
-        """Writes the outputs, if `out` is given, else the state before each chunk and what the tokens add."""
+        """Writes the outputs to `out` and the last state to `final`; without `out`, writes the state before each chunk
+        to `states` and the updates of the tokens to `updates`."""
         tiles = self.tiles("states")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
         states_kernel[(self.rows * blocks,)](
@@ -167,7 +168,7 @@ class Launch:
         )  # fmt: skip
 
     def buffers(self) -> tuple[Tensor, Tensor]:
-        """For a state and for a row of each token, in each chunk."""
+        """Buffers for a state per chunk, and for a row of V channels per token."""
         return self.of_chunks(self.key_dim, self.value_dim), self.of_chunks(CHUNK, self.value_dim)
 
     def states_backward(
@@ -182,7 +183,7 @@ class Launch:
         )  # fmt: skip
 
     def pairs(self, dout: Any, updates: Tensor, dx: Tensor, dpath: Tensor, dbeta: Tensor) -> None:
-        """Overwrites T and M, which nothing needs any more, with the gradients of A and of M."""
+        """Overwrites T and M, no longer needed, with the gradients of A and M, from dout, updates, dx, dpath, dbeta."""
         pairs_kernel[(self.rows * self.chunks,)](
             *self.keys, *self.v, *dout, self.beta, self.first, self.path, *self.factors, updates, dx,
             *self.squares, dpath, dbeta, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats,
@@ -190,11 +191,12 @@ class Launch:
         )  # fmt: skip
 
     def blocks(self, name: str) -> int:
-        """Blocks of channels in which a kernel takes keys; each gives a part of the gradients of gates."""
+        """Number of blocks into which the named kernel splits the channels of keys; each block gives a part of the
+        gradients of the gates."""
         return -(-self.key_dim // int(self.tiles(name)["BLOCK_K"]))
 
     def within_chunks(self, *buffers: Tensor) -> None:
-        """buffers: dq, dk, to write."""
+        """buffers: dq, dk, written."""
         blocks, tiles = self.blocks("within_chunks"), self.tiles("within_chunks")
         del tiles["PACKED"]
         within_chunks_kernel[(self.batch * self.groups * self.chunks * blocks,)](
@@ -203,7 +205,7 @@ class Launch:
         )  # fmt: skip
 
     def with_states(self, dout: Any, *buffers: Tensor) -> None:
-        """buffers: states, dstates, updates, dx, to read; dq and dk to add to; dpath, dbeta, to write."""
+        """buffers: states, dstates, updates, dx, read; dq and dk, added to; dpath, dbeta, written."""
         blocks = self.blocks("with_states")
         with_states_kernel[(self.batch * self.groups * self.chunks * blocks,)](
             *self.keys, *dout, self.beta, self.first, self.path, *self.factors, *buffers, self.tokens, self.key_dim,
@@ -212,7 +214,7 @@ class Launch:
         )  # fmt: skip
 
     def finish(self, *buffers: Tensor) -> None:
-        """buffers: dq and dk, parts of dpath and of dbeta, to read; dq, dk, dg, dbeta, to write."""
+        """buffers: dq and dk, parts of dpath and of dbeta, read; dq, dk, dg, dbeta, written."""
         tiles = {
             name: value for name, value in self.tiles("finish").items() if name not in ("HALF", "NARROW", "PLANES")
         }
@@ -227,7 +229,7 @@ def _gated_delta_chunks_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
     final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o, and the state after the last token, empty if it is not wanted."""
+    """o, and the state after the last token, empty without final_state."""
     out = v.new_empty(v.shape)
     shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if final_state else (0,)
     final = v.new_empty(shape, dtype=torch.float32)
@@ -244,7 +246,7 @@ def _gated_delta_chunks_backward(
     dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial: Tensor | None, first: Tensor | None, need_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v, g, beta and, if it is needed, of the initial state."""
+    """The gradients of q, k, v, g, beta and, with need_initial, of the initial state."""
     dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
     shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if need_initial else (0,)
     dinitial = v.new_empty(shape, dtype=torch.float32)

@@ -1,6 +1,7 @@
-"""Kernels of the gradients of the gated delta rule over texts; notation, precision and layouts of the forward kernels.
+"""Kernels for the gradients of the gated delta rule over sequences; notation, precision and layouts are the same as in
+the forward kernels.
 
-With dO and the gradient dS of the state after a chunk, the gradients of what it computed are
+With dO and the gradient dS of the state after a chunk, the gradients of the chunk's values are
 
     dU = M^T dO + decay_last K dS;  dX = T^T dU;  dV = beta dX                        `states_backward_kernel`,
     dS before the chunk = kept_last dS + Q^T (kept dO) - K^T (beta kept dX)           the last chunk first
@@ -8,13 +9,13 @@ With dO and the gradient dS of the state after a chunk, the gradients of what it
     dQ = dM K + kept dO S^T                                         `within_chunks_kernel`, `with_states_kernel`
     dK = dA K + dM^T Q + dA^T K - beta kept dX S^T + decay_last U dS^T
 
-and what multiplies a decay gives its gradient: of exp(G_i - G_j) each product of a pair, added to dG_i and subtracted
-from dG_j, the same number, so that pairs within one token or one document cancel; of kept, decay_last and kept_last the
-products of queries, keys and updates with states. `finish_kernel` sums dG over the tokens that a gate decays, and goes
-on through the normalisation of q and k.
+The factors of a decay give the decay's gradient. For exp(G_i - G_j) that is the product of the pair, added to dG_i and
+subtracted from dG_j; it is the same number, so pairs within one token or one document cancel. For kept, decay_last and
+kept_last it is the products of queries, keys and updates with states. `finish_kernel` sums dG over the tokens that a
+gate decays, and continues through the normalisation of q and k.
 
-q and k are as they came, and what are called dq and dk before the last kernel is for them if their lengths were
-constants: these are factors of rows and columns.
+q and k are unnormalised. Before the last kernel, dq and dk are gradients with the lengths of q and k held constant:
+the lengths are factors of rows and columns.
 """
 
 from ligermodels.ops.linear_attention.delta_chunks_forward import (
@@ -37,8 +38,8 @@ def states_backward_kernel(
     blocks, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, FINAL: tl.constexpr,
     INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first. padded: as in
-    `states_kernel`."""
+    """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first. padded: number of
+    tokens in all chunks, see `states_kernel`."""
     chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -107,7 +108,8 @@ def pairs_kernel(
     PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a chunk of a head; dpath, dbeta: what values and products of pairs give of dG and dbeta."""
+    """Each program takes a chunk of a head; dpath, dbeta: the parts of dG and dbeta from values and
+    products of pairs."""
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     batch, head = row // heads, row % heads
     start = tl.cast(chunk, tl.int64) * CHUNK
@@ -209,8 +211,8 @@ def with_states_kernel(
     PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `within_chunks_kernel`, to whose dq and dk it adds: the terms that come from states and their gradients.
-    dpath, dbeta: what these channels give of dG and dbeta; a part for each block."""
+    """Adds to the dq and dk of `within_chunks_kernel` the terms that come from states and their gradients. dpath,
+    dbeta: the parts of dG and dbeta from these channels; one part per block."""
     block = tl.program_id(0) % blocks
     chunk = tl.program_id(0) // blocks % chunks
     of_group = (tl.program_id(0) // blocks // chunks).to(tl.int64)
@@ -314,7 +316,7 @@ def finish_kernel(
         for part in range(parts):
             found += tl.load(dpath + part * dpath_block + of_row)
             weight += tl.load(dweight + part * dpath_block + of_row)
-        gate = tl.sum(tl.where(above, found[:, None], 0.0), axis=0)  # of the tokens after it
+        gate = tl.sum(tl.where(above, found[:, None], 0.0), axis=0)  # sum over the tokens after it
         ours = (batch * T + start + n) * heads + head
         tl.store(dg + ours, gate.to(dg.dtype.element_ty), mask=there)
         tl.store(dbeta + ours, weight.to(dbeta.dtype.element_ty), mask=there)

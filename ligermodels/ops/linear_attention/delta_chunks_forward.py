@@ -1,20 +1,21 @@
-"""Kernels of the gated delta rule over texts: what does not depend on states, for all chunks at once; then the states.
+"""Kernels of the gated delta rule over sequences: first, for all chunks at once, the matrices that do not depend on
+states; then the states, chunk after chunk.
 
-In the notation of `gated_delta_rule`, q and k normalised, kept = exp(G) of the tokens that the state S before the chunk
-reaches, and with diagonal matrices written as vectors,
+In the notation of `gated_delta_rule`, with q and k normalised, kept = exp(G) for tokens that the state S before the
+chunk reaches (else 0), and with diagonal matrices written as vectors,
 
     T = (1 + A)^-1;  M = (Q K^T) * decay                         `prepare_kernel`
     X = beta (V - kept K S);  U = T X;  O = kept Q S + M U       `states_kernel`, chunk after chunk
     state after the chunk = kept_last S + K^T (decay_last U)
 
-Precision: sums are of float32. Queries and keys enter products as they are, which is exact; their lengths are factors
-outside. All other operands are of float32, taken as the sum of two numbers of 16 bits, `high` and `low`, and of the
-product of two such operands low times low is left out: an error of 2^-16 of each summand. Buffers hold both halves,
-tile by tile, so that what tensor cores read goes to shared memory without conversion. For operands of float32 HALF is
-None: buffers hold float32, and products are those of three tf32.
+Precision: sums are float32. Queries and keys enter products unnormalised, so these products are exact; their lengths
+are factors applied afterwards. All other operands are float32, split into the sum of two 16-bit numbers, `high` and
+`low`. The product of two such operands leaves out low times low, an error of 2^-16 of each summand. Buffers hold both
+halves, tile by tile, so that tensor cores read them from shared memory without conversion. If q is float32, HALF is
+None: buffers hold float32, and products take three tf32 products.
 
-No kernel transposes what tensor cores have computed: they load transposed instead. On Hopper, Triton 3.4 to 3.7.0 makes
-wrong code of products with such a transpose (fla-org/flash-linear-attention#640, #826).
+No kernel transposes a result of tensor cores; kernels load transposed instead. On Hopper, Triton 3.4 to 3.7.0 generates
+wrong code for products with such a transpose (fla-org/flash-linear-attention#640, #826).
 """
 
 from ligermodels.ops.runtime.dispatch import tl, triton
@@ -26,7 +27,7 @@ CHUNK = 64
 
 @triton.jit
 def split(x, HALF: tl.constexpr):
-    """High and low half."""
+    """High and low half of x."""
     if HALF is None:
         high = x.to(tl.float32)
         low = high  # never used
@@ -38,7 +39,8 @@ def split(x, HALF: tl.constexpr):
 
 @triton.jit
 def load_halves(place, plane, mask, HALF: tl.constexpr):
-    """Those of a tile in a buffer; `plane` is how far the low ones are behind the high ones."""
+    """High and low half of a tile in a buffer, at `place` where `mask`; the low halves are `plane` elements after the
+    high ones. HALF: their dtype, or None for float32."""
     if mask is None:
         high = tl.load(place)
         low = high if HALF is None else tl.load(place + plane)
@@ -60,7 +62,8 @@ def product(
     high_a, low_a, high_b, low_b, total, HALF: tl.constexpr, NARROW_A: tl.constexpr = False,
     NARROW_B: tl.constexpr = False,
 ):  # fmt: skip
-    """total + a b. NARROW_A, NARROW_B: a or b has no low half."""
+    """total + a b, from the halves high_a, low_a, high_b, low_b in the dtype HALF. NARROW_A, NARROW_B: a or b has no
+    low half."""
     if HALF is None:
         total = tl.dot(high_a, high_b, total, input_precision="tf32x3")
     else:
@@ -74,7 +77,7 @@ def product(
 
 @triton.jit
 def product_of_operands(a, b, HALF: tl.constexpr, NARROW: tl.constexpr):
-    """a b of two tiles of queries and keys."""
+    """a b for two tiles of queries and keys, of the dtype HALF; NARROW: without low halves."""
     high_a, low_a = split(a, HALF)
     high_b, low_b = split(b, HALF)
     none = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
@@ -83,8 +86,11 @@ def product_of_operands(a, b, HALF: tl.constexpr, NARROW: tl.constexpr):
 
 @triton.jit
 def decays_of_chunk(path, first, start, n, T, PACKED: tl.constexpr):
-    """How much is left of the state before the chunk after each of its tokens, of what each adds after the last one,
-    and of the state before the chunk after the last one."""
+    """The decays of the chunk that begins at `start`: of the state before the chunk, after each token; of each token's
+    update, after the last token; and of the state before the chunk, after the last token.
+
+    path: sums of g. first: first token of each token's document, read with PACKED. n: tokens of the chunk. T: number of
+    tokens."""
     last = tl.load(path + start + n.shape[0] - 1)
     here = tl.load(path + start + n)
     kept, to_last = tl.exp(here.to(tl.float32)), tl.exp((last - here).to(tl.float32))
@@ -101,7 +107,8 @@ def decays_of_chunk(path, first, start, n, T, PACKED: tl.constexpr):
 
 @triton.jit
 def ancestors_of_chunk(first, start, n, T, PACKED: tl.constexpr):
-    """Whether token j is i or before it, in its document: [i, j]."""
+    """Whether token j is token i or before it in its document, at [i, j]: tokens start + n, of T. first: first token of
+    each token's document, read with PACKED."""
     found = n[:, None] >= n[None, :]
     if PACKED:
         begin = tl.load(first + tl.minimum(start + n, T - 1))
@@ -111,8 +118,8 @@ def ancestors_of_chunk(first, start, n, T, PACKED: tl.constexpr):
 
 @triton.jit
 def _inverse(a, HALF: tl.constexpr):
-    """(1 + a)^-1 of a strictly lower a (C, C), by forward substitution: in blocks of the diagonal column by column, all
-    of them at once and in float32, then block row after block row."""
+    """(1 + a)^-1 for a strictly lower a (C, C), by forward substitution: first in the blocks of the diagonal, column by
+    column in float32, all blocks at once; then block row after block row."""
     C: tl.constexpr = a.shape[0]
     BLOCK: tl.constexpr = 16
     COUNT: tl.constexpr = C // BLOCK
@@ -132,7 +139,7 @@ def _inverse(a, HALF: tl.constexpr):
     below = product(high, low, high_below, low_below, tl.zeros([C, C], tl.float32), HALF)
     high_below, low_below = split(below, HALF)
     found = inverted
-    for _ in tl.static_range(COUNT - 1):  # each makes one more row of blocks final
+    for _ in tl.static_range(COUNT - 1):  # each iteration completes one more row of blocks
         high, low = split(found, HALF)
         found = product(high_below, low_below, high, low, inverted, HALF)
     return found

@@ -1,4 +1,5 @@
-"""The two numbers that each head of the gated delta rule has per token: its decay, and how far it moves to a value."""
+"""The two gates of each head of the gated delta rule, per token: the decay of the state, and how far it moves to the
+token's value."""
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +14,29 @@ BLOCK = 256
 
 
 def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """g = -exp(log_rate) softplus(a + bias), and beta = sigmoid(b), as `gated_delta_rule` takes them.
+    """The gates of `gated_delta_rule`: g = -exp(log_rate) softplus(a + bias), and beta = sigmoid(b).
 
-    a, b: (B, T, R), of one floating dtype, any strides. log_rate, bias: (R,), floating. Both results are (B, T, R) of
-    fp32 (fp64 for operands of fp64). Differentiable in all of them.
+    Plain torch takes some ten tiny operations, too many for every layer of a decoding step. In training they are few
+    compared to the rest of the layer, so there is no kernel for their gradients. Differentiable in all arguments.
 
-    In plain torch these are some ten tiny operations, which a decoding step cannot afford in every layer; in training
-    they are few beside the layer's, so that there is no kernel for their gradients.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Args:
+        a: (B, T, R), any floating dtype and strides.
+        b: (B, T, R), of a's dtype, any strides.
+        log_rate: (R,), floating.
+        bias: (R,), floating.
+
+    Returns:
+        g and beta, both (B, T, R), fp32 (fp64 for fp64).
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
     op, operands = "delta_gates", (a, b, log_rate, bias)
     reject_dtensors(op, *operands)
     check_tensor(op, "a", a, ("B", "T", "R"), a.device)
     check_tensor(op, "b", b, a.shape, a.device, a.dtype)
-    for name, each in (("log_rate", log_rate), ("bias", bias)):
-        check_tensor(op, name, each, a.shape[2:], a.device)
+    for name, parameter in (("log_rate", log_rate), ("bias", bias)):
+        check_tensor(op, name, parameter, a.shape[2:], a.device)
     if not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
         return delta_gates_reference(*operands)
     g, beta = _delta_gates(*operands)
@@ -35,7 +44,7 @@ def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[T
 
 
 def delta_gates_reference(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The specification of `delta_gates`, in plain torch."""
+    """The specification of `delta_gates`, in plain torch, with the same arguments a, b, log_rate and bias."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return -log_rate.to(wide).exp() * F.softplus(a.to(wide) + bias.to(wide)), b.to(wide).sigmoid()
 
@@ -47,7 +56,7 @@ def _delta_gates_kernel(a, a_stride, b, b_stride, log_rate, bias, g, beta, count
     row, head = place // R, place % R
     x = tl.load(a + row * a_stride + head, mask=there, other=0.0).to(tl.float32)
     x += tl.load(bias + head, mask=there, other=0.0).to(tl.float32)
-    # log(1 + exp(x)), to the last digits of small ones: z * log(1 + e) / (the e that was added) (Kahan).
+    # log(1 + exp(x)), exact to the last digits for small values: z * log(1 + e) / (the e that was added) (Kahan).
     e = tl.exp(-tl.abs(x))
     more = 1.0 + e
     small = tl.where(more == 1.0, e, tl.log(more) * (e / tl.where(more == 1.0, 1.0, more - 1.0)))

@@ -1,4 +1,4 @@
-"""One token of the gated delta rule, on a state that is changed in place: read once, and written once."""
+"""One token of the gated delta rule, on a state that is updated in place: read once, and written once."""
 
 import torch
 from torch import Tensor
@@ -12,17 +12,27 @@ from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
 
 MAX_KEY_DIM = 256  # a tile of the state, of all keys, is held in registers; the reference serves wider heads
-BLOCK_VALUES = 32  # columns of the state per program, fewer where there would be too few programs
+BLOCK_VALUES = 32  # columns of the state per program; fewer if there would be too few programs
 
 
 def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """`gated_delta_rule` of one token of each sequence. A CUDA graph can hold the call. No gradient.
+    """`gated_delta_rule` of one token per sequence. A CUDA graph can capture the call. Equal bits in every run. No
+    gradient.
 
-    q, k, v, g, beta: as of `gated_delta_rule` with T = 1.
-    state: contiguous (B, R, K, V), fp32 (fp64 for operands of fp64): changed in place to that after the token.
+    Args:
+        q: (B, 1, G, K), any floating dtype; the op normalises it.
+        k: (B, 1, G, K), of q's dtype; the op normalises it.
+        v: (B, 1, R, V), of q's dtype, R a multiple of G.
+        g: (B, 1, R), floating, logarithm of the decay of the state before the token, finite and at most 0.
+        beta: (B, 1, R), floating, how far the token moves the state to its value, within [0, 1].
+        state: contiguous (B, R, K, V), fp32 (fp64 for fp64), the state before the token; updated in place to the state
+            after the token.
 
-    Returns o (B, 1, R, V) of q's dtype, contiguous. Equal bits in every run.
-    Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
+    Returns:
+        Contiguous (B, 1, R, V) of q's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
     check_decoding("gated_delta_rule_step", q, k, v, g, beta, state)
     check_tensor("gated_delta_rule_step", "q", q, (q.shape[0], 1, *q.shape[2:]), q.device)
@@ -32,23 +42,26 @@ def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
 
 
 def gated_delta_rule_step_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The specification of `gated_delta_rule_step`, in plain torch."""
+    """The specification of `gated_delta_rule_step`, in plain torch, with the same arguments q, k, v, g, beta and
+    state."""
     o, last = gated_delta_rule_reference(q, k, v, g, beta, initial_state=state)
     state.copy_(last)
     return o.contiguous()
 
 
 def check_decoding(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
-    """Raises InputError unless the operands of T tokens fit one another and a state of fixed address."""
+    """Raises InputError, naming `op`, unless q, k, v, g and beta fit one another and `state`, `state` is contiguous,
+    and autograd needs no gradient."""
     check_operands(op, q, k, v, g, beta, state, torch.promote_types(q.dtype, torch.float32))
     if not state.is_contiguous():
-        raise InputError(f"{op}: state must be contiguous")
+        raise InputError(f"{op}: state must be contiguous, it is changed in place: call .contiguous()")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)):
         raise InputError(f"{op} has no gradient: call it under torch.no_grad(), or use ops.gated_delta_rule")
 
 
 def block_of_values(q: Tensor, values: Tensor, least: int) -> int:
-    """Columns of the state per program, so that most multiprocessors have one where there are columns enough."""
+    """Columns of the state per program, at least `least`: with enough of the `values` columns, most multiprocessors get
+    a program. q is (B, T, G, K)."""
     batch, _, heads, width = values.shape
     block = min(max(power_of_2_above(width), least), BLOCK_VALUES)
     while block > least and 4 * batch * heads * -(-width // block) < 3 * num_sms(q.device):
@@ -75,7 +88,7 @@ def _step_kernel(
     queries = queries * (scale / tl.sqrt(tl.sum(queries * queries, axis=0) + EPS))
     kept = kept * tl.exp(tl.load(g + row).to(tl.float32))
     u = (values - tl.sum(kept * keys[:, None], axis=0)) * tl.load(beta + row).to(tl.float32)
-    # S^T q after the token, by the state before it: both sums over the keys can go on at once.
+    # S^T q after the token, from the state before the token: both sums over the keys can run at once.
     o = tl.sum(kept * queries[:, None], axis=0) + tl.sum(keys * queries, axis=0) * u
     tl.store(place, kept + keys[:, None] * u[None, :], mask=inside)
     tl.store(out + row * V + j, o.to(out.dtype.element_ty), mask=j < V)

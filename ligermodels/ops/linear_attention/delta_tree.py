@@ -1,8 +1,8 @@
-"""The gated delta rule over a tree of candidate tokens, from one read of the state; and the step to an accepted node.
+"""The gated delta rule over a tree of candidate tokens, with one read of the state; and the step to an accepted node.
 
-A program computes what `gated_delta_rule` says of one chunk: all nodes' outputs from the state before the root and the
-products of pairs of nodes. The triangular system is solved by U = W - A U, as often as the tree has levels: after n
-times the nodes of the first n levels are exact.
+A program computes one chunk of `gated_delta_rule`: all nodes' outputs, from the state before the root and the products
+of pairs of nodes. It solves the triangular system by repeating U = W - A U once per level of the tree: after n
+repetitions the nodes of the first n levels are exact.
 """
 
 import torch
@@ -23,16 +23,23 @@ MAX_NODES = 64  # a program holds all pairs of nodes; the reference serves large
 def gated_delta_rule_tree(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor
 ) -> tuple[Tensor, TreeUpdates]:
-    """The gated delta rule over trees of tokens: each node comes after its ancestors, and after no other node. A CUDA
-    graph can hold the call. No gradient.
+    """The gated delta rule over trees of tokens: each node follows its ancestors, and no other node. A CUDA graph can
+    capture the call. Equal bits in every run. No gradient.
 
     Args:
-        q, k, v, g, beta: as of `gated_delta_rule`, for the N nodes in place of T tokens.
-        state: contiguous (B, R, K, V), fp32 (fp64 for operands of fp64), before the root; it is not changed.
-        ancestors: bool (N, N), True at [i, j] where node j is node i or one of its ancestors; j <= i.
+        q: (B, N, G, K) for N nodes, any floating dtype; the op normalises it.
+        k: (B, N, G, K), of q's dtype; the op normalises it.
+        v: (B, N, R, V), of q's dtype, R a multiple of G.
+        g: (B, N, R), floating, logarithm of the decay of the state before each node, finite and at most 0.
+        beta: (B, N, R), floating, how far each node moves the state to its value, within [0, 1].
+        state: contiguous (B, R, K, V), fp32 (fp64 for fp64), the state before the root; it is not changed.
+        ancestors: bool (N, N), True at [i, j] if node j is node i or one of its ancestors; j <= i.
 
-    Returns o (B, N, R, V) of q's dtype, and what `commit_tree` needs. Equal bits in every run.
-    Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
+    Returns:
+        o (B, N, R, V) of q's dtype, and the updates for `commit_tree`.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
     check_decoding("gated_delta_rule_tree", q, k, v, g, beta, state)
     nodes = q.shape[1]
@@ -44,10 +51,17 @@ def gated_delta_rule_tree(
 
 
 def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Tensor) -> None:
-    """Make the state before the root of each tree that after one of its nodes, in place: see `tree_state`.
+    """Moves the state from before the root of each tree to after one of its nodes, in place: see `tree_state`. A CUDA
+    graph can capture the call.
 
-    state: contiguous (B, R, K, V). updates: those of the tree. node: long (B,). ancestors: bool (N, N), as of
-    `gated_delta_rule_tree`. A CUDA graph can hold the call. Raises InputError if shapes, dtypes or devices do not fit.
+    Args:
+        state: contiguous (B, R, K, V), the state before the root; updated in place.
+        updates: the updates that `gated_delta_rule_tree` returned.
+        node: long (B,), the accepted node of each sequence.
+        ancestors: bool (N, N), True at [i, j] if node j is node i or one of its ancestors.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
     op, (decay, keys, values) = "commit_tree", updates
     reject_dtensors(op, state, *updates)
@@ -60,7 +74,10 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
     check_tensor(op, "node", node, (batch,), state.device, torch.long)
     check_tensor(op, "ancestors", ancestors, (nodes, nodes), state.device, torch.bool)
     if not state.is_contiguous() or not nodes or not keys.shape[2] or heads % keys.shape[2]:
-        raise InputError(f"{op}: needs a contiguous state, nodes, and heads of state that are a multiple of the keys'")
+        raise InputError(
+            f"{op}: needs a contiguous state, at least one node, and a multiple of the keys' heads; got state "
+            f"{tuple(state.shape)}, keys {tuple(keys.shape)}"
+        )
     if not use_kernels(state, values) or key_dim > MAX_KEY_DIM:
         state.copy_(tree_state(state, updates, node, ancestors))
     else:
@@ -74,8 +91,8 @@ def _tree_kernel(
     EPS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, and BLOCK_K keys at once. Products of q and k, before
-    these are normalised, are exact for 16 bit; those with the state and of updates are of float32, with PRECISION."""
+    """Each program takes BLOCK_V columns of the state of a head, and BLOCK_K keys at once. Products of q and k before
+    the normalisation are exact for 16 bits; products with the state and with updates are float32, with PRECISION."""
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -114,7 +131,7 @@ def _tree_kernel(
             place = keys + ((batch * N + n) * (heads // repeats) + group)[:, None] * K + i[None, :]
             tl.store(place, key * key_factor[:, None], mask=there)
 
-    # Sums along paths in fp64: their differences are small beside them.
+    # Sums along paths are fp64: their differences are small compared to the sums.
     is_above = tl.load(ancestors + node * N + other, mask=(node < N) & (other < N), other=0) != 0
     gate = tl.load(g + ours, mask=n < N, other=0.0).to(tl.float64)
     path = tl.sum(tl.where(is_above, gate[None, :], 0.0), axis=1)
@@ -145,7 +162,8 @@ def _commit_kernel(
     state, decay, keys, values, node, ancestors, N, K, V, heads, repeats, blocks,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, and adds the nodes of the path, the last one first."""
+    """Each program takes BLOCK_V columns of the state of a head, and adds the nodes of the path, the last node
+    first."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     n, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)

@@ -1,9 +1,9 @@
-"""The gated delta rule over texts by flash-linear-attention's chunked kernels (https://github.com/fla-org), which are
-optional: `pip install fla-core`.
+"""The gated delta rule over sequences by flash-linear-attention's chunked kernels (https://github.com/fla-org). They
+are optional: `pip install fla-core`.
 
-Unlike the reference they round what they keep of a chunk to the operands' 16 bits: the normalised queries and keys, the
-updates, and the states before the chunks. For packed documents they read the bounds on the host, once for each tensor
-of bounds.
+Unlike the reference they round the values that they keep of a chunk to the operands' 16 bits: the normalised queries
+and keys, the updates, and the states before the chunks. For packed documents they read the bounds on the host, once for
+each tensor of bounds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ligermodels.ops.runtime.tensors import without_autocast
 
-MIN_VERSION = (0, 6)  # the first one tried; earlier ones differ in options and grouped heads
+MIN_VERSION = (0, 6)  # the first version tried; earlier versions differ in options and grouped heads
 MAX_KEY_DIM = 256
 
 
 class DeltaRequest(NamedTuple):
-    """The properties of a call by which a backend is chosen; none is read from device memory. `continued`: from an
-    initial state; `gradient`: one may be asked for."""
+    """The properties of a call that decide whether fla can serve it; none is read from device memory.
+
+    continued: whether there is an initial state. gradient: whether autograd may ask for gradients."""
 
     device: str
     dtype: torch.dtype
@@ -39,7 +40,7 @@ class DeltaRequest(NamedTuple):
 
 @functools.cache
 def installed() -> bool:
-    """Whether fla-core of a known version is there."""
+    """Whether a known version of fla-core is installed."""
     try:
         version = metadata.version("fla-core")
     except metadata.PackageNotFoundError:
@@ -49,7 +50,7 @@ def installed() -> bool:
 
 @functools.cache
 def _wrong_gradients() -> bool:
-    """Whether fla refuses the backward pass on this GPU, by the version of Triton."""
+    """Whether fla refuses the backward pass on this GPU with this version of Triton."""
     version = tuple(int(part) for part in re.findall(r"\d+", metadata.version("triton"))[:3])
     return (3, 4) <= version < (3, 7, 1) and torch.cuda.get_device_capability()[0] == 9
 
@@ -75,7 +76,7 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `gated_delta_rule`."""
+    """`gated_delta_rule` by fla, with the same q, k, v, g, beta, initial_state, cu_seqlens and final_state."""
     rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     state = None if initial_state is None else initial_state.float()
     bounds = None if cu_seqlens is None else _unchanging(cu_seqlens)
@@ -86,7 +87,7 @@ def run(
         )  # fmt: skip
     if not final_state:
         return o, o.new_empty(0)
-    if cu_seqlens is not None:  # of each document: that of the last one that has tokens
+    if cu_seqlens is not None:  # one state per document: take the state of the last document with tokens
         last = last[(cu_seqlens[:-1] < cu_seqlens[-1]).sum().view(1) - 1]
     return o, last
 
@@ -95,11 +96,11 @@ _COPIES = WeakTensorKeyDictionary()
 
 
 def _unchanging(bounds: Tensor) -> Tensor:
-    """A copy of `bounds`, the same tensor until these are changed in place: what fla reads on the host it keeps by the
-    identity of the tensor, whatever its values have become."""
+    """A copy of `bounds`; the same copy until `bounds` is changed in place. fla caches the values that it read on the
+    host by the identity of the tensor, and does not notice changes."""
     version = None if bounds.is_inference() else bounds._version
-    known = _COPIES.get(bounds)
-    if known is None or version is None or known[0] != version:
-        known = _COPIES[bounds] = version, bounds.clone()
-    found: Tensor = known[1]
-    return found
+    cached = _COPIES.get(bounds)
+    if cached is None or version is None or cached[0] != version:
+        cached = _COPIES[bounds] = version, bounds.clone()
+    copy: Tensor = cached[1]
+    return copy

@@ -1,19 +1,19 @@
-"""The gated delta rule (Yang et al., 2024, https://arxiv.org/abs/2412.06464), over texts and over trees of tokens.
+"""The gated delta rule (Yang et al., 2024, https://arxiv.org/abs/2412.06464), over sequences and over trees of tokens.
 
 A head keeps a state S (K, V), zero at first. q and k are normalised to length 1, and q divided by sqrt(K). Each token
 
     S = exp(g) S;    u = beta (v - S^T k);    S = S + k u^T;    o = S^T q
 
-For tokens of which an ancestor never follows its descendant, and G_i the sum of g over token i and its ancestors, this
-is the same for all of them at once. Where j is i or an ancestor of i, let decay_ij = exp(G_i - G_j), else 0; with S the
-state before the first token and A_ij = beta_i (k_i . k_j) decay_ij for strict ancestors,
+The rule can also be computed for all tokens at once, if no token comes before one of its ancestors. Let G_i be the sum
+of g over token i and its ancestors, and decay_ij = exp(G_i - G_j) if j is i or an ancestor of i, else 0. With S the
+state before the first token, and A_ij = beta_i (k_i . k_j) decay_ij for strict ancestors j of i,
 
     (1 + A) U = beta (V - exp(G) K S)                            unit triangular
     O = exp(G) Q S + ((Q K^T) * decay) U
     state after token a = exp(G_a) S + sum of decay_aj k_j u_j^T
 
-A text takes chunks of this with the ancestors of a triangle, packed documents with blocks of triangles; a tree is one
-chunk with its own ancestors.
+A sequence is computed in chunks; the ancestors of a token are all tokens before it, or, with packed documents, the
+tokens before it in its document. A tree is one chunk with its own ancestors.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 
 CHUNK = 64
-"""Tokens that the reference computes at once: of a text of T tokens memory is T * CHUNK for each head, and T / CHUNK
-states."""
+"""Tokens that the reference computes at once: for T tokens it takes T * CHUNK numbers and T / CHUNK states per head."""
 
 BACKENDS = ("auto", "triton", "fla", "reference")
 
 
 class TreeUpdates(NamedTuple):
-    """What the N nodes of a tree add to the state: `tree_state` makes the state after one of them.
+    """The updates that the N nodes of a tree make to the state; `tree_state` computes the state after a node.
 
-    decay: (B, N, R) fp64, the sum of g over each node's path. keys: (B, N, G, K), normalised, and values: (B, N, R, V),
-    what is added along each key; both fp32, or fp64 for operands of fp64.
+    decay: (B, N, R) fp64, the sum of g over each node's path.
+    keys: (B, N, G, K), normalised, fp32 (fp64 for fp64).
+    values: (B, N, R, V), the vector added along each key, fp32 (fp64 for fp64).
     """
 
     decay: Tensor
@@ -64,37 +64,43 @@ def gated_delta_rule(
     final_state: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over sequences of tokens; see this module for the formula.
+    """The gated delta rule over sequences of tokens, for each of R value heads:
+
+        S = exp(g) S;    u = beta (v - S^T k);    S = S + k u^T;    o = S^T q
+
+    with q and k normalised to length 1, q divided by sqrt(K), and S (K, V). A token with g = 0 and beta = 0 leaves the
+    state as it is. Differentiable in all tensors but cu_seqlens, by "triton" and "fla" only once. "triton" and
+    "reference" give equal bits in every run, and do not wait for the device.
 
     Args:
-        q, k: (B, T, G, K), any floating dtype; the op normalises them. The state of value head j goes with the query
-            and key head j // (R / G).
-        v: (B, T, R, V), of q's dtype.
-        g: (B, T, R), logarithm of the decay of the state before each token, finite and at most 0; a floating dtype.
-        beta: (B, T, R), how far each token moves the state to its value, within [0, 1]; a floating dtype.
-        initial_state: (B, R, K, V), before the first token; zero by default.
-        cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1), the last of which is T: each
-            starts from a state of zero, but for the first one where there is an `initial_state`.
-        final_state: whether the state after the last token is wanted.
-        backend: "reference"; "triton", the kernels (see `delta_chunks`), for CUDA tensors on GPUs of compute capability
-            9 and q and k of up to 128 channels, a multiple of 16 if they have 16 bits, none in float64; "fla",
-            flash-linear-attention's kernels (see `fla`), which compute with 16 bit operands; or "auto", the first of
-            triton, fla and reference that serves the call, and reference while `set_backend("reference")` holds.
+        q: (B, T, G, K), any floating dtype; the op normalises it.
+        k: (B, T, G, K), of q's dtype; the op normalises it.
+        v: (B, T, R, V), of q's dtype, R a multiple of G. Value head j uses query and key head j // (R / G).
+        g: (B, T, R), floating, logarithm of the decay of the state before each token, finite and at most 0.
+        beta: (B, T, R), floating, how far each token moves the state to its value, within [0, 1].
+        initial_state: (B, R, K, V), floating, the state before the first token; zero when None.
+        cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T. The first
+            document starts from `initial_state`, the others from a state of zero.
+        final_state: whether to return the state after the last token.
+        backend: "reference"; "triton", this project's kernels, for CUDA tensors on GPUs of compute capability 9, q and
+            k of up to 128 channels (a multiple of 16 in 16-bit dtypes), no float64; "fla", flash-linear-attention's
+            kernels, for 16-bit operands; or "auto": the first of triton, fla and reference that can serve the call, and
+            reference while `set_backend("reference")` is on.
 
-    Returns o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for operands of
-    fp64), in which the reference computes all; empty if it is not wanted. A token with g = 0 and beta = 0 leaves the
-    state as it is. Differentiable in all tensors but cu_seqlens, by triton and
-    fla once. With "triton" and "reference" equal bits in every run,
-    and no wait for the device.
+    Returns:
+        o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for fp64), empty
+        without `final_state`.
 
-    Raises InputError if shapes, dtypes or devices do not fit, BackendError if the named backend is unknown or cannot
-    serve the call.
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
+        BackendError: the named backend is unknown or cannot serve the call.
     """
     check_operands("gated_delta_rule", q, k, v, g, beta, initial_state)
-    if cu_seqlens is not None:
-        check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32)
-        if q.shape[0] != 1:
-            raise InputError(f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}")
+    check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32, optional=True)
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise InputError(
+            f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}; give q (1, T, G, K)"
+        )
     operands = q, k, v, g, beta, initial_state
     chosen = _choose(*operands, cu_seqlens, backend)
     if chosen == "triton":
@@ -110,7 +116,7 @@ def _choose(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     backend: str,
 ) -> str:  # fmt: skip
-    """The backend that serves the call, other than "auto"."""
+    """Name of the backend that serves the call."""
     if backend not in BACKENDS:
         raise BackendError(f"gated_delta_rule: backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
     kernels = backend in ("auto", "triton") and use_kernels(q, g, beta, initial_state)
@@ -138,18 +144,19 @@ def gated_delta_rule_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The specification of `gated_delta_rule`, in plain torch."""
+    """The specification of `gated_delta_rule`, in plain torch, with the same arguments q, k, v, g, beta, initial_state
+    and cu_seqlens."""
     tokens = q.shape[1]
     wide, state = _wide_state(q, v, initial_state)
     size = CHUNK if tokens > CHUNK else tokens
     count = -(-tokens // size)
-    place = torch.arange(count * size, device=q.device)
-    document = torch.zeros_like(place)
-    if cu_seqlens is not None:  # what pads the last chunk belongs to the last document
-        document = torch.bucketize(place.clamp(max=tokens - 1), cu_seqlens[1:], right=True)
+    token = torch.arange(count * size, device=q.device)
+    document = torch.zeros_like(token)
+    if cu_seqlens is not None:  # the padding of the last chunk belongs to the last document
+        document = torch.bucketize(token.clamp(max=tokens - 1), cu_seqlens[1:], right=True)
     document = document.view(count, size)
     ancestors = (document[:, :, None] == document[:, None, :]).tril()
-    before = torch.cat([document[:1, :1], document[:-1, -1:]])  # of the token before each chunk
+    before = torch.cat([document[:1, :1], document[:-1, -1:]])  # the document of the token before each chunk
     with without_autocast(q):
         chunked = partial(_chunked, dtype=wide, count=count, size=size)
         queries, keys = _normalised(chunked(q), chunked(k))
@@ -165,7 +172,8 @@ def gated_delta_rule_reference(
 def gated_delta_rule_tree_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, ancestors: Tensor
 ) -> tuple[Tensor, TreeUpdates]:
-    """The specification of `gated_delta_rule_tree`, in plain torch."""
+    """The specification of `gated_delta_rule_tree`, in plain torch, with the same arguments q, k, v, g, beta and
+    ancestors; initial_state is the state before the root."""
     nodes = q.shape[1]
     wide, state = _wide_state(q, v, initial_state)
     with without_autocast(q):
@@ -180,10 +188,16 @@ def gated_delta_rule_tree_reference(
 
 
 def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Tensor) -> Tensor:
-    """The state after a node of each tree, which may be any.
+    """The state after one node of each tree.
 
-    initial_state: (B, R, K, V), before the root. updates: those of the tree. node: long (B,). ancestors: as of
-    `gated_delta_rule_tree`. Returns (B, R, K, V) of the dtype of `initial_state`.
+    Args:
+        initial_state: (B, R, K, V), floating, the state before the root.
+        updates: the updates that `gated_delta_rule_tree` returned.
+        node: long (B,), a node of each tree.
+        ancestors: bool (N, N), True at [i, j] if node j is node i or one of its ancestors.
+
+    Returns:
+        (B, R, K, V), of the dtype of `initial_state`.
     """
     decay, keys, values = updates
     repeats = values.shape[2] // keys.shape[2]
@@ -198,28 +212,27 @@ def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancest
 def check_operands(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, *dtypes: torch.dtype
 ) -> None:
-    """Raises InputError unless all these fit together, and the state before them is of one of `dtypes`, if given."""
+    """Raises InputError, naming `op`, unless q, k, v, g, beta and `state` (the state before them, or None) fit
+    together, and `state` has one of `dtypes`, if there are any."""
     reject_dtensors(op, q, k, v, g, beta, state)
-    check_tensor(op, "q", q, ("B", "T", "G", "K"), q.device)
+    check_tensor(op, "q", q, ("B", "T", "G", "K"))
     batch, tokens, groups, width = q.shape
     check_tensor(op, "k", k, q.shape, q.device, q.dtype)
     check_tensor(op, "v", v, (batch, tokens, "R", "V"), q.device, q.dtype)
     heads = v.shape[2]
     if 0 in (tokens, groups, width, v.shape[3]) or heads % groups:
         raise InputError(
-            f"{op}: needs tokens, channels, and heads of v that are a multiple of those of q and k, got q "
-            f"{tuple(q.shape)} and v {tuple(v.shape)}"
+            f"{op}: needs at least one token and channel, and heads of v that are a multiple of the heads of q and k; "
+            f"got q {tuple(q.shape)} and v {tuple(v.shape)}"
         )
-    for name, each in (("g", g), ("beta", beta)):
-        check_tensor(op, name, each, v.shape[:3], q.device)
-    if state is not None:
-        check_tensor(
-            op, "state" if dtypes else "initial_state", state, (batch, heads, width, v.shape[3]), q.device, *dtypes
-        )
+    for name, gate in (("g", g), ("beta", beta)):
+        check_tensor(op, name, gate, v.shape[:3], q.device)
+    name = "state" if dtypes else "initial_state"
+    check_tensor(op, name, state, (batch, heads, width, v.shape[3]), q.device, *dtypes, optional=True)
 
 
 def _wide_state(q: Tensor, v: Tensor, initial_state: Tensor | None) -> tuple[torch.dtype, Tensor]:
-    """The dtype to compute in, and the initial state, (B, G, R / G, K, V)."""
+    """The dtype in which to compute, and the initial state in it, (B, G, R / G, K, V)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     if initial_state is None:
         initial_state = q.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=wide)
@@ -234,16 +247,16 @@ def _chunked(x: Tensor, dtype: torch.dtype, count: int, size: int) -> Tensor:
 
 
 def _normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Of length 1, and q divided by sqrt(K): (B, G, n, C, K) -> (B, G, 1, n, C, K)."""
+    """q and k with length 1, and q divided by sqrt(K): (B, G, n, C, K) -> (B, G, 1, n, C, K)."""
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
     return (q * q.shape[-1] ** -0.5)[:, :, None], k[:, :, None]
 
 
 class _Chunk:
-    """n chunks of C tokens, and all that does not depend on the state before each of them.
+    """n chunks of C tokens, and all values that do not depend on the state before each chunk.
 
     q, k: (B, G, 1, n, C, K), normalised. v: (B, R, n, C, V). g, beta: (B, R, n, C). ancestors: bool (n, C, C). follows:
-    bool (n, C), whether the state before the chunk is that before the token's first ancestor.
+    bool (n, C), whether the state before the chunk reaches the token (no document begins in between).
     """
 
     def __init__(
@@ -251,17 +264,17 @@ class _Chunk:
     ) -> None:
         v, g, beta = (x.unflatten(1, (k.shape[1], -1)) for x in (v, g, beta))
         self.k, weights = k, beta[..., None]
-        # In fp64: differences of sums that are large beside them.
+        # In fp64, because differences are small compared to the sums.
         self.path_decay = (ancestors * g.double()[..., None, :]).sum(-1)
-        apart = (self.path_decay[..., :, None] - self.path_decay[..., None, :]).to(g.dtype)
-        decay = apart.masked_fill(~ancestors, -torch.inf).exp()  # other differences may overflow
+        difference = (self.path_decay[..., :, None] - self.path_decay[..., None, :]).to(g.dtype)
+        decay = difference.masked_fill(~ancestors, -torch.inf).exp()  # other differences may overflow
         kept = (self.path_decay.to(g.dtype).exp() * follows)[..., None]
         self.q_kept, self.attending = kept * q, q @ k.transpose(-1, -2) * decay
         self.u, self.k_kept = weights * v, weights * kept * k
         if k.shape[-2] > 1:
             a = weights * (k @ k.transpose(-1, -2)) * decay.tril(-1)
-            both = torch.cat([self.u, self.k_kept], dim=-1)
-            solved = torch.linalg.solve_triangular(a, both, upper=False, unitriangular=True)
+            right_sides = torch.cat([self.u, self.k_kept], dim=-1)
+            solved = torch.linalg.solve_triangular(a, right_sides, upper=False, unitriangular=True)
             self.u, self.k_kept = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
         self.k_last, self.kept_last = k * decay[..., -1, :, None], kept[..., -1:, :]
 

@@ -1,7 +1,7 @@
 """Ops of a mixture of experts: sorting rows by expert, moving them there and back, and one GEMM for all experts.
 
 Shapes: N tokens, each sent to k of E experts, make N * k rows. Nothing here waits for the GPU, except the loop over
-experts where there is no grouped GEMM, and the order of sums is fixed.
+experts that replaces a missing grouped GEMM. The order of sums is fixed.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,18 @@ from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
-ALIGNMENT = 16  # bytes, of every row of the operands of torch's grouped GEMM
+ALIGNMENT = 16  # bytes: rows of the operands of torch's grouped GEMM begin at multiples of this
 
 
 # -- sorting -----------------------------------------------------------------------------------------------------------
 
 
 class Routes(NamedTuple):
-    """Where rows go: sorted row r is row `order[r]` = n * k + j, token n's j-th choice; `inverse` is the way back.
+    """The order of rows sorted by expert.
 
-    `order` and `inverse` are long (N * k,). `offsets`, int32 (E,), ends each expert's sorted rows.
+    order: long (N * k,); sorted row r is row order[r] = n * k + j, token n's j-th choice.
+    inverse: long (N * k,), the inverse permutation of `order`.
+    offsets: int32 (E,), the end of each expert's sorted rows.
     """
 
     order: Tensor
@@ -33,18 +35,36 @@ class Routes(NamedTuple):
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> Routes:
-    """Sort the rows by expert, then token. experts: long (N, k), the choices of each token, in [0, num_experts)."""
+    """Sorts rows by expert, then by token.
+
+    Args:
+        experts: long (N, k), the experts chosen for each token, in [0, num_experts).
+        num_experts: number E of experts.
+
+    Returns:
+        The routes of the N * k rows.
+    """
     sorted_experts, order = experts.flatten().sort(stable=True)
-    places = torch.arange(order.numel(), device=order.device)
-    inverse = torch.empty_like(order).scatter_(0, order, places)
+    rows = torch.arange(order.numel(), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     numbers = torch.arange(num_experts, device=order.device)
     return Routes(order, inverse, torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True))
 
 
 def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """x[index // copies]: x (N, H) -> (N * copies, H), where `index` is a permutation and `inverse` its inverse.
+    """x[index // copies]: rows of x, each `copies` times, in the order of a permutation.
 
-    Its gradient gathers too, and sums the copies of a row in float32, where torch's own would add them atomically.
+    Its gradient is a gather too, and sums the copies of a row in a fixed order; torch's own gradient would add them
+    atomically.
+
+    Args:
+        x: (N, H), any dtype.
+        index: long (N * copies,), a permutation, such as `Routes.order`.
+        inverse: long (N * copies,), the inverse of `index`.
+        copies: number of copies of each row.
+
+    Returns:
+        (N * copies, H), of x's dtype.
     """
     return _GatherRows.apply(x, index, inverse, copies)
 
@@ -71,24 +91,30 @@ class _GatherRows(torch.autograd.Function):
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | None = None) -> Tensor:
     """Rows of x times the weight of their group: y[r] = weights[e] @ x[r] for offsets[e - 1] <= r < offsets[e].
 
-    x: (R, K), any floating dtype. weights: (E, M, K), of x's dtype (under autocast all are cast to its dtype).
-    biases: (E, M), of x's dtype: biases[e] is added to the group's rows.
-    offsets: int32 (E,), where each group ends; they do not decrease, and the last is R. Returns (R, M) of x's dtype.
+    In bfloat16 on CUDA with K and M multiples of 8, on Hopper (or any GPU from Ampere on with torch 2.10), this is
+    torch's own grouped GEMM. Otherwise it is a loop over the groups, and on a GPU it waits for the offsets. A CUDA
+    graph capture cannot wait: there each group's weight multiplies all rows. Each gradient is a grouped GEMM too,
+    computed only if its operand needs it; the gradients of the weights and bias of a group without rows are zero.
 
-    In bfloat16 on CUDA, K and M multiples of 8, on Hopper (or any GPU from Ampere on with torch 2.10), this is torch's
-    own grouped GEMM. Everywhere else a loop over the groups, which on a GPU waits for the offsets (but while a CUDA
-    graph is recorded, which cannot: then each group's weights meet all rows). Each gradient is a
-    grouped GEMM too, and made only when its operand needs it; that of a group without rows is zero.
-    Raises InputError if shapes, dtypes or devices do not fit, or (in the loop) if the offsets do not.
+    Args:
+        x: (R, K), any floating dtype.
+        weights: (E, M, K), of x's dtype. Under autocast x, weights and biases are cast to the dtype of autocast.
+        offsets: int32 (E,), the end of each group; they do not decrease, and the last is R.
+        biases: (E, M), of x's dtype: biases[e] is added to the rows of group e; None for none.
+
+    Returns:
+        (R, M), of x's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or (in the loop) the offsets decrease or do not end at R.
     """
     reject_dtensors("grouped_mm", x, weights, offsets, biases)
-    check_tensor("grouped_mm", "x", x, ("R", "K"), x.device)
+    check_tensor("grouped_mm", "x", x, ("R", "K"))
     check_tensor("grouped_mm", "weights", weights, ("E", "M", x.shape[1]), x.device, weights.dtype)
     if len(weights) == 0:
-        raise InputError(f"grouped_mm: weights must be of one expert or more, got {tuple(weights.shape)}")
+        raise InputError(f"grouped_mm: weights {tuple(weights.shape)} are of no expert; give at least one")
     check_tensor("grouped_mm", "offsets", offsets, (len(weights),), x.device, torch.int32)
-    if biases is not None:
-        check_tensor("grouped_mm", "biases", biases, tuple(weights.shape[:2]), x.device, weights.dtype)
+    check_tensor("grouped_mm", "biases", biases, weights.shape[:2], x.device, weights.dtype, optional=True)
     x, weights, biases = under_autocast(x, weights, biases)
     if x.dtype != weights.dtype:
         raise InputError(f"grouped_mm: weights must be of x's dtype {x.dtype}, got {weights.dtype}")
@@ -96,10 +122,10 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | Non
 
 
 def grouped_mm_reference(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | None = None) -> Tensor:
-    """The specification of `grouped_mm`, in plain torch."""
+    """The specification of `grouped_mm`, in plain torch, with the same arguments x, weights, offsets and biases."""
     parts = x.split(_counts(offsets, x.shape[0]))
     added = [None] * len(parts) if biases is None else biases.unbind()
-    return torch.cat([F.linear(*each) for each in zip(parts, weights.unbind(), added, strict=True)])
+    return torch.cat([F.linear(*operands) for operands in zip(parts, weights.unbind(), added, strict=True)])
 
 
 def _counts(offsets: Tensor, rows: int) -> list[int]:
@@ -140,7 +166,7 @@ def _group_of_rows(x: Tensor, offsets: Tensor) -> Tensor:
 
 @custom_op()
 def _grouped_outer(dy: Tensor, x: Tensor, offsets: Tensor, kernels: bool) -> Tensor:
-    """dy (R, M), x (R, K) -> (E, M, K): for each group the sum of its rows' outer products."""
+    """dy (R, M), x (R, K) -> (E, M, K): the sum of outer products of rows, for each group."""
     if is_fake(x):
         return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
     if kernels and _has_grouped_gemm(x, dy.shape[1]):
@@ -158,7 +184,7 @@ def _grouped_outer(dy: Tensor, x: Tensor, offsets: Tensor, kernels: bool) -> Ten
 
 
 def _has_grouped_gemm(x: Tensor, columns: int) -> bool:
-    """Whether torch has a grouped GEMM for x (R, K) and groups with as many `columns`."""
+    """Whether torch has a grouped GEMM for x (R, K) and operands of `columns` columns."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not hasattr(torch, "_grouped_mm"):
         return False
     major = torch.cuda.get_device_capability(x.device)[0]
@@ -167,7 +193,7 @@ def _has_grouped_gemm(x: Tensor, columns: int) -> bool:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x itself where torch's grouped GEMM can read it, else a contiguous copy."""
+    """x itself if torch's grouped GEMM can read it, else a contiguous copy."""
     others = [stride for stride in x.stride() if stride != 1]
     aligned = all(stride > 0 and stride * x.itemsize % ALIGNMENT == 0 for stride in (*others, x.data_ptr()))
     return x if aligned and 1 in x.stride()[-2:] else x.clone(memory_format=torch.contiguous_format)

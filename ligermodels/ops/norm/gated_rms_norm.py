@@ -1,5 +1,6 @@
-"""RMSNorm of each head, times silu of a gate: the norm after Gated DeltaNet. Forward and backward read each value once;
-in plain torch the gate alone is written twice as fp32."""
+"""RMSNorm of each head, times silu of a gate: the norm after Gated DeltaNet (https://arxiv.org/abs/2412.06464).
+
+Forward and backward pass read each value once; plain torch would write the gate alone twice as fp32."""
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,20 @@ MAX_KERNEL_WIDTH = 8192  # a row of each operand is held in registers; the refer
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * silu(z), over the last dimension.
 
-    x, z: (..., heads, N), of one floating dtype, any strides. weight: (N,), floating.
+    It computes in fp32 (fp64 for fp64), rounds once, and gives equal bits in every run. The backward pass recomputes
+    from x and z; nothing else is saved.
 
-    Returns contiguous (..., heads, N) of x's dtype, computed in fp32 (fp64 for fp64) and rounded once. The backward
-    pass recomputes from x and z; nothing else is saved. Equal bits in every run.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Args:
+        x: (..., heads, N), any floating dtype and strides.
+        z: the gate, (..., heads, N), of x's dtype, any strides.
+        weight: (N,), any floating dtype.
+        eps: added to the mean square.
+
+    Returns:
+        Contiguous (..., heads, N) of x's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
     op = "gated_rms_norm"
     reject_dtensors(op, x, z, weight)
@@ -36,7 +46,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The specification of `gated_rms_norm`, in plain torch."""
+    """The specification of `gated_rms_norm`, in plain torch, with the same arguments x, z, weight and eps."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
@@ -45,7 +55,7 @@ def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -
 
 @triton.jit
 def _load_gate(z, z_token, z_head, row, end, N, heads, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """As `load_rows`, of rows that are heads of tokens; and the gate and its slope, in float32."""
+    """silu of the gate and its slope, in float32: `load_rows` of z, with heads of tokens as rows."""
     rows, col = row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (rows < end)[:, None] & (col < N)[None, :]
     place = z + rows // heads * z_token + rows % heads * z_head
@@ -111,7 +121,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _heads(z: Tensor) -> tuple[Tensor, int, int]:
-    """z (..., heads, N), and the strides of tokens and heads: a view of the tokens where the strides allow it."""
+    """z (..., heads, N) as (tokens, heads, N), and its strides: a view if the strides allow it, else a copy."""
     tokens = z.reshape(-1, *z.shape[-2:]) if z.numel() else z.new_empty(0, *z.shape[-2:])
     tokens = tokens if tokens.stride(2) == 1 or tokens.shape[2] == 1 else tokens.contiguous()
     return tokens, tokens.stride(0), tokens.stride(1)
@@ -136,7 +146,7 @@ def _gated_rms_norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) ->
 def _gated_rms_norm_backward(
     dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, need_x: int, need_z: bool, need_weight: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, z and weight; those not needed are empty."""
+    """The gradients of x, z and weight; a gradient that is not needed is empty."""
     dx, dz, dw = empty_gradient(x, need_x, x), empty_gradient(z, need_z, x), empty_gradient(weight, need_weight, weight)
     if is_fake(dx):
         return dx, dz, dw

@@ -16,16 +16,26 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
 from ligermodels.ops.runtime.tensors import check_rows, contiguous, empty_gradient, empty_like, rows_and_stride
 
-FAR, FAR_FLOAT32 = 16.0, 0.25  # squared deviations from the mean, in variances, from which on rounding shows
-WIDE = 2**14  # from here on only the most warps have registers for the parts of both gradients
+FAR, FAR_FLOAT32 = 16.0, 0.25  # squared deviation from the mean, in variances, beyond which rounding shows
+WIDE = 2**14  # from this width on, only the most warps have registers for the parts of both gradients
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, as `torch.nn.functional.layer_norm`.
 
-    x: (..., N), any floating dtype and strides. weight, bias: (N,), any floating dtype, or None for no product or no
-    sum at all. Returns a contiguous tensor of x's shape and dtype, rounded once: float32 inside (float64 for float64).
-    Raises InputError if shapes, dtypes or devices do not fit.
+    It computes in float32 (float64 for float64) and rounds once.
+
+    Args:
+        x: (..., N), any floating dtype and strides.
+        weight: (N,), any floating dtype; None for no product at all.
+        bias: (N,), any floating dtype; None for no sum at all.
+        eps: added to the variance.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
     weight, bias = replicated("layer_norm", x, weight=weight, bias=bias)
     check_rows("layer_norm", "x", x, weight=weight, bias=bias)
@@ -35,11 +45,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The specification of `layer_norm`, in plain torch."""
+    """The specification of `layer_norm`, in plain torch, with the same arguments x, weight, bias and eps."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = x.to(dtype)
     y = y - y.mean(-1, keepdim=True)
-    y = y - y.mean(-1, keepdim=True)  # the rounding error of the first mean, great for rows far from 0
+    y = y - y.mean(-1, keepdim=True)  # the rounding error of the first mean is large for rows far from 0
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(dtype)
@@ -56,7 +66,7 @@ def _both_sums(a, b):
 
 @triton.jit
 def _moments(x, x_stride, row, level, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows less their levels, 0 beyond N; the means of this, and its mean squared deviations from them."""
+    """Rows minus `level`, 0 beyond N; the mean of each such row, and its mean squared deviation from that mean."""
     v = load_rows(x, x_stride, row, M, N, ROWS, BLOCK).to(tl.float32) - level[:, None]
     if not WHOLE:
         v = tl.where((tl.arange(0, BLOCK) < N)[None, :], v, 0.0)
@@ -72,8 +82,8 @@ def _layer_norm_forward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Each program normalises ROWS rows. One reduction gives mean and variance of the deviations from the row's first
-    value. The farther that value is from the mean, the more digits they lose, up to squares beyond float32. Where this
-    shows, a second reduction takes the deviations from the mean."""
+    value. The farther that value is from the mean, the more digits are lost, up to squares beyond float32. If too many
+    are lost, a second reduction uses the deviations from the mean."""
     row = tl.program_id(0).to(tl.int64) * ROWS
     rows = row + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -101,8 +111,8 @@ def _layer_norm_backward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes rows_per_program consecutive rows, ROWS at a time in STAGES pipeline stages, and sums
-    its own parts of the gradients of weight and bias, side by side if both are needed: no atomics, so equal bits in
-    every run."""
+    its own parts of the gradients of weight and bias, next to each other if both are needed: no atomics, so equal bits
+    in every run."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
@@ -117,7 +127,7 @@ def _layer_norm_backward_kernel(
         m = tl.load(mean + rows, mask=rows < end, other=0.0)
         r = tl.load(rstd + rows, mask=rows < end, other=0.0)
         xhat = (load_rows(x, x_stride, row, end, N, ROWS, BLOCK).to(tl.float32) - m[:, None]) * r[:, None]
-        g = load_rows(dy, dy_stride, row, end, N, ROWS, BLOCK).to(tl.float32)  # 0 where xhat is of no row
+        g = load_rows(dy, dy_stride, row, end, N, ROWS, BLOCK).to(tl.float32)  # 0 where xhat belongs to no row
         if NEED_WEIGHT:
             of_weight += g * xhat
         if NEED_BIAS:
@@ -139,7 +149,7 @@ def _layer_norm_backward_kernel(
 def _layer_norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x normalised and, for the backward pass, the mean and 1 / the standard deviation of each row."""
+    """x normalised; for the backward pass, the mean and 1 / standard deviation of each row."""
     y, (mean, rstd) = empty_like(x), (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     if is_fake(y):
         return y, mean, rstd
@@ -159,7 +169,7 @@ def _layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, need_x: int,
     need_weight: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, weight and bias; those not needed are empty."""
+    """The gradients of x, weight and bias; a gradient that is not needed is empty."""
     needs = (x, need_x), (weight, need_weight), (bias, need_bias)
     dx, dw, db = (empty_gradient(t, needed, x) for t, needed in needs)
     if is_fake(dx):

@@ -1,5 +1,5 @@
-"""What the norm ops share: loads and stores of tiles of rows, launch sizes, and the sum of the partial gradients of
-weights over programs."""
+"""Helpers of the norm ops: loads and stores of tiles of rows, launch sizes, and the sum over programs of the partial
+gradients of weights."""
 
 import functools
 from typing import NamedTuple
@@ -11,14 +11,15 @@ from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, shared_m
 from ligermodels.ops.runtime.launcher import kernel
 
 MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones
-BLOCK_ELEMENTS = 2048  # forward, narrow rows are taken several at once, up to about this many elements
-TILE_BYTES = 2**14  # backward, the same in bytes
+BLOCK_ELEMENTS = 2048  # elements of a tile in the forward pass, about: a tile has several rows if they are narrow
+TILE_BYTES = 2**14  # bytes of a tile in the backward pass
 NARROW = 5 * 2**10  # bytes of a row
 
 
 @triton.jit
 def load_rows(source, stride, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows row, row + 1, ... below end as a tile (ROWS, BLOCK), zeros elsewhere."""
+    """Loads rows row, row + 1, ... below end of `source`, N columns, `stride` elements from row to row, as a tile
+    (ROWS, BLOCK) with zeros elsewhere."""
     rows = row + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     inside = (rows < end)[:, None] & (col < N)[None, :]
@@ -48,15 +49,15 @@ def _sum_rows_kernel(x, out, more, M, N, OUTS: tl.constexpr, ROWS: tl.constexpr,
 
 
 def sum_rows(x: Tensor, *outs: Tensor) -> None:
-    """Fills outs, one or two (N,), with the sums over M of x, contiguous float32 (M, N) or (M, 2, N), rounded once."""
+    """Fills outs, one (N,) or two, with the sums over M of x, contiguous float32 (M, N) or (M, 2, N), rounded once."""
     M, N = x.shape[0], outs[0].shape[0]
     programs, rows = -(-len(outs) * N // 32), min(power_of_2_above(M), 256)  # mostly all rows at once
     _sum_rows_kernel[(programs,)](x, outs[0], outs[-1], M, N, OUTS=len(outs), ROWS=rows, BLOCK=32, num_warps=4)
 
 
 class Launch(NamedTuple):
-    """Launch sizes: rows per tile, padded width, warps, rows per program, programs, and pipeline stages: tiles in
-    flight through shared memory."""
+    """Launch sizes: rows per tile, padded width, warps, rows per program, programs, and pipeline stages (tiles in
+    flight through shared memory)."""
 
     rows: int
     width: int
@@ -68,7 +69,8 @@ class Launch(NamedTuple):
 
 @functools.lru_cache(256)
 def forward_launch(M: int, N: int) -> Launch:
-    """One tile of rows per program, with as many threads as N needs rather than the padded width. Tuned on an H200."""
+    """Sizes for M rows of N: one tile of rows per program, with threads for N rather than for the padded width. Tuned
+    on an H200."""
     width = power_of_2_above(N)
     rows = max(1, BLOCK_ELEMENTS // width)
     warps = min(max(power_of_2_above(rows * N // 512 + 1) // 2, 4), max(width // 1024, 8))
@@ -77,10 +79,11 @@ def forward_launch(M: int, N: int) -> Launch:
 
 @functools.lru_cache(256)
 def backward_launch(M: int, N: int, item: int, sources: int, device: torch.device) -> Launch:
-    """One program per multiprocessor, so that there are few partial gradients of weights, or two for NARROW rows. Each
-    of its `sources`, of `item` bytes per value, has a tile of TILE_BYTES (half for NARROW rows) in three pipeline
-    stages; in more if rows are narrower than their padded width, in fewer if shared memory is short. Tuned on an
-    H200."""
+    """Sizes for a backward pass over M rows of N on `device`, from `sources` tensors of `item` bytes per value.
+
+    There is one program per multiprocessor, or two for NARROW rows, so that there are few partial gradients of weights.
+    Each source has a tile of TILE_BYTES (half for NARROW rows) in three pipeline stages; in more if rows are narrower
+    than their padded width, in fewer if shared memory is short. Tuned on an H200."""
     width = power_of_2_above(N)
     share = 2 if N * item <= NARROW else 1
     rows = max(TILE_BYTES // share // (width * item), 1)

@@ -1,6 +1,6 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import PLAIN_OR_NONE, custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.library import PLAIN, custom_op, is_fake, once_differentiable, replicated
 from ligermodels.ops.runtime.tensors import (
     check_rows,
     check_tensor,
@@ -40,19 +40,30 @@ def rms_norm(
 ) -> Tensor:
     """x / rms(x) * (offset + weight), with rms(x) = sqrt(mean(x^2) + eps) over the last dimension.
 
-    x: (..., N), any floating dtype and strides. weight: (N,), any floating dtype, or None for no product at all.
-    Returns a contiguous tensor of x's shape and dtype. float32 inside (float64 for float64).
-    casting_mode: "llama" rounds the normalised value to x's dtype before the product with the weight; "gemma" rounds
-        only the product. The gradients are those of the unrounded value.
-    residual: (..., N), of x's dtype, any strides, or None: added to the result, as after a layer whose output is
-        normalised (Gemma 2). The result and the sum are each rounded.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    It computes in float32 (float64 for float64).
+
+    Args:
+        x: (..., N), any floating dtype and strides.
+        weight: (N,), any floating dtype; None for no product at all.
+        eps: added to the mean square.
+        offset: added to the weight: 1 for norms that store weight - 1 (Gemma).
+        casting_mode: "llama" rounds the normalised value to x's dtype before the product with the weight, "gemma"
+            rounds the product only. Gradients ignore the rounding.
+        residual: (..., N), of x's dtype, any strides: added to the result, as after a layer with an output norm
+            (Gemma 2). The result and the sum are each rounded.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `casting_mode` is unknown.
+
+    Example:
+        >>> x, weight = torch.randn(2, 5, 64), torch.ones(64)
+        >>> rms_norm(x, weight, 1e-6).shape
+        torch.Size([2, 5, 64])
     """
-    residual, weight = replicated("rms_norm", x, residual=residual, weight=weight)
-    check_rms_norm("rms_norm", x, residual, weight, casting_mode)
-    if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
-        return rms_norm_reference(x, weight, eps, offset=offset, casting_mode=casting_mode, residual=residual)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", False)
+    return _rms_norm("rms_norm", x, residual, weight, eps, offset, casting_mode, False)
 
 
 def add_rms_norm(
@@ -66,29 +77,50 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x + residual, and x + residual itself, rounded to x's dtype before it is normalised.
 
-    x, residual: (..., N), of one floating dtype, any strides. Without a residual the sum is x itself, returned so that
-        its two gradients are added in this op. Other arguments as for `rms_norm`.
-    Returns (y, sum), contiguous except for x itself. The backward pass writes one gradient for both x and residual.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    The backward pass writes one gradient for both x and residual.
+
+    Args:
+        x: (..., N), any floating dtype and strides.
+        residual: (..., N), of x's dtype, any strides; None for no sum. Then x itself is returned as the sum, so that
+            its two gradients are added in this op.
+        weight: (N,), any floating dtype; None for no product at all.
+        eps: added to the mean square.
+        offset: added to the weight: 1 for norms that store weight - 1 (Gemma).
+        casting_mode: "llama" rounds the normalised value to x's dtype before the product with the weight, "gemma"
+            rounds the product only.
+
+    Returns:
+        (y, sum), both of x's shape and dtype, contiguous except for x itself.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `casting_mode` is unknown.
     """
-    residual, weight = replicated("add_rms_norm", x, residual=residual, weight=weight)
-    check_rms_norm("add_rms_norm", x, residual, weight, casting_mode)
-    if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
+    return _rms_norm("add_rms_norm", x, residual, weight, eps, offset, casting_mode, True)
+
+
+def _rms_norm(
+    op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
+    casting_mode: CastingMode, return_sum: bool,
+) -> Any:  # fmt: skip
+    """`add_rms_norm` if `return_sum`, else `rms_norm`."""
+    residual, weight = replicated(op, x, residual=residual, weight=weight)
+    check_rms_norm(op, x, residual, weight, casting_mode)
+    if use_kernels(x, weight) and x.shape[-1] <= MAX_KERNEL_WIDTH:
+        return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", return_sum)
+    if return_sum:
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", True)
+    return rms_norm_reference(x, weight, eps, offset=offset, casting_mode=casting_mode, residual=residual)
 
 
 def rms_norm_reference(
     x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, casting_mode: CastingMode = "llama",
     residual: Tensor | None = None, mean_square: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The specification of `rms_norm`, in plain torch. mean_square: (..., 1), by default that of x: where x are some of
-    the channels of a row, that of all of them, in float32 (float64 for float64)."""
+    """The specification of `rms_norm`, in plain torch, with the same arguments x, weight, eps, offset, casting_mode and
+    residual. mean_square: (..., 1), float32 (float64 for float64): the mean square of the whole row, if x has only some
+    of the row's channels."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    plain = type(x) in PLAIN_OR_NONE and type(weight) in PLAIN_OR_NONE  # torch's op has no rule for all DTensors
-    if (
-        mean_square is None and plain and x.dtype == dtype and weight is not None and weight.dtype == dtype
-    ):  # in one op, for nothing is rounded
+    if mean_square is None and weight is not None and _has_torch_op(x, weight):
         y = torch.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, eps).contiguous()
         return y if residual is None else (y + residual).contiguous()
     y = x.to(dtype)
@@ -102,20 +134,27 @@ def rms_norm_reference(
     return y if residual is None else (y + residual).contiguous()
 
 
+def _has_torch_op(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's own rms_norm computes the same: nothing is rounded. It has no rule for all DTensors."""
+    exact = (torch.float32, torch.float64)
+    return x.dtype == weight.dtype and x.dtype in exact and type(x) in PLAIN and type(weight) in PLAIN
+
+
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, *, offset: float = 0.0,
     casting_mode: CastingMode = "llama",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The specification of `add_rms_norm`, in plain torch."""
+    """The specification of `add_rms_norm`, in plain torch, with the same arguments x, residual, weight, eps, offset and
+    casting_mode."""
     total = x if residual is None else (x + residual).contiguous()
     return rms_norm_reference(total, weight, eps, offset=offset, casting_mode=casting_mode), total
 
 
 def check_rms_norm(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, casting_mode: str) -> None:
+    """Raises InputError, naming `op`, unless x, residual, weight and casting_mode are arguments of `add_rms_norm`."""
     check_rows(op, "x", x, weight=weight)
+    check_tensor(op, "residual", residual, x.shape, x.device, x.dtype, optional=True)
     check_casting_mode(op, casting_mode)
-    if residual is not None:
-        check_tensor(op, "residual", residual, x.shape, x.device, x.dtype)
 
 
 def check_casting_mode(op: str, casting_mode: str) -> None:
@@ -130,9 +169,9 @@ def _rms_norm_forward_kernel(
     ADD: tl.constexpr, ADD_AFTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises rows_per_program consecutive rows, ROWS at a time: of x or, with ADD, of x + residual;
-    with ADD_AFTER it adds the residual to the normalised rows. It loads the next rows before it computes these, so
-    that memory is never idle."""
+    """Each program normalises rows_per_program consecutive rows, ROWS at a time: rows of x or, with ADD, of
+    x + residual. With ADD_AFTER it adds the residual to the normalised rows. It loads the next rows before it computes
+    the current ones, so that memory is never idle."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
@@ -206,8 +245,8 @@ def _rms_norm_backward_kernel(
 def _rms_norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, after: int, eps: float, offset: float, cast_before: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x or x + residual normalised, or with `after` x normalised + residual; the sum that was normalised (empty without
-    one), and 1 / rms of each row for the backward pass."""
+    """Returns y, x + residual and 1 / rms of each row. y is x + residual normalised, or with `after` x normalised, plus
+    residual. The sum is empty without a residual and with `after`."""
     y, rstd = empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     total = x.new_empty(0) if residual is None or after else empty_like(x)
     if is_fake(y):
@@ -228,7 +267,17 @@ def rms_norm_backward(
     dy: Tensor, dx_more: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, need_x: int,
     need_weight: bool, offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, dx_more added if given, and of the weight; those not needed are empty."""
+    """The gradients of x (with need_x) and of the weight (with need_weight), empty if not needed.
+
+    Args:
+        dy: gradient of the normalised rows, of x's shape.
+        dx_more: a further gradient of x, added to it, or None.
+        x: (..., N), the rows that were normalised.
+        weight: (N,), or None.
+        rstd: (...), float32, 1 / rms of each row.
+        need_x, need_weight: which gradients are needed.
+        offset: added to the weight.
+    """
     dx, dw = empty_gradient(x, need_x, x), empty_gradient(weight, need_weight, x)
     if is_fake(dx):
         return dx, dw
@@ -249,16 +298,16 @@ def rms_norm_backward(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y or, with `both`, y and the sum that is normalised, to which the residual belongs. Else it is added to y."""
+    """`add_rms_norm`, (y, sum), if `return_sum`; else `rms_norm`, y, with the residual added to y."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, cast_before, both):
-        ctx.offset, ctx.after = offset, residual is not None and not both
+    def forward(ctx, x, residual, weight, eps, offset, cast_before, return_sum):
+        ctx.offset, ctx.after = offset, residual is not None and not return_sum
         y, total, rstd = _rms_norm_forward(x, residual, weight, ctx.after, eps, offset, cast_before)
         total = x if residual is None or ctx.after else total
         ctx.save_for_backward(total, weight, rstd)
         ctx.set_materialize_grads(False)  # an unused sum costs nothing
-        return (y, total) if both else y
+        return (y, total) if return_sum else y
 
     @staticmethod
     @once_differentiable

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as torchs_adamw
+from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
@@ -19,7 +19,7 @@ BLOCK = 2048
 
 
 class Shard(NamedTuple):
-    """Which part of a whole tensor a shard is: the whole's shape, and the index in it of the shard's first element."""
+    """Which part of a whole tensor a shard is: shape of the whole, and index in it of the shard's first element."""
 
     shape: Sequence[int]
     starts: Sequence[int]
@@ -40,60 +40,90 @@ def adamw_step(
     rounding_seeds: Sequence[int] | None = None,
     shard: Shard | None = None,
 ) -> None:
-    """Changes the parameter and the averages of its gradient in place, as `torch.optim.AdamW` does at step `step` >= 1.
+    """Updates a parameter and the averages of its gradient in place, as `torch.optim.AdamW` does.
 
-    parameter, gradient, exp_avg, exp_avg_sq: of one shape and device, any floating dtypes; float32 inside (float64 for
-    float64), each rounded once to its dtype. Raises InputError if they do not fit, or are not contiguous (but for the
-    gradient, of which a copy is made then).
+    It computes in float32 (float64 for float64), and rounds each result once to its tensor's dtype.
 
-    rounding_seeds: without them, rounding is to the nearest, and changes of less than half a unit in the last place
-    are lost. With them what is in bfloat16 is rounded up or down at random, the likelier the nearer, so that it is
-    right on average (https://arxiv.org/abs/2010.06192). Equal seeds, step and element give equal bits on one backend.
+    Args:
+        parameter: any shape, any floating dtype, contiguous.
+        gradient: its gradient, of its shape and device, any floating dtype; copied if it is not contiguous.
+        exp_avg: running average of the gradient, of the parameter's shape and device, any floating dtype, contiguous.
+        exp_avg_sq: running average of the squared gradient, of the parameter's shape and device, any floating dtype,
+            contiguous.
+        step: number of this step, from 1 on.
+        lr: learning rate.
+        betas: decay of exp_avg and of exp_avg_sq per step.
+        eps: added to the root of exp_avg_sq.
+        weight_decay: weight decay per step, relative to the learning rate.
+        rounding_seeds: seeds of stochastic rounding of bfloat16 tensors (https://arxiv.org/abs/2010.06192): a value is
+            rounded up or down at random, so that it is right on average. Equal seeds, step and element give equal bits
+            on one backend. None rounds to nearest, which loses changes below half a unit in the last place.
+        shard: which part of the whole parameter `parameter` is; None if it is the whole. Stochastic rounding then gives
+            an element the bits that it has in the whole.
 
-    shard: where the parameter is a shard, which part of the whole. An element then gets the bits that it has in the
-    whole. The kernel takes shards in two dimensions at most, of which one is the first; InputError for others.
+    Raises:
+        InputError: shapes or devices do not fit, a tensor updated in place is not contiguous, or stochastic rounding
+            in the kernel meets a shard that is divided in other dimensions than the first and one more.
+
+    Example:
+        >>> weight, gradient = torch.randn(4, 8), torch.randn(4, 8)
+        >>> averages = torch.zeros(4, 8), torch.zeros(4, 8)
+        >>> adamw_step(weight, gradient, *averages, step=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     """
     reject_dtensors("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
     for name, x in (("gradient", gradient), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         check_tensor("adamw_step", name, x, parameter.shape, parameter.device)
     for name, x in (("parameter", parameter), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if not x.is_contiguous():
-            raise InputError(f"adamw_step: {name} must be contiguous, has strides {x.stride()}")
+            raise InputError(f"adamw_step: {name} must be contiguous, has strides {x.stride()}: call .contiguous()")
     tensors = parameter, gradient.contiguous(), exp_avg, exp_avg_sq
-    size, root = lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
-    numbers = 1 - lr * weight_decay, size, root, *betas, eps
-    key = None if rounding_seeds is None else _key(*rounding_seeds, step)
     torch.autograd.graph.increment_version([parameter, exp_avg, exp_avg_sq])
-    if not use_kernels(*tensors):
-        dtypes = {x.dtype for x in tensors}
-        if parameter.device.type == "cpu" and dtypes in ({torch.float32}, {torch.float64}):  # nothing is rounded
-            p, g, m, v = ([x] for x in tensors)
-            torchs_adamw(
-                p, g, m, v, [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
-                lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
-            )  # fmt: skip
-        else:
-            _step_reference(*tensors, *numbers, key, shard)
-    elif n := parameter.numel():
-        first, size, apart = (0, n, 0) if key is None or shard is None else _rows(shard, parameter.shape)
-        aligned = first % 4 == 0 and apart % 4 == 0
-        blocks = -(-(size if aligned else size + 3) // BLOCK)
-        with torch.cuda.device_of(parameter):
-            _adamw_step_kernel[(n // size * blocks,)](
-                *tensors, size, blocks, first, apart, *numbers, key or 0,
-                STOCHASTIC=key is not None, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
-            )  # fmt: skip
+    key = None if rounding_seeds is None else _key(*rounding_seeds, step)
+    kernels = use_kernels(*tensors)
+    if not kernels and parameter.device.type == "cpu" and _rounds_nothing(tensors):
+        p, g, m, v = ([x] for x in tensors)
+        torch_adamw(
+            p, g, m, v, [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
+            lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
+        )  # fmt: skip
+        return
+    step_size, root = lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
+    numbers = 1 - lr * weight_decay, step_size, root, *betas, eps
+    if kernels:
+        _launch(tensors, numbers, key, shard)
+    else:
+        _step_reference(*tensors, *numbers, key, shard)
+
+
+def _rounds_nothing(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors are float32 or all float64: then torch's fused step computes the same."""
+    return {x.dtype for x in tensors} in ({torch.float32}, {torch.float64})
+
+
+def _launch(tensors: Sequence[Tensor], numbers: Sequence[float], key: int | None, shard: Shard | None) -> None:
+    parameter = tensors[0]
+    n = parameter.numel()
+    if not n:
+        return
+    first, size, distance = (0, n, 0) if key is None or shard is None else _rows(shard, parameter.shape)
+    aligned = first % 4 == 0 and distance % 4 == 0
+    blocks = -(-(size if aligned else size + 3) // BLOCK)
+    with torch.cuda.device_of(parameter):
+        _adamw_step_kernel[(n // size * blocks,)](
+            *tensors, size, blocks, first, distance, *numbers, key or 0,
+            STOCHASTIC=key is not None, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
 
 
 def _key(*numbers: int) -> int:
-    """A key for generators of random numbers. Odd and of 63 bits always: Triton compiles one kernel for all of them."""
+    """A key for random number generators: an odd number of 63 bits, so that Triton compiles one kernel for all keys."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1 | 1 << 62 | 1
 
 
 def _rows(shard: Shard, sizes: Sequence[int]) -> tuple[int, int, int]:
-    """A shard as rows of elements that follow one another in the whole: the number there of its first element, the
-    length of a row, and the distance there between the starts of rows (0 of a single one)."""
+    """A shard as rows of elements that are contiguous in the whole tensor: the index of its first element in the whole,
+    the length of a row, and the distance between starts of rows in the whole (0 for a single row)."""
     shape, starts = shard
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
@@ -102,8 +132,8 @@ def _rows(shard: Shard, sizes: Sequence[int]) -> tuple[int, int, int]:
     inner = max(divided, default=0)
     if [dim for dim in divided if outer < dim < inner]:
         raise InputError(
-            f"adamw_step: shard: {tuple(sizes)} of {tuple(shape)} is divided in dimensions {divided}; at most the "
-            "first and one other may be, or round to nearest"
+            f"adamw_step: shard: {tuple(sizes)} of {tuple(shape)} is divided in dimensions {divided}; shard only the "
+            "first and one other dimension, or round to nearest"
         )
     size = math.prod(sizes[inner:])
     return first, size, 0 if size == math.prod(sizes) else math.prod(shape[inner:])
@@ -113,7 +143,7 @@ def _step_reference(
     parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, keep: float, size: float, root: float,
     beta1: float, beta2: float, eps: float, key: int | None, shard: Shard | None = None,
 ) -> None:  # fmt: skip
-    """The specification of the kernel, in plain torch; random numbers are from another generator."""
+    """The specification of the kernel, in plain torch; its random numbers come from another generator."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     g = gradient.to(dtype)
     m = exp_avg.to(dtype).lerp(g, 1 - beta1)
@@ -131,7 +161,7 @@ def _step_reference(
 
 
 def _rounded_reference(x: Tensor, generator: torch.Generator, shard: Shard | None) -> Tensor:
-    """x as float32 whose last 16 bits are 0: a random number of 16 bits is added, and they are cut off."""
+    """x rounded stochastically to bfloat16, as float32: adds a random number of 16 bits, then clears the last 16."""
     shape, starts = (x.shape, [0] * x.ndim) if shard is None else shard
     draws = torch.randint(2**16, tuple(shape), generator=generator, device=x.device, dtype=torch.int32)
     for dim, (start, size) in enumerate(zip(starts, x.shape, strict=True)):
@@ -142,7 +172,7 @@ def _rounded_reference(x: Tensor, generator: torch.Generator, shard: Shard | Non
 
 @triton.jit
 def _rounded(x, draws):
-    """As `_rounded_reference`. A NaN whose bits are all set would overflow."""
+    """The same as `_rounded_reference`. NaN is left alone: one with all bits set would overflow."""
     rounded = ((x.to(tl.uint32, bitcast=True) + draws) >> 16 << 16).to(tl.float32, bitcast=True)
     return tl.where(x == x, rounded, x)
 
@@ -152,11 +182,11 @@ def _adamw_step_kernel(
     parameter, gradient, exp_avg, exp_avg_sq, size, blocks, first, apart, keep, step_size, root, beta1, beta2, eps, key,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `size` elements, `blocks` programs each. In the whole the first one starts at element `first`, and each
-    `apart` after the one before."""
+    """Rows of `size` elements, `blocks` programs per row. In the whole tensor the first row starts at element `first`,
+    the next rows `apart` elements after one another."""
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start = first + row * apart
-    # Elements of the whole draw by fours: a block begins with the first of four, before the row if that does not.
+    # Four neighbours in the whole tensor share one draw: a block begins at a multiple of four, maybe before the row.
     before = 0 if ALIGNED else start % 4
     k = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = row * size + k - before

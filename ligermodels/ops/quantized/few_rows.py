@@ -1,12 +1,12 @@
-"""A linear layer for 1 to 16 tokens, as in plain decoding and small batches: what limits it is reading W, quantised or
-not. What follows it can be part of it: a gated activation, or an addition.
+"""A linear layer for 1 to 16 tokens, as in plain decoding and small batches, with a quantised or plain weight W. Its
+time is the time to read W. A gated activation or an addition after the layer can be fused.
 
-A program takes some output channels. Its warps share out the inputs, step by step and in parts, so that one kernel has
-enough warps on all multiprocessors even for a layer of few channels, and no sums of programs to add. Each warp
-multiplies W x^T by tensor cores, of which 16 channels are the smallest tile: the channels of W are its rows and the few
-tokens its columns. The one token of plain decoding takes all columns. Codes become the dtype of x, exactly (a weight
-that is not quantised is of that dtype); scales multiply float32 sums, those of int4 the sum over each group; at the end
-the sums of the parts are added.
+A program takes some output channels. Its warps divide the inputs among them, in steps and parts. So one kernel has
+enough warps on all multiprocessors even for a layer with few channels, and no sums of programs to add. Each warp
+multiplies W x^T by tensor cores, with a smallest tile of 16 channels: the channels of W are its rows, the few tokens
+its columns. In plain decoding the single token takes all columns. Codes are converted exactly to the dtype of x (a
+plain weight has that dtype). Scales multiply float32 sums: for int4 the sum over each group. At the end the sums of the
+parts are added.
 """
 
 from typing import NamedTuple
@@ -25,8 +25,8 @@ FEW_ROWS = 16
 
 
 class _Tile(NamedTuple):
-    """Channels of a program; warps; parts of inputs at a time, of which each warp takes as many; inputs of a part;
-    steps on their way."""
+    """Channels per program; warps; parts of the inputs per step, divided evenly among the warps; inputs per part; steps
+    in flight."""
 
     channels: int
     warps: int
@@ -36,9 +36,10 @@ class _Tile(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What follows the layer, its result rounded to the dtype of x as if it were written.
+    """Operations fused after the layer. The layer's result is first rounded to the dtype of x, as if it were written.
 
-    gated: a gated activation of pairs of channels. residual: (..., N), of x's dtype: added, before that."""
+    residual: (..., N), of x's dtype, added to the result. gated: a gated activation of pairs of channels, applied to
+    the sum."""
 
     gated: GLUOptions | None = None
     residual: Tensor | None = None
@@ -47,8 +48,16 @@ class Epilogue(NamedTuple):
 def few_rows(
     x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, y: Tensor, then: Epilogue | None = None
 ) -> None:
-    """x (M, K), M up to 16, bfloat16 or float16 -> y (M, N), or (M, N / 2) with a gated activation, which is filled.
-    `bias` is of x's dtype, and so are the codes of a weight (N, K) that is not quantised, which has no scales."""
+    """Computes the layer into y.
+
+    Args:
+        x: (M, K), M up to 16, bfloat16 or float16.
+        codes: codes of the weight, see `ops.quantized.weights`; or a plain weight (N, K) of x's dtype.
+        scales: scales of the codes; None for a plain weight.
+        bias: (N,), of x's dtype, or None.
+        y: (M, N), or (M, N / 2) with a gated activation, of x's dtype; written.
+        then: operations after the layer, or None.
+    """
     (M, K), N = x.shape, codes.shape[0]
     gated, residual = then or Epilogue()
     options = gated or GLUOptions("")
@@ -64,8 +73,8 @@ def few_rows(
 
 
 def _tile(int4: bool, M: int, N: int) -> _Tile:
-    """Chosen by times on an H200: with more channels, rows are read less often and fewer bytes are on their way. Each
-    of a few programs keeps more steps of int4 on their way than one of many."""
+    """Tuned on an H200: with more channels per program, rows are read less often, but fewer bytes are in flight. With
+    few programs, each keeps more steps of int4 in flight."""
     if M > 8:
         return _Tile(32, 4, 4, GROUP, 3 if int4 else 4)
     if int4:
@@ -79,15 +88,15 @@ def _few_rows_kernel(
     M, N, K, G, steps, INT4: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of channels per program, whose parts take every PARTS-th STEP inputs: for int4, a group. ONE if M is 1;
-    WHOLE if K is whole steps of all parts."""
+    """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4, a group). ONE: M
+    is 1. WHOLE: K is a multiple of PARTS * STEP."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m, p = tl.arange(0, BLOCK_M), tl.arange(0, PARTS)
     acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     if INT4:
         byte = tl.arange(0, 64)
-        # Where stages are named for the loop, Triton reads ahead of it what is no operand of a product, too.
+        # With num_stages on the loop, Triton also prefetches loads that are no operand of a product.
         for step in tl.range(steps, num_stages=STAGES):
             g = step * PARTS + p
             scale = tl.load(scales + channel[None, :] * G + tl.minimum(g, G - 1)[:, None])
@@ -131,7 +140,7 @@ def _few_rows_kernel(
 
 @triton.jit
 def _inputs(x, x_row, k, m, M, K, ONE: tl.constexpr, WHOLE: tl.constexpr):
-    """Inputs k (PARTS, STEP) of rows m: (PARTS, STEP, BLOCK_M)."""
+    """Loads the inputs k (PARTS, STEP) of the rows m: (PARTS, STEP, BLOCK_M)."""
     if ONE:
         v = tl.load(x + k, mask=(k < K) | WHOLE, other=0.0)
         v = tl.broadcast_to(v[:, :, None], (k.shape[0], k.shape[1], m.shape[0]))

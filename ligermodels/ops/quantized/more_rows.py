@@ -1,8 +1,8 @@
 """A quantised linear layer for 17 to 64 tokens: larger batches, and the trees of candidates of speculative decoding.
 
-As in `few_rows` tensor cores multiply W x^T, with codes in the dtype of x and scales on float32 sums. The warps of a
-program share out its channels, so that inputs are read once for all of them. Where channels are too few for all
-multiprocessors, the inputs are split, and a second kernel adds the parts in order.
+As in `few_rows`, tensor cores multiply W x^T, with codes converted to the dtype of x and scales applied to float32
+sums. The warps of a program divide its channels among them, so that inputs are read once for all. If there are too few
+channels for all multiprocessors, the inputs are split, and a second kernel adds the parts in order.
 """
 
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
 MORE_ROWS = 64
 STEP = 128
-"""Inputs at a time: a group of int4."""
+"""Inputs per step: a group of int4."""
 COMBINED = 512
-"""Channels of a program of the second kernel."""
+"""Channels per program of the second kernel."""
 
 
 class _Tile(NamedTuple):
-    """Channels of a program; warps; steps on their way; programs a multiprocessor; steps of a split at least, or the
-    second kernel would cost more than it saves."""
+    """Channels per program; warps; steps in flight; programs per multiprocessor; fewest steps of a split: with fewer
+    the second kernel would cost more than it saves."""
 
     channels: int
     warps: int
@@ -34,11 +34,19 @@ class _Tile(NamedTuple):
 
 
 FLOAT8, INT4 = _Tile(128, 8, 4, 1, 4), _Tile(64, 4, 4, 2, 2)
-"""Chosen by times on an H200."""
+"""Tuned on an H200."""
 
 
 def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """x (M, K), M up to 64, bfloat16 or float16 -> y (M, N), which is filled. `bias` is of x's dtype."""
+    """Computes the layer into y.
+
+    Args:
+        x: (M, K), M up to 64, bfloat16 or float16.
+        codes: codes of the weight, see `ops.quantized.weights`.
+        scales: scales of the codes.
+        bias: (N,), of x's dtype, or None.
+        y: (M, N), of x's dtype; written.
+    """
     (M, K), N = x.shape, codes.shape[0]
     bias = contiguous(bias)
     int4 = codes.dtype == torch.uint8
@@ -60,8 +68,8 @@ def _more_rows_kernel(
     x, x_row, codes, scales, bias, out, M, N, K, steps, INT4: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of channels and an even share of the steps per program; with SPLIT float32 parts (splits, M, N) without
-    bias. A step is 128 inputs; WHOLE if K is so many steps."""
+    """A tile of channels and an even share of the steps per program; with SPLIT it writes float32 parts (splits, M, N)
+    without bias. A step is 128 inputs. WHOLE: K is a multiple of 128."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
@@ -71,7 +79,7 @@ def _more_rows_kernel(
     rows, row_there = x + m.to(tl.int64)[None, :] * x_row, (m < M)[None, :]
     if INT4:
         byte = tl.arange(0, 64)
-        for step in tl.range(low_step, high_step, num_stages=STAGES):  # ahead with scales too, as in `few_rows`
+        for step in tl.range(low_step, high_step, num_stages=STAGES):  # prefetches scales too, as in `few_rows`
             scale = tl.load(scales + channel * steps + step)
             q = tl.load(codes + channel[:, None] * (64 * steps) + (step * 64 + byte)[None, :])
             k = (step * 128 + byte)[:, None]

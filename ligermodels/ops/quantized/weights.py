@@ -1,15 +1,15 @@
-"""Weights of linear layers in 8 or 4 bits: formats, rounding, and back.
+"""Weights of linear layers in 8 or 4 bits: formats, quantisation and dequantisation.
 
-"float8": E4M3 with one float32 scale for each output channel, its largest magnitude / 448. `codes` are float8 (N, K),
-`scales` (N,).
+"float8": E4M3 with one float32 scale per output channel, the channel's largest magnitude / 448. `codes` are float8
+(N, K), `scales` (N,).
 
-"int4": integers q from -8 to 7 with one float32 scale for each 128 inputs of an output channel, their largest
-magnitude / 7.5. Where K is no multiple of 128 the last group is short, and q is 0 for what it lacks. With
-G = ceil(K / 128) groups, `scales` are (N, G) and `codes` uint8 (N, 64 G): of byte j of a group the low four bits are
-q + 8 of its input j, the high ones of its input 64 + j. So the bytes of a group are its first 64 inputs in a row, and
-its last 64, which a kernel multiplies without exchanging elements between threads.
+"int4": integers q from -8 to 7 with one float32 scale per group of 128 inputs of an output channel, the group's largest
+magnitude / 7.5. If K is not a multiple of 128, the last group is filled up with q = 0. With G = ceil(K / 128) groups,
+`scales` are (N, G) and `codes` uint8 (N, 64 G). In byte j of a group, the low four bits are q + 8 for input j of the
+group, the high four bits are q + 8 for input 64 + j. So the low halves of a group's bytes are its first 64 inputs in
+order, the high halves its last 64, and a kernel multiplies both without exchanging elements between threads.
 
-Rounding is to nearest, so that no element is off by more than half the distance between its neighbours.
+Rounding is to nearest, so the error of an element is at most half the distance between neighbouring codes.
 """
 
 from collections.abc import Iterator
@@ -25,22 +25,36 @@ from ligermodels.ops.runtime.tensors import check_tensor
 GROUP = 128
 """Inputs that share a scale in int4."""
 BYTES = 64
-"""Of the codes of a group."""
+"""Bytes of codes per group in int4."""
 _AT_A_TIME = 2**22
-"""Elements that are float32 at a time."""
+"""Elements that are held as float32 at once."""
 _TINY = torch.finfo(torch.float32).tiny
 _E4M3 = torch.float8_e4m3fn
 
 
 class QuantizedWeight(NamedTuple):
-    """See the module's docstring."""
+    """Codes and scales of a weight (N, K): float8 (N, K) and float32 (N,), or for int4 uint8 (N, 64 G) and float32 (N,
+    G) with G = ceil(K / 128)."""
 
     codes: Tensor
     scales: Tensor
 
 
 def empty_quantized(kind: Quantized, out_features: int, in_features: int, device: torch.device) -> QuantizedWeight:
-    """Codes and scales of a weight (out_features, in_features), not filled."""
+    """Uninitialised codes and scales of a weight.
+
+    Args:
+        kind: "float8" or "int4".
+        out_features: number N of output channels.
+        in_features: number K of inputs.
+        device: device of both tensors.
+
+    Returns:
+        Codes and scales for a weight (N, K).
+
+    Raises:
+        InputError: unknown `kind`.
+    """
     check_format("kind", kind)
     if kind == "float8":
         codes, scales = torch.empty(out_features, in_features, dtype=_E4M3, device=device), (out_features,)
@@ -51,12 +65,13 @@ def empty_quantized(kind: Quantized, out_features: int, in_features: int, device
 
 
 def num_groups(in_features: int) -> int:
-    """Groups of an output channel in int4."""
+    """Number of groups per output channel in int4."""
     return -(-in_features // GROUP)
 
 
 def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, device: torch.device) -> None:
-    """InputError, naming op and tensor, unless codes and scales are those of a weight (N, in_features) on `device`."""
+    """Raises InputError, naming `op` and the tensor, unless codes and scales belong to a weight (N, in_features) and
+    are on `device`."""
     if codes.dtype == _E4M3:
         check_tensor(op, "codes", codes, ("N", in_features), device, _E4M3)
         check_tensor(op, "scales", scales, (codes.shape[0],), device, torch.float32)
@@ -68,35 +83,51 @@ def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, de
 
 @torch.no_grad()
 def quantize_weight(weight: Tensor, kind: Quantized) -> QuantizedWeight:
-    """weight (N, K), any floating dtype, rounded to `kind`, on its device; a few rows at a time are float32.
+    """Quantises a weight on its device. Only a few rows at a time are held as float32.
 
-    Raises InputError for an unknown format, another shape or dtype, or values that are not finite in float32. On the
-    meta device nothing is computed.
+    Args:
+        weight: (N, K), any floating dtype. On the meta device nothing is computed.
+        kind: "float8" or "int4".
+
+    Returns:
+        Codes and scales, see `QuantizedWeight`.
+
+    Raises:
+        InputError: unknown `kind`, another shape or dtype, or values that are not finite in float32.
     """
     check_format("kind", kind)
     if weight.ndim != 2 or not weight.is_floating_point() or 0 in weight.shape:
         raise InputError(
             f"quantize_weight: weight must be floating, of shape (N, K); got {weight.dtype} {tuple(weight.shape)}"
         )
-    found = empty_quantized(kind, weight.shape[0], weight.shape[1], weight.device)
+    quantized = empty_quantized(kind, weight.shape[0], weight.shape[1], weight.device)
     if weight.is_meta:
-        return found
+        return quantized
     finite = torch.ones((), dtype=torch.bool, device=weight.device)
     for rows in _rows(weight):
         values = weight[rows].float()
         codes, scales = _to_float8(values) if kind == "float8" else _to_int4(values)
         finite &= scales.isfinite().all()
-        found.codes[rows], found.scales[rows] = codes, scales
+        quantized.codes[rows], quantized.scales[rows] = codes, scales
     if not finite:
-        raise InputError("quantize_weight: weight has values that are not finite in float32")
-    return found
+        raise InputError("quantize_weight: weight has values that are not finite in float32; replace them first")
+    return quantized
 
 
 def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
-    """The weight (N, in_features) that `quantize_weight` has rounded: code * scale in float32, rounded to `dtype`.
+    """The weight of codes and scales: code * scale in float32, rounded to `dtype`.
 
-    Codes and scales may be those of some of the rows, or of some of the groups in a row (`in_features` being theirs).
-    Raises InputError if shapes, dtypes or devices do not fit, or `dtype` is not floating.
+    Args:
+        codes: codes from `quantize_weight`, all of them, or those of some rows or of some groups of each row.
+        scales: the scales of these codes.
+        in_features: number K of inputs that the codes cover.
+        dtype: floating dtype of the result.
+
+    Returns:
+        (N, K), of `dtype`.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `dtype` is not floating.
     """
     check_quantized("dequantize_weight", codes, scales, check_count("in_features", in_features), codes.device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -1,5 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as Hugging Face stores it,
-and with it the split of a packed projection and the norms of queries and keys."""
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as Hugging Face stores it;
+also fused with the split of a packed q/k/v projection and with the norms of queries and keys."""
 
 from typing import Any
 
@@ -15,15 +15,24 @@ from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradie
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates the first R dimensions of each head: halves (x1, x2) -> (x1*cos - x2*sin, x2*cos + x1*sin).
+    """Rotates the first R channels of each head: halves (x1, x2) -> (x1*cos - x2*sin, x2*cos + x1*sin).
 
-    q: (B, T, Hq, D) and k: (B, T, Hk, D), any floating dtype and strides. cos, sin: (B or 1, T, R/2) with R <= D, any
-    floating dtype; they get no gradient. Returns new contiguous q and k in their own dtypes; dimensions from R on are
-    copied. float32 inside (float64 for float64).
-    Raises InputError if shapes, dtypes or devices do not fit.
+    It computes in float32 (float64 for float64). Channels from R on are copied.
+
+    Args:
+        q: (B, T, Hq, D), any floating dtype and strides.
+        k: (B, T, Hk, D), any floating dtype and strides.
+        cos: (B or 1, T, R/2) with R <= D, any floating dtype; gets no gradient.
+        sin: like cos.
+
+    Returns:
+        New contiguous q and k, in their own dtypes.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
     k, cos, sin = replicated("rope", q, k=k, cos=cos, sin=sin)
-    check_tensor("rope", "q", q, ("B", "T", "Hq", "D"), q.device)
+    check_tensor("rope", "q", q, ("B", "T", "Hq", "D"))
     check_tensor("rope", "k", k, (*q.shape[:2], "Hk", q.shape[3]), q.device)
     _check_tables("rope", q, q.shape[3], cos, sin)
     if not use_kernels(q, k, cos, sin):
@@ -47,27 +56,48 @@ def rope_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits the packed projection of grouped-query attention, normalises and rotates q and k, all in one pass.
 
-    qkv: (B, T, num_kv_heads * (group_size + 2) * head_dim), any floating dtype: for each kv head its group_size query
-        heads, then its key, then its value.
-    cos, sin: as in `rope`, or both None: no rotation.
-    q_norm, k_norm: (head_dim,), any floating dtype: the weights of an `rms_norm` of each head of q and of k before its
-        rotation, with these eps, offset and casting_mode; None for no norm. Rounding is as by `rms_norm` and `rope`.
-    Returns contiguous q (B, T, num_kv_heads * group_size, head_dim) and k, v (B, T, num_kv_heads, head_dim). The
-    backward pass writes one gradient of qkv; with norms it recomputes them from qkv, which is saved.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    The results are rounded like the results of `rms_norm` and `rope`. The backward pass writes one gradient of qkv;
+    with norms it recomputes them from qkv, which is saved.
+
+    Args:
+        qkv: (B, T, num_kv_heads * (group_size + 2) * head_dim), any floating dtype: for each key/value head its
+            group_size query heads, then its key, then its value.
+        cos: (B or 1, T, R/2) with R <= head_dim, any floating dtype; None, like sin, for no rotation.
+        sin: like cos.
+        num_kv_heads: number of key/value heads.
+        group_size: query heads per key/value head.
+        head_dim: channels per head.
+        q_norm: (head_dim,), any floating dtype: weight of an `rms_norm` of each query head before its rotation; None
+            for no norm.
+        k_norm: the same for each key head.
+        eps: added to the mean square, in both norms.
+        offset: added to the weights of both norms.
+        casting_mode: where both norms round, "llama" or "gemma": see `rms_norm`.
+
+    Returns:
+        Contiguous q (B, T, num_kv_heads * group_size, head_dim), k and v (B, T, num_kv_heads, head_dim), in qkv's
+        dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `casting_mode` is unknown.
+
+    Example:
+        >>> qkv, angles = torch.randn(2, 5, 2 * (4 + 2) * 64), torch.randn(1, 5, 32)
+        >>> q, k, v = rope_qkv(qkv, angles.cos(), angles.sin(), num_kv_heads=2, group_size=4, head_dim=64)
+        >>> q.shape, k.shape
+        (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 2, 64]))
     """
     shape = num_kv_heads, group_size, head_dim
     cos, sin, q_norm, k_norm = replicated("rope_qkv", qkv, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
     check_packed("rope_qkv", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
-    if not use_kernels(qkv, cos, sin, q_norm, k_norm):
-        return rope_qkv_reference(
-            qkv, cos, sin, *shape, q_norm, k_norm, eps=eps, offset=offset, casting_mode=casting_mode
-        )
-    return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama")
+    if use_kernels(qkv, cos, sin, q_norm, k_norm):
+        return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama")
+    norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
+    return rope_qkv_reference(qkv, cos, sin, *shape, q_norm, k_norm, **norm)
 
 
 def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The specification of `rope`, in plain torch."""
+    """The specification of `rope`, in plain torch, with the same arguments q, k, cos and sin."""
     return _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
 
 
@@ -75,7 +105,8 @@ def rope_qkv_reference(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, **norm: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The specification of `rope_qkv`, in plain torch; the same arguments."""
+    """The specification of `rope_qkv`, in plain torch, with the same arguments: qkv, cos, sin, num_kv_heads,
+    group_size, head_dim, q_norm, k_norm, and the options of the norms."""
     q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
     return q.contiguous(), k.contiguous(), v.contiguous()
 
@@ -84,36 +115,38 @@ def split_heads(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
     q_norm: Tensor | None, k_norm: Tensor | None, **norm: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`rope_qkv_reference`, of any strides."""
+    """`rope_qkv_reference` (qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm and the options of the
+    norms), but its results may have any strides."""
     heads = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim))
-    turned, v = heads[..., :-1, :], heads[..., -1, :]
+    q_and_k, v = heads[..., :-1, :], heads[..., -1, :]
     if q_norm is not None or k_norm is not None:
         norm = {"eps": 1e-6} | norm
-        q, k = turned.split([group_size, 1], dim=-2)
+        q, k = q_and_k.split([group_size, 1], dim=-2)
         q = q if q_norm is None else rms_norm_reference(q, q_norm, **norm)
         k = k if k_norm is None else rms_norm_reference(k, k_norm, **norm)
-        turned = torch.cat([q, k], dim=-2)
+        q_and_k = torch.cat([q, k], dim=-2)
     if cos is not None and sin is not None:
-        turned = _rotate_reference(turned, cos, sin)
-    return turned[..., :-1, :].flatten(2, 3), turned[..., -1, :], v
+        q_and_k = _rotate_reference(q_and_k, cos, sin)
+    return q_and_k[..., :-1, :].flatten(2, 3), q_and_k[..., -1, :], v
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (B, T, ..., D), its first 2 * cos.shape[-1] channels rotated."""
     half, dtype = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
-    of_heads = (*cos.shape[:2], *[1] * (x.dim() - 3), half)
-    cos, sin = as_dtype(cos.detach(), dtype).view(of_heads), as_dtype(sin.detach(), dtype).view(of_heads)
-    sizes = [half, half, x.shape[-1] - 2 * half]
-    x1, x2, rest = torch.split_with_sizes(as_dtype(x, dtype), sizes, dim=-1)  # `split` asks more of the host
-    turned = [torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)]
-    return as_dtype(torch.cat([*turned, rest], dim=-1), x.dtype)
+    shape = (*cos.shape[:2], *[1] * (x.dim() - 3), half)
+    cos, sin = (as_dtype(table.detach(), dtype).view(shape) for table in (cos, sin))
+    # `split` takes the CPU longer.
+    x1, x2, unrotated = torch.split_with_sizes(as_dtype(x, dtype), [half, half, x.shape[-1] - 2 * half], dim=-1)
+    rotated = [torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin), unrotated]
+    return as_dtype(torch.cat(rotated, dim=-1), x.dtype)
 
 
 def check_packed(
     op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
     q_norm: Tensor | None, k_norm: Tensor | None, casting_mode: str,
 ) -> None:  # fmt: skip
-    """Raises InputError, naming `op`, unless these are what `rope_qkv` takes."""
+    """Raises InputError, naming `op`, unless qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm and
+    casting_mode are arguments of `rope_qkv`."""
     width = num_kv_heads * (group_size + 2) * head_dim
     if qkv.dim() != 3 or qkv.shape[-1] != width or not qkv.is_floating_point():
         raise InputError(
@@ -124,10 +157,9 @@ def check_packed(
         _check_tables(op, qkv, head_dim, cos, sin)
     elif cos is not sin:
         raise InputError(f"{op}: cos and sin must be given together, or both be None for no rotation")
+    check_tensor(op, "q_norm", q_norm, (head_dim,), qkv.device, optional=True)
+    check_tensor(op, "k_norm", k_norm, (head_dim,), qkv.device, optional=True)
     check_casting_mode(op, casting_mode)
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if weight is not None:
-            check_tensor(op, name, weight, (head_dim,), qkv.device)
 
 
 def _check_tables(op: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor) -> None:
@@ -144,9 +176,9 @@ def _rope_rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, inverse:
     out = empty_like(q), empty_gradient(k, k is not None, q)
     if is_fake(q):
         return out
-    of_q = q.shape[2], 1, heads_of(q), heads_of(out[0])
-    of_k = None if k is None else (k.shape[2], 1, heads_of(k), heads_of(out[1]))
-    launch(q.shape[:2].numel(), q.shape[3], (of_q, of_k, None), cos, sin, inverse)
+    q_part = q.shape[2], 1, heads_of(q), heads_of(out[0])
+    k_part = None if k is None else (k.shape[2], 1, heads_of(k), heads_of(out[1]))
+    launch(q.shape[:2].numel(), q.shape[3], (q_part, k_part, None), cos, sin, inverse)
     return out
 
 
@@ -155,7 +187,7 @@ def _rope_split(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
     num_kv_heads: int, group_size: int, head_dim: int, eps: float, offset: float, cast_before: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q and k normalised and rotated, v copied, out of the packed projection."""
+    """q and k of the packed projection, normalised and rotated; v copied."""
     heads = num_kv_heads * group_size, num_kv_heads, num_kv_heads
     q, k, v = (qkv.new_empty(*qkv.shape[:2], count, head_dim) for count in heads)
     if is_fake(q):
@@ -178,8 +210,8 @@ def _rope_merge(
     k_norm: Tensor | None, qkv: Tensor | None, need_qkv: int, need_q_norm: bool, need_k_norm: bool, eps: float,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of the packed projection and of the norms' weights; those not needed are empty. The inverse of
-    `_rope_split`, whose qkv is given if there are norms."""
+    """The inverse of `_rope_split`: gradients of the packed projection and of the norms' weights, empty if not needed.
+    qkv is the input of `_rope_split`, needed only with norms."""
     B, T, num_q_heads, head_dim = dq.shape
     num_kv_heads = dk.shape[2]
     dqkv = dq.new_empty((B, T, (num_q_heads + 2 * num_kv_heads) * head_dim) if need_qkv else (0,))
@@ -197,13 +229,13 @@ def _rope_merge(
         programs = min(B * T, num_sms(dq.device) * PROGRAMS)
         partial = dq.new_empty((2, programs, head_dim), dtype=torch.float32)
     launch(
-        B * T, head_dim, parts, cos, sin, True, q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, given=qkv,
+        B * T, head_dim, parts, cos, sin, True, q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, norm_input=qkv,
         need_q_norm=need_q_norm, need_k_norm=need_k_norm, partial=partial,
     )  # fmt: skip
     if partial is not None:
-        for total, of_programs in zip((dq_norm, dk_norm), partial, strict=True):
-            if total.numel():
-                sum_rows(of_programs, total)
+        for gradient, parts_of_programs in zip((dq_norm, dk_norm), partial, strict=True):
+            if gradient.numel():
+                sum_rows(parts_of_programs, gradient)
     return dqkv, dq_norm, dk_norm
 
 

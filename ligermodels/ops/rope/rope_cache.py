@@ -33,17 +33,35 @@ def rope_qkv_cached(
     casting_mode: CastingMode = "llama",
     value_norm_eps: float | None = None,
 ) -> Tensor:
-    """Splits the packed projection, normalises and rotates q and k as `rope_qkv` does, and writes k and v to the cache.
+    """Splits the packed projection, normalises and rotates q and k like `rope_qkv`, and writes k and v to the cache.
 
-    Token t of sequence b goes to slot slots[b] + t, and is dropped if the cache has no such slot. There is no wait for
-    the device, so that a CUDA graph can hold the call. No gradient.
+    Token t of sequence b goes to slot slots[b] + t, and is dropped if the cache has no such slot. Nothing waits for the
+    device, so a CUDA graph can capture the call. No gradient.
 
-    k_cache, v_cache: (B, S, num_kv_heads, head_dim) of qkv's dtype, any strides but the last dimension contiguous;
-        written in place.
-    slots: int32 or int64 (B,): each sequence's first slot.
-    value_norm_eps: if given, each head of v is written divided by its root mean square, with this under the root.
-    The others are those of `rope_qkv`. Returns contiguous q (B, T, num_kv_heads * group_size, head_dim).
-    Raises InputError if shapes, dtypes or devices do not fit, or if autograd would need a gradient.
+    Args:
+        qkv: (B, T, num_kv_heads * (group_size + 2) * head_dim), any floating dtype: for each key/value head its
+            group_size query heads, then its key, then its value.
+        cos: (B or 1, T, R/2) with R <= head_dim, any floating dtype; None, like sin, for no rotation.
+        sin: like cos.
+        num_kv_heads: number of key/value heads.
+        group_size: query heads per key/value head.
+        head_dim: channels per head.
+        k_cache: (B, S, num_kv_heads, head_dim) of qkv's dtype, any strides but the last dimension contiguous; written
+            in place.
+        v_cache: like k_cache.
+        slots: int32 or int64 (B,), the slot of each sequence's first token.
+        q_norm: (head_dim,), any floating dtype: weight of an `rms_norm` of each query head; None for no norm.
+        k_norm: the same for each key head.
+        eps: added to the mean square, in both norms.
+        offset: added to the weights of both norms.
+        casting_mode: where both norms round, "llama" or "gemma": see `rms_norm`.
+        value_norm_eps: divides each head of v by sqrt(mean square + value_norm_eps) (Gemma 4); None for no norm of v.
+
+    Returns:
+        Contiguous q (B, T, num_kv_heads * group_size, head_dim), in qkv's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
     shape = num_kv_heads, group_size, head_dim
     reject_dtensors("rope_qkv_cached", qkv, k_cache, v_cache)
@@ -70,11 +88,12 @@ def rope_qkv_cached_reference(
     k_cache: Tensor, v_cache: Tensor, slots: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
     *, value_norm_eps: float | None = None, **norm: Any,
 ) -> Tensor:  # fmt: skip
-    """The specification of `rope_qkv_cached`, in plain torch; the same arguments."""
+    """The specification of `rope_qkv_cached`, in plain torch, with the same arguments: qkv, cos, sin, num_kv_heads,
+    group_size, head_dim, k_cache, v_cache, slots, q_norm, k_norm, value_norm_eps, and the options of the norms."""
     q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
     v = v if value_norm_eps is None else rms_norm_reference(v, None, value_norm_eps)
     q = q.clone(memory_format=torch.contiguous_format) if q.data_ptr() == qkv.data_ptr() else q.contiguous()
-    if qkv.is_cpu:  # where slots can be read at no cost, and indexing costs most
+    if qkv.is_cpu:  # reading slots costs nothing there, and indexing costs most
         firsts = slots.tolist()
         if len(set(firsts)) == 1:
             _write(k_cache, k, firsts[0])
@@ -92,7 +111,8 @@ def rope_qkv_cached_reference(
 
 
 def _write(cache: Tensor, new: Tensor, first: int) -> None:
-    """Tokens (B, T, heads, D) into the slots of the cache (B, S, heads, D) from `first` on, as far as it has them."""
+    """Writes tokens (B, T, heads, D) to the slots of the cache (B, S, heads, D) from `first` on; drops tokens without a
+    slot."""
     start, end = max(first, 0), min(first + new.shape[1], cache.shape[1])
     if start < end:
         cache[:, start:end] = new if end - start == new.shape[1] else new[:, start - first : end - first]

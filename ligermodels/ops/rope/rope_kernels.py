@@ -1,7 +1,7 @@
-"""The Triton kernel of rotary embedding, and the description of where heads lie in memory.
+"""The Triton kernel of rotary embedding, and the description of the memory layout of heads.
 
-All RoPE ops use it, forward and backward: it reads heads from strided sources and writes them to strided destinations.
-A packed projection is three such sources in one tensor, so that one launch writes its whole gradient.
+All RoPE ops use this kernel, forward and backward: it reads heads from strided sources and writes them to strided
+destinations. A packed projection is three such sources in one tensor, so one launch writes its whole gradient.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous
 
 CHANNEL_PAIRS = 256  # per warp; twice as many with a norm
-PROGRAMS = 2  # per multiprocessor, where each sums its part of a weight's gradient
+PROGRAMS = 2  # per multiprocessor, if each program sums its part of a weight's gradient
 TOKENS = 2  # per program that normalises and rotates
 STAGES = 3  # pipeline stages: tokens in flight through shared memory
 
@@ -24,7 +24,7 @@ def _places(
     group, head, HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of the channels of a token's heads, and which of them exist, for the two tiles of `load_heads`."""
+    """Offsets of the channels of a token's heads, and whether they exist, for the two tiles of `load_heads`."""
     PAIRS: tl.constexpr = (DIM + 1) // 2
     h = tl.arange(0, BLOCK_HEADS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -42,8 +42,11 @@ def load_heads(
     source, group, head, HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a token, as two tiles (BLOCK_HEADS, BLOCK): the two halves of the channels that are rotated into one
-    another, each followed by half of the other channels. What does not exist is 0."""
+    """Loads all heads of a token as two tiles (BLOCK_HEADS, BLOCK), with 0 for channels and heads beyond the last.
+
+    The tiles are the two halves of the first 2 HALF channels, which are rotated into one another, each followed by half
+    of the other channels. There are HEADS heads of DIM channels: head h begins (h // GROUP) * group + (h % GROUP) *
+    head elements after `source`."""
     first, second, in_first, in_second = _places(group, head, HEADS, GROUP, HALF, DIM, BLOCK_HEADS, BLOCK)
     return tl.load(source + first, mask=in_first, other=0.0), tl.load(source + second, mask=in_second, other=0.0)
 
@@ -60,7 +63,8 @@ def store_heads(
 
 @triton.jit
 def load_angles(table, batch, token, row, T, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """cos or sin of one token, (1, BLOCK)."""
+    """Loads the HALF angles of one token as (1, BLOCK), float32: `table` is cos or sin of T tokens per sequence, with
+    the strides `batch` and `token`; token number `row` counts over all sequences."""
     col = tl.arange(0, BLOCK)[None, :]
     angles = tl.zeros((1, BLOCK), dtype=tl.float32)
     if HALF > 0:
@@ -70,7 +74,7 @@ def load_angles(table, batch, token, row, T, HALF: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def load_weight(weight, offset, HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """offset + a norm's weight in float32, as two tiles (1, BLOCK)."""
+    """offset + weight (DIM,) of a norm in float32, as two tiles (1, BLOCK) that match `load_heads` with this HALF."""
     w1, w2 = load_heads(weight, 0, 0, 1, 1, HALF, DIM, 1, BLOCK)
     return w1.to(tl.float32) + offset, w2.to(tl.float32) + offset
 
@@ -82,9 +86,13 @@ def turn_heads(
     CAST_BEFORE: tl.constexpr, INVERSE: tl.constexpr, NEED_HEADS: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalises and rotates all heads of a token, x1 and x2 as `load_heads` gives them. INVERSE takes their gradients
-    back: n1 and n2 are then the inputs of the norm, and this token's part of the weight's gradient, still apart by
-    heads, is added to dw1 and dw2."""
+    """Normalises (with NORM) and rotates all heads of a token, or with INVERSE computes their gradients.
+
+    x1, x2: the heads, or their gradients, as tiles of `load_heads`. n1, n2: with INVERSE and NORM, the norm's inputs.
+    destination: written (with NEED_HEADS) at row * d_row, with the strides d_group and d_head. cos, sin: the angles.
+    w1, w2: the norm's weight, plus offset. dw1, dw2: sums of its gradient by head; with INVERSE and NEED_WEIGHT this
+    token's part is added. eps, CAST_BEFORE: options of the norm. HEADS, GROUP, HALF, DIM, BLOCK_HEADS, BLOCK: see
+    `load_heads`."""
     dtype: tl.constexpr = x1.dtype
     x1 = x1.to(tl.float32)
     x2 = x2.to(tl.float32)
@@ -135,10 +143,10 @@ def _rope_kernel(
     NEED_HEADS: tl.constexpr, NEED_Q_NORM: tl.constexpr, NEED_K_NORM: tl.constexpr,
     HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes rows_per_program consecutive tokens. Of each it loads the angles once, normalises and rotates
-    the heads of q and of k, and copies v's; a part with no heads is left out. It sums its own part of the gradients of
-    the norms' weights: no atomics, so equal bits in every run. All loads come before the first store, which none of
-    them could pass."""
+    """Each program takes rows_per_program consecutive tokens. For each token it loads the angles once, normalises and
+    rotates the heads of q and of k, and copies the heads of v; a part with no heads is left out. It sums its own part
+    of the gradients of the norms' weights: no atomics, so equal bits in every run. All loads come before the first
+    store, because loads do not pass a store."""
     program = tl.program_id(0).to(tl.int64)
     q_w1, q_w2, k_w1, k_w2 = 1.0, 1.0, 1.0, 1.0
     if Q_NORM:
@@ -194,8 +202,8 @@ def _rope_kernel(
 
 
 class Heads(NamedTuple):
-    """Where the heads of each token lie: head h of token n begins n * row + h // group_size * group +
-    h % group_size * head elements from the tensor's start."""
+    """Memory layout of heads: head h of token n begins n * row + h // group_size * group + h % group_size * head
+    elements after the start of the tensor."""
 
     start: Tensor | None
     row: int
@@ -207,46 +215,56 @@ NOWHERE = Heads(None, 0, 0, 0)
 
 
 Part = tuple[int, int, Heads, Heads | None]
-"""How many heads of each token there are, how many in a group, where they are taken from, and where they go to."""
+"""Heads per token, heads per group, the source of the heads, and their destination (None: not needed)."""
 
 
 def launch(
     rows: int, dim: int, parts: Sequence[Part | None], cos: Tensor | None, sin: Tensor | None, inverse: bool, *,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
-    cast_before: bool = True, given: Tensor | None = None, need_q_norm: bool = False, need_k_norm: bool = False,
+    cast_before: bool = True, norm_input: Tensor | None = None, need_q_norm: bool = False, need_k_norm: bool = False,
     partial: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Normalises and rotates q and k, copies v, each from its source to its destination. At least one part is there;
-    either all of them have a destination or none has.
+    """Normalises and rotates q and k, copies v, each from its source to its destination.
 
-    For the backward pass through norms: `given` is their packed input, `partial`, float32 (2, programs, head_dim), gets
-    the programs' parts of the gradients of those weights that need one."""
-    places: list[Any] = []
+    Args:
+        rows: number of tokens.
+        dim: channels per head.
+        parts: q, k and v; at least one is not None, and either all have a destination or none has.
+        cos, sin: (B or 1, T, R/2), or None for no rotation.
+        inverse: whether to compute gradients.
+        q_norm, k_norm: weights (dim,) of the norms, or None.
+        eps, offset, cast_before: options of the norms.
+        norm_input: packed input of the norms, for their backward pass.
+        need_q_norm, need_k_norm: whether the gradients of the norms' weights are needed.
+        partial: float32 (2, programs, dim), gets each program's part of the gradients of q_norm and k_norm.
+    """
+    arguments: list[Any] = []
     heads: dict[str, int] = {}
     most = 1
     has_destination = True
     for name, part in zip("QKV", parts, strict=True):
         count, group_size, source, destination = part or (0, 1, NOWHERE, NOWHERE)
         has_destination = has_destination and destination is not None
-        places += (*source, *(destination or NOWHERE))
+        arguments += (*source, *(destination or NOWHERE))
         block = power_of_2_above(count)
         heads[f"{name}_HEADS"], heads[f"{name}_GROUP"], heads[f"BLOCK_{name}"] = count, group_size, block
         most = max(most, block)
     half, T = (0, 1) if cos is None else (cos.shape[2], cos.shape[1])
     given_heads: list[Any] = [None, *NOWHERE]
-    if given is not None:
-        (q_given, *strides), (k_given, *_), _ = packed_heads(given, heads["Q_GROUP"], dim)
+    if norm_input is not None:
+        (q_given, *strides), (k_given, *_), _ = packed_heads(norm_input, heads["Q_GROUP"], dim)
         given_heads = [q_given, k_given, *strides]
     block = power_of_2_above((dim + 1) // 2)
     weight = k_norm if q_norm is None else q_norm
     programs, stages, pairs = rows, 1, CHANNEL_PAIRS
     if weight is not None and (partial is not None or not inverse):
-        # A norm delays the stores; pipeline stages let the next tokens' loads begin before, if shared memory has room.
+        # A norm delays the stores; with pipeline stages the next tokens' loads begin earlier, if shared memory has
+        # room.
         programs, pairs = -(-rows // TOKENS) if partial is None else partial.shape[1], 2 * CHANNEL_PAIRS
         of_a_token = sum(heads[f"BLOCK_{name}"] for name in "QKV") * 2 * block * 4 * (2 if inverse else 1)
         stages = min(max(shared_memory(weight.device) // of_a_token, 1), STAGES)
     _rope_kernel[(programs,)](
-        *places, *strided_tables(cos, sin), T, contiguous(q_norm), contiguous(k_norm), eps, offset, *given_heads,
+        *arguments, *strided_tables(cos, sin), T, contiguous(q_norm), contiguous(k_norm), eps, offset, *given_heads,
         partial, rows, -(-rows // max(programs, 1)), **heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         CAST_BEFORE=cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
         NEED_Q_NORM=need_q_norm, NEED_K_NORM=need_k_norm, HALF=half, DIM=dim, BLOCK=block, STAGES=stages,
@@ -255,7 +273,8 @@ def launch(
 
 
 def strided_tables(cos: Tensor | None, sin: Tensor | None) -> list[Any]:
-    """cos and sin as kernels take them, each with its strides from sequence to sequence and from token to token."""
+    """cos and sin as kernels take them: each table with its strides from sequence to sequence and from token to
+    token."""
     arguments: list[Any] = []
     for table in (cos, sin):
         if table is None:
@@ -267,8 +286,8 @@ def strided_tables(cos: Tensor | None, sin: Tensor | None) -> list[Any]:
 
 
 def _tokens(x: Tensor) -> tuple[Tensor, int]:
-    """x (B, T, ...), and the stride at which its B * T tokens follow one another: a copy of x where there is none, or
-    where channels do not lie side by side."""
+    """x (B, T, ...), and the stride between its B * T tokens; a contiguous copy of x if there is no such stride, or if
+    channels are strided."""
     B, T = x.shape[:2]
     if x.stride(-1) != 1 or (B > 1 and T > 1 and x.stride(0) != T * x.stride(1)):
         x = x.contiguous()
@@ -276,13 +295,14 @@ def _tokens(x: Tensor) -> tuple[Tensor, int]:
 
 
 def heads_of(x: Tensor, group_size: int = 1) -> Heads:
-    """Of x (B, T, heads, D)."""
+    """The layout of x (B, T, heads, D), with `group_size` heads per group."""
     x, row = _tokens(x)
     return Heads(x, row, group_size * x.stride(2), x.stride(2))
 
 
 def packed_heads(qkv: Tensor, group_size: int, head_dim: int) -> list[Heads]:
-    """q, k and v of a packed qkv (B, T, ...)."""
+    """The layouts of q, k and v in a packed qkv (B, T, ...): group_size query heads of head_dim channels, a key and a
+    value for each key/value head."""
     (qkv, row), width = _tokens(qkv), (group_size + 2) * head_dim
-    starts = (qkv.narrow(2, place * head_dim, head_dim) for place in (0, group_size, group_size + 1))
+    starts = (qkv.narrow(2, index * head_dim, head_dim) for index in (0, group_size, group_size + 1))
     return [Heads(start, row, width, head_dim) for start in starts]

@@ -2,7 +2,7 @@
 
 CUDA tensors go to the kernels, CPU tensors to the reference. If TRITON_INTERPRET=1 is set when this package is
 imported, CPU tensors go to the kernels too, in Triton's interpreter. float64 always goes to the reference: the kernels
-compute in float32. Meta tensors have the shapes and dtypes of what the kernels would keep and return on a GPU.
+compute in float32. Meta tensors get the shapes and dtypes that the kernels would save and return on a GPU.
 """
 
 import functools
@@ -27,43 +27,49 @@ else:
 
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides it when a kernel is defined
 IN_INTERPRETER = tl.constexpr(INTERPRETED) if HAS_TRITON else INTERPRETED
-"""The same, as kernels can read it."""
+"""INTERPRETED as a constant that kernels can read."""
 
 Backend = Literal["reference", "triton"]
 _backend: Backend | None = None
 
 
 def use_kernels(*tensors: Tensor | None) -> bool:
-    """Whether the Triton kernels, rather than the reference, serve these tensors; None among them is ignored.
+    """Whether an op on these tensors runs its Triton kernels rather than its reference; None is ignored.
 
-    Raises BackendError if `set_backend("triton")` holds but the kernels cannot serve them.
+    Raises BackendError if `set_backend("triton")` is on but the kernels cannot run on these tensors.
     """
-    on_cuda, on_meta = True, False
-    for t in tensors:  # a plain loop: every op begins with this
-        if t is not None:
-            if t.dtype == torch.float64:
-                return False
-            if not t.is_cuda:
-                on_cuda, on_meta = False, on_meta or t.is_meta
-    if on_meta:
+    present = [t for t in tensors if t is not None]
+    if torch.float64 in [t.dtype for t in present]:
+        return False
+    if True in [t.is_meta for t in present]:
         return True  # nothing runs
     if _backend == "reference":
         return False
-    if (on_cuda and HAS_TRITON and not INTERPRETED) or INTERPRETED:
+    if INTERPRETED or (HAS_TRITON and False not in [t.is_cuda for t in present]):
         return True
     if _backend == "triton":
         raise BackendError(
-            'set_backend("triton") holds, but the kernels need triton and CUDA tensors; on the CPU they run only with '
+            'set_backend("triton") is on, but the kernels need triton and CUDA tensors; on the CPU they run only with '
             "TRITON_INTERPRET=1 set before ligermodels is imported"
         )
     return False
 
 
 class set_backend:
-    """Every op runs on `backend`, "reference" or "triton"; with None each op chooses by its tensors.
+    """Makes every op run on one backend, for the whole process and all threads.
 
-    It holds for the whole process, all threads, from the call on; as a context manager, until its end. A backward pass
-    runs on the backend of its forward pass.
+    It takes effect at the call; as a context manager, it ends with the context. A backward pass runs on the backend of
+    its forward pass.
+
+    Args:
+        backend: "reference" or "triton"; None lets each op choose by its tensors.
+
+    Raises:
+        BackendError: `backend` is something else; and ops raise it if "triton" cannot serve their tensors.
+
+    Example:
+        >>> with set_backend("reference"):
+        ...     y = rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
     """
 
     def __init__(self, backend: Backend | None) -> None:
@@ -90,13 +96,13 @@ def num_sms(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use on the device, less a reserve for the compiler."""
+    """Bytes of shared memory that a program may use on the device, minus a reserve for the compiler."""
     if device.type != "cuda":
         return 2**16
-    # torch may lack the attribute: then what every device has.
+    # Some versions of torch lack the attribute; every device has 48 KiB.
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 3 * 2**14)) - 2**13
 
 
 def power_of_2_above(n: int) -> int:
-    """The smallest power of two that is not below n, at least 1."""
+    """The smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()

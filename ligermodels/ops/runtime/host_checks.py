@@ -1,10 +1,10 @@
-"""Where bad values in tensors, such as a target outside the vocabulary, are reported.
+"""How bad values in tensors, such as a target outside the vocabulary, are reported.
 
 On the CPU they raise InputError. On CUDA they fail a device-side assertion: nothing waits for the device, but the error
 names no value, appears at a later call, and ends the process's use of the GPU. `LIGERMODELS_HOST_CHECKS=1` in the
-environment, or `set_host_checks(True)`, asks for the InputError there too. Each check then waits for the device, so
-that this is for finding an error, as CUDA_LAUNCH_BLOCKING=1 is. While a CUDA graph is captured, and in what
-torch.compile has compiled of a model, the assertions stay.
+environment, or `set_host_checks(True)`, makes them raise InputError on CUDA too. Each check then waits for the device,
+so use this to find an error, like CUDA_LAUNCH_BLOCKING=1. While a CUDA graph is captured, and in code that
+torch.compile has compiled, the assertions stay.
 """
 
 import os
@@ -16,9 +16,12 @@ _on_cuda = os.environ.get("LIGERMODELS_HOST_CHECKS", "0") not in ("", "0")
 
 
 class set_host_checks:
-    """Whether checks of values on CUDA raise InputError on the host, at the cost of a wait for each.
+    """Makes checks of values on CUDA raise InputError on the host, or not; each such check waits for the device.
 
-    It holds for the whole process, all threads, from the call on; as a context manager, until its end.
+    It takes effect at the call, for the whole process and all threads; as a context manager, it ends with the context.
+
+    Args:
+        enabled: True for InputError, False for device-side assertions.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -34,7 +37,7 @@ class set_host_checks:
 
 
 def checked_on_host(x: Tensor) -> bool:
-    """Whether a check may read values of x, and is to raise if they are bad."""
+    """Whether a check of the values of x runs on the host and raises InputError."""
     if x.is_cuda:
         return _on_cuda and not torch.cuda.is_current_stream_capturing()
     return x.device.type == "cpu"

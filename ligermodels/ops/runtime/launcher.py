@@ -1,9 +1,9 @@
-"""Launching Triton kernels with little work on the host and no gap on the device.
+"""Launching Triton kernels with little work on the CPU and no gap on the device.
 
-At every launch Triton determines anew for which kinds of arguments the kernel must be compiled, which takes longer than
-a small kernel runs. Here a compiled kernel is found by a cheaper key that distinguishes at least what Triton does on
-NVIDIA GPUs: dtypes of tensors, integers that are 1, multiples of 16 or beyond 32 or 64 bits, and constants. Triton's
-knobs, except for its launch hooks, take effect when a kernel is launched for the first time.
+At every launch, Triton determines again for which types of arguments the kernel must be compiled. That takes longer
+than a small kernel runs. Here a compiled kernel is looked up by a cheaper key. The key distinguishes at least all cases
+that Triton distinguishes on NVIDIA GPUs: dtypes of tensors, integers that are 1, multiples of 16 or beyond 32 or 64
+bits, and constants. Triton's knobs, except for its launch hooks, take effect at the first launch of a kernel.
 """
 
 import functools
@@ -15,13 +15,13 @@ import torch
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, INTERPRETED, triton
 
 ALIGNED = 16  # bytes; kernels are compiled for tensors that begin at a multiple of this
-BY_TYPE = frozenset((float, bool, type(None)))  # types whose value makes no difference
-MAX_KNOWN = 4096  # launches of a kernel that differ in grid or kind; then the cache is cleared: sizes may never repeat
+BY_TYPE = frozenset((float, bool, type(None)))  # compiled for the type of the argument, not for its value
+MAX_KNOWN = 4096  # cached launches per kernel; then the cache is cleared: sizes may never repeat
 
 
 @functools.lru_cache(2**14)
-def _kind(number: int) -> int:
-    """Equal only for integers for which Triton compiles the same kernel."""
+def _integer_key(number: int) -> int:
+    """A key that two integers share only if Triton compiles the same kernel for both."""
     bits = (number ^ number >> 63).bit_length()  # without the sign
     return 1 if number == 1 else (bits + 32 & ~31) + (number % 16 == 0)
 
@@ -29,54 +29,54 @@ def _kind(number: int) -> int:
 class Kernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
-    Arguments: tensors, ints, floats and None, by position, in the order of the signature. Constants by name: the
-    signature's last parameters, and options such as num_warps. The tensors are on the current device.
+    Arguments are tensors on the current device, ints, floats and None, by position, in the order of the signature.
+    Constants are passed by name: the last parameters of the signature, and options such as num_warps.
     """
 
     def __init__(self, jitted: Any) -> None:
         self._jitted = jitted
-        self._known: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}  # launch functions, constants
+        self._cache: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}  # key -> launch function, constants
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        kinds: list[Any] = [torch.cuda.current_device(), grid, *constants.items()]
-        values: list[Any] = []  # with addresses in place of tensors
+        key_parts: list[Any] = [torch.cuda.current_device(), grid, *constants.items()]
+        values: list[Any] = []  # the arguments, with addresses in place of tensors
         addresses = 0
         for argument in arguments:  # a plain loop: this runs at every launch
             value: Any = argument
-            kind: Any = type(argument)
-            if kind is int:
-                kind = _kind(argument)
-            elif kind not in BY_TYPE:
+            key_part: Any = type(argument)
+            if key_part is int:
+                key_part = _integer_key(argument)
+            elif key_part not in BY_TYPE:
                 if isinstance(argument, torch.Tensor):
-                    value, kind = argument.data_ptr(), argument.dtype
+                    value, key_part = argument.data_ptr(), argument.dtype
                     addresses |= value if argument.is_cuda else 1
                 else:
-                    kind = kind, argument
-            kinds.append(kind)
+                    key_part = key_part, argument
+            key_parts.append(key_part)
             values.append(value)
         if addresses % ALIGNED:
             self._jitted[grid](*arguments, **constants)
             return
-        key = tuple(kinds)
-        known = self._known.get(key)
-        if known is None:
+        key = tuple(key_parts)
+        cached = self._cache.get(key)
+        if cached is None:
             self._first(key, grid, arguments, constants)
         else:
-            launch, rest = known
-            launch(*values, *rest)
+            launch, constant_values = cached
+            launch(*values, *constant_values)
 
     def _first(self, key: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """The first launch of its kind, which Triton prepares."""
+        """The first launch with a key: by Triton, whose compiled kernel is then cached."""
         compiled = self._jitted[grid](*arguments, **constants)
         if not isinstance(compiled, triton.compiler.CompiledKernel):
-            return  # a hook skipped it, or it is being compiled asynchronously
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        rest = tuple(constants[name] for name in self._jitted.arg_names[len(arguments) :])
-        self._known[key] = compiled[(*grid, 1, 1)[:3]], rest
+            return  # a hook skipped the launch, or the kernel is compiled asynchronously
+        if len(self._cache) >= MAX_KNOWN:
+            self._cache.clear()
+        constant_values = tuple(constants[name] for name in self._jitted.arg_names[len(arguments) :])
+        self._cache[key] = compiled[(*grid, 1, 1)[:3]], constant_values
 
 
 def kernel(function: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What ops do with their tensors: checks, layouts for kernels, and memory for gradients."""
+"""Helpers for the tensors of ops: checks, autocast, layouts for kernels, and memory for gradients."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,41 +8,78 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 
+Shape = tuple[Any, ...]
+"""Sizes. A letter stands for any size, a leading `...` for any number of dimensions."""
+
 
 def check_tensor(
-    op: str, name: str, x: Tensor, shape: tuple[int | str, ...], device: torch.device, *dtypes: torch.dtype
+    op: str,
+    name: str,
+    x: Any,
+    shape: Shape,
+    device: torch.device | None = None,
+    *dtypes: torch.dtype,
+    optional: bool = False,
 ) -> None:
-    """Raises InputError, naming op and tensor, unless x has this shape, in which a letter is any size, is on this
-    device, and is of one of these dtypes (without any: floating)."""
+    """Raises InputError unless x is a tensor of this shape, device and dtype.
+
+    Args:
+        op, name: the op and its argument x, for the message.
+        x: the argument.
+        shape: its sizes, see `Shape`.
+        device: its device; None for any.
+        dtypes: its dtype is one of these; if there are none, any floating dtype.
+        optional: whether x may be None.
+    """
+    if x is None and optional:
+        return
     if not isinstance(x, Tensor):
         raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    sizes = x.shape
-    fits = sizes == shape or _has_shape(sizes, shape)
-    if not fits or x.device != device or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
-        wanted_dtype = " or ".join(map(str, dtypes)) or "floating"
+    fits = x.shape == shape or _has_shape(x.shape, shape)
+    if not fits or x.device != (device or x.device) or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
+        dtype = " or ".join(map(str, dtypes)) or "floating"
+        sizes = ", ".join("..." if size is ... else str(size) for size in shape)
         raise InputError(
-            f"{op}: {name} must be {wanted_dtype} of shape ({', '.join(map(str, shape))}) on {device}; "
+            f"{op}: {name} must be {dtype} of shape ({sizes})" + (f" on {device}" if device else "") + "; "
             f"got {x.dtype} {tuple(x.shape)} on {x.device}"
         )
 
 
-def _has_shape(sizes: torch.Size, shape: tuple[int | str, ...]) -> bool:
-    if len(sizes) != len(shape):
-        return False
-    # A plain loop: a decoding step checks dozens of tensors.
-    for size, wanted in zip(sizes, shape, strict=True):  # noqa: SIM110
-        if size != wanted and not isinstance(wanted, str):
-            return False
-    return True
+def _has_shape(sizes: torch.Size, shape: Shape) -> bool:
+    if shape and shape[0] is ...:
+        sizes, shape = sizes[max(len(sizes) - len(shape) + 1, 0) :], shape[1:]
+    return len(sizes) == len(shape) and all(
+        isinstance(expected, str) or size == expected for size, expected in zip(sizes, shape, strict=True)
+    )
+
+
+def check_rows(op: str, name: str, x: Tensor, **weights: Tensor | None) -> None:
+    """Raises InputError, naming `op`, unless x, the argument `name`, is floating (..., N) with N > 0, and each of the
+    `weights`, by their names, is floating (N,) on x's device or None."""
+    check_tensor(op, name, x, (..., "N"))
+    if x.shape[-1] == 0:
+        raise InputError(f"{op}: {name} must be of shape (..., N) with N > 0; got {tuple(x.shape)}")
+    for weight_name, weight in weights.items():
+        check_tensor(op, weight_name, weight, x.shape[-1:], x.device, optional=True)
+
+
+def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, shape: Shape, like: Tensor) -> None:
+    """Raises InputError, naming `op`, unless k_cache and v_cache are both of this shape, on the device and of the dtype
+    of `like`, and their last dimension is contiguous."""
+    check_tensor(op, "k_cache", k_cache, shape, like.device, like.dtype)
+    check_tensor(op, "v_cache", v_cache, k_cache.shape, like.device, like.dtype)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
+            raise InputError(f"{op}: the last dimension of {name} must be contiguous, has stride {cache.stride(-1)}")
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), which takes the host as long as an addition even where there is nothing to cast."""
+    """x.to(dtype). The test comes first because x.to takes the CPU as long as an addition even if it casts nothing."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def under_autocast(*operands: Tensor | None) -> list[Any]:
-    """The operands of a matrix product as torch's autocast casts them, if it is on: to its dtype, but for float64."""
+    """The operands of a matrix product, cast to the dtype of torch's autocast if it is on; float64 and None stay."""
     device = next((t.device.type for t in operands if isinstance(t, Tensor)), "meta")
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(operands)
@@ -51,55 +88,29 @@ def under_autocast(*operands: Tensor | None) -> list[Any]:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product of x computes: that of torch's autocast on x's device, if it is on."""
+    """The dtype in which a matrix product of x computes: the dtype of torch's autocast if it is on, else x's."""
     device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
+    return torch.get_autocast_dtype(device) if not x.is_meta and torch.is_autocast_enabled(device) else x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which torch's autocast is off on x's device; the meta device has none."""
+    """A context in which torch's autocast is off on x's device; the meta device has no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, shape: tuple[int | str, ...], like: Tensor) -> None:
-    """Raises InputError unless both caches are of this shape, on the device and of the dtype of `like`, and their last
-    dimension is contiguous."""
-    check_tensor(op, "k_cache", k_cache, shape, like.device, like.dtype)
-    check_tensor(op, "v_cache", v_cache, k_cache.shape, like.device, like.dtype)
-    if (k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1) and k_cache.shape[-1] > 1:
-        name = "v_cache" if k_cache.stride(-1) == 1 else "k_cache"
-        raise InputError(f"{op}: the last dimension of {name} must be contiguous")
-
-
-def check_rows(op: str, name: str, x: Tensor, **weights: Tensor | None) -> None:
-    """Raises InputError unless x, called `name`, has floating rows, and weights or biases, named, that fit them."""
-    if not isinstance(x, Tensor):
-        raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    sizes = x.shape
-    if not sizes or sizes[-1] == 0 or not x.is_floating_point():
-        raise InputError(f"{op}: {name} must be floating, of shape (..., N) with N > 0; got {x.dtype} {tuple(sizes)}")
-    for weight_name, weight in weights.items():
-        if weight is not None:
-            check_tensor(op, weight_name, weight, sizes[-1:], x.device)
-
-
 def empty_like(x: Tensor) -> Tensor:
-    """An empty contiguous tensor of x's shape, dtype and device; `new_empty(x.shape)` takes the host twice as long."""
+    """An empty contiguous tensor of x's shape, dtype and device; `new_empty(x.shape)` takes the CPU twice as long."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def empty_gradient(x: Tensor | None, needed: int, like: Tensor) -> Tensor:
-    """An empty tensor for the gradient of x; of no elements, on the device of `like`, if it is not needed."""
+    """An empty tensor for the gradient of x; without elements, on the device of `like`, if it is not needed."""
     return like.new_empty(0) if x is None or not needed else empty_like(x)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x (..., N) as (rows, N) whose last dimension is contiguous: a view where the strides allow it, else a copy."""
-    if x.dim() == 2:
-        rows = x
-    else:
-        rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    """x (..., N) as (rows, N) with a contiguous last dimension: a view if the strides allow it, else a copy."""
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -112,7 +123,7 @@ def rows_and_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def heads_and_strides(x: Tensor) -> tuple[Any, ...]:
-    """x (B, T, heads, D), its last dimension contiguous, and the strides of the others, as kernels take them."""
+    """x (B, T, heads, D) with a contiguous last dimension, and the strides of the others, as kernels take them."""
     x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
     return x, x.stride(0), x.stride(1), x.stride(2)
 

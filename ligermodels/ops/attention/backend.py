@@ -1,0 +1,84 @@
+"""The description of a call of attention, and the interface of its backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLASH_HEAD_DIM = 256
+"""Widest heads that flash attention kernels take, flash-attn's and torch's alike."""
+
+
+class AttentionRequest(NamedTuple):
+    """The properties of a call that decide which backends can serve it; none is read from device memory.
+
+    device: type of the device, "cuda" or "cpu".
+    dtype, head_dim: of queries and keys.
+    query_length, key_length: number of queries T and of keys S.
+    softmax_scale: factor on q·k.
+    window: number of keys that a query sees, its own included, below S; None for no window.
+    softcap: bound of the scores; None for no bound.
+    masked, packed, sinks: whether the call has a mask, cu_seqlens, sinks.
+    compiling: whether torch.compile traces the call.
+    value_dim: channels of values; None if values have head_dim channels.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    query_length: int
+    key_length: int
+    softmax_scale: float
+    window: int | None
+    softcap: float | None
+    masked: bool
+    packed: bool
+    compiling: bool = False
+    sinks: bool = False
+    value_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of attention.
+
+    name: the name by which users choose it.
+    refuses: why the backend cannot serve a request; None if it can.
+    run: computes (q, k, v, request, mask, cu_seqlens, sinks) -> (B, T, Hq, Dv). Only called if `refuses` gave None.
+    """
+
+    name: str
+    refuses: Callable[[AttentionRequest], str | None]
+    run: Callable[[Tensor, Tensor, Tensor, AttentionRequest, Tensor | None, Tensor | None, Tensor | None], Tensor]
+
+
+def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The causal mask of a request.
+
+    Args:
+        request: gives the number of queries T and of keys S, and the window.
+        device: device of the mask.
+        cu_seqlens: int32 (n + 1,), bounds of packed sequences; queries see no key of another sequence.
+
+    Returns:
+        bool (T, S), True where a query sees a key.
+    """
+    keys = torch.arange(request.key_length, device=device)
+    queries = keys[request.key_length - request.query_length :, None]
+    allowed = keys <= queries
+    if request.window is not None:
+        allowed = allowed & (keys > queries - request.window)
+    if cu_seqlens is not None:
+        document = torch.bucketize(keys, cu_seqlens[1:], right=True)
+        allowed = allowed & (document == document[queries])
+    return allowed
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with each head repeated for the heads of q that share it."""
+    count = q.shape[2] // k.shape[2]
+    return k.repeat_interleave(count, dim=2), v.repeat_interleave(count, dim=2)
