@@ -128,6 +128,9 @@ class LMHead(Linear):
         if self.config.bias:
             self.bias = nn.Parameter(torch.zeros(vocab_size))
 
+    def reset_parameters(self) -> None:
+        """Nothing: `init_weights` fills the weight, which is large, once."""
+
     def init_weights(self, std: float) -> None:
         """normal(0, std), bias zero; a tied weight is the embedding's to fill."""
         if not self.config.tied and self.weight is not None:
