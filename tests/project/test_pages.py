@@ -2,7 +2,7 @@
 
 Each page runs from top to bottom, alone, on tiny models in folders of the names that it uses; only sizes and devices are
 replaced. `python` blocks are executed. Of `sh` blocks the lines that begin with `ligermodels` are executed, and lines of
-other programs are not. `py` blocks need several GPUs and are not executed. The pages that need other packages are in
+other programs are not. `py` blocks are excerpts, or need several GPUs, and are not executed. The pages that need other packages are in
 tests/integrations/.
 """
 
@@ -91,6 +91,9 @@ def pages() -> list[str]:
 def desk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: with the models, configs and data that the pages name."""
     model = with_decoder(base, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 96}  # float8 needs multiples of 16
+    lm.from_config(config).save_pretrained(tmp_path / "aligned")
+    shutil.copytree(tmp_path / "aligned", model, dirs_exist_ok=True)
     for name in MODELS:
         shutil.copytree(model, tmp_path / name)
     with_head = lm.MTPModel.from_base(lm.from_pretrained(model))
