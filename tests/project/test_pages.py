@@ -31,6 +31,7 @@ PAGES = {
     "docs/medusa.md": {"own-loop", "heads", "joint", "for-tgi", "scores.png"},
     "docs/serving.md": {"heads", "heads-vllm", "heads-tgi", "heads-trt", "with-mtp"},
     "docs/long-sequences.md": {"long"},
+    "docs/custom-architecture.md": {"decay", "decay-heads"},
     "docs/weight-map.md": set[str](),
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
@@ -43,11 +44,11 @@ PAGES = {
     "docs/reference/ligermodels.md": {"out", "adapter", "heads"},
     "docs/reference/data.md": set[str](),
     "docs/reference/training.md": set[str](),
+    "docs/reference/recipes.md": {"mine"},
 }
 """Page -> some of the files that its commands write."""
 ELSEWHERE = {
     *(f"docs/{name}.md" for name in ("transformers", "trainers", "peft", "evaluation", "several-gpus", "engines")),
-    "docs/custom-architecture.md",  # parts of examples/custom_architecture.py
     "docs/walk.md",
 }
 """Pages that other tests run, or that explain code of the repository."""
@@ -111,6 +112,7 @@ def desk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for name in ("chats.jsonl", "validation.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    shutil.copy(ROOT / "examples" / "custom_architecture.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
