@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: files from outside docs/, links, tables of settings, and a check of the reference.
 
-README.md, CONTRIBUTING.md, CHANGELOG.md and examples/ lie outside docs/ and are part of the site. On GitHub they link to
-`docs/PAGE.md`, and pages link to `../README.md` and `../examples/FILE`; in the site all of these files are in one folder.
+README.md, CONTRIBUTING.md, CHANGELOG.md and examples/ lie outside docs/ and are part of the site. On GitHub they link
+to `docs/PAGE.md`, and pages link to `../README.md` and `../examples/FILE`; in the site these files are in one folder.
 
 `<!-- settings: MODULE.CLASS -->` in a page becomes a table of the settings that a pydantic class declares.
 
@@ -39,7 +39,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Write the tables of settings, and replace links out of docs/ and into it by links within the site."""
-    markdown = SETTINGS.sub(lambda match: settings_table(getattr(importlib.import_module(match[1]), match[2])), markdown)
+    markdown = SETTINGS.sub(lambda name: settings_table(getattr(importlib.import_module(name[1]), name[2])), markdown)
     folder, _, _ = page.file.src_uri.rpartition("/")
     return LINK.sub(r"\1", markdown) if not folder else markdown.replace("](../docs/", "](../")
 

@@ -1,9 +1,9 @@
 """The README and the pages of docs/: their code runs, and it fits the width of the site.
 
-Each page runs from top to bottom, alone, on tiny models in folders of the names that it uses; only sizes and devices are
-replaced. `python` blocks are executed. Of `sh` blocks the lines that begin with `ligermodels` are executed, and lines of
-other programs are not. `py` blocks are excerpts, or need several GPUs, and are not executed. The pages that need other packages are in
-tests/integrations/.
+Each page runs from top to bottom, alone, on tiny models in folders of the names that it uses; only sizes and devices
+are replaced. `python` blocks are executed. Of `sh` blocks, lines that begin with `ligermodels` are executed, and other
+programs are not. `py` blocks are excerpts or need several GPUs, and are not executed. Tests of pages that need other
+packages are in tests/integrations/.
 """
 
 import json
@@ -21,6 +21,7 @@ from runs import with_decoder
 from typer.testing import CliRunner
 
 import ligermodels as lm
+from ligermodels.archs.registry import MODULES
 from ligermodels.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +49,7 @@ PAGES = {
 }
 """Page -> some of the files that its commands write."""
 ELSEWHERE = {
-    *(f"docs/{name}.md" for name in ("transformers", "trainers", "peft", "evaluation", "several-gpus", "engines")),
-    "docs/walk.md",
+    *(f"docs/{name}.md" for name in ("transformers", "trainers", "peft", "evaluation", "several-gpus", "engines"))
 }
 """Pages that other tests run, or that explain code of the repository."""
 WIDTH = 80
@@ -148,7 +148,12 @@ def test_a_page_runs_from_top_to_bottom(page: str, desk: Path) -> None:
 
 
 def test_every_page_with_code_is_run() -> None:
-    with_code = {page for page in pages() if any(language in ("python", "sh") for language, _ in blocks(page))}
+    with_code = {
+        page
+        for page in pages()
+        for language, content in blocks(page)
+        if language == "python" or re.search("^ligermodels ", content, re.MULTILINE)
+    }
     assert with_code <= PAGES.keys() | ELSEWHERE
 
 
@@ -160,6 +165,12 @@ def test_code_blocks_fit_the_width_of_the_site(page: str) -> None:
     inside = (i for start, end in zip(fences[::2], fences[1::2], strict=True) for i in range(start + 1, end))
     wide = [f"line {i + 1}: {len(lines[i])} columns" for i in inside if len(lines[i]) > WIDTH]
     assert not wide
+
+
+def test_the_supported_families_are_listed() -> None:
+    page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
+    families = [family.model_type for module in MODULES for family in module.FAMILIES]
+    assert not [name for name in families if f"`{name}`" not in page]
 
 
 def test_the_readme_is_short() -> None:
