@@ -64,10 +64,10 @@ def settings_table(settings: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """A type as text: `int`, `"a"` or `"b"`, list of `str`, ... None is `null`, as in a recipe."""
+    """A type as text: `int`, the values of a Literal, list of `str`, ... None is `null`, as in a recipe."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
-        return " or ".join(f'`"{value}"`' for value in arguments)
+        return " or ".join(f"`{value}`" for value in arguments)
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(_type(argument) for argument in arguments)
     if get_origin(annotation) is tuple:
