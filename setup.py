@@ -1,7 +1,8 @@
-"""The long description: README.md, whose links into the repository mean nothing on a package index.
+"""The long description of the package: README.md without relative links, which do not work on a package index.
 
-All else is in pyproject.toml. A link into the repository becomes absolute if `[project.urls]` there has `Source`, the
-address under which files are shown (`https://HOST/OWNER/NAME/blob/main`), else its text alone. Pictures are left out.
+pyproject.toml holds all other metadata. If its `[project.urls]` has `Source`, the address of the repository's files
+(`https://HOST/OWNER/NAME/blob/main`), relative links become absolute. Otherwise the link text remains. Pictures are
+left out.
 """
 
 import re

@@ -75,24 +75,31 @@ MARKS = ("<!-- results: written by `python -m benchmarks.report` -->\n", "<!-- e
 
 HEAD = """# Results
 
-Written by `python -m benchmarks.report` from the records in `benchmarks/results/`. One
-{gpu}, bf16, torch {torch}, Triton {triton}, transformers {transformers}. The two sides of a row are of one run, at the
-commit named; the peer is the fastest that was measured there. Ratios above 1: faster, or less memory. The
-records are of the commits named: `make bench` measures the present code on your GPU.
+`python -m benchmarks.report` writes this page from the records in `benchmarks/results/`. One {gpu}, bf16, torch
+{torch}, Triton {triton}, transformers {transformers}. Both sides of a row were measured in the same run; the peer is
+the fastest one of that run. A ratio above 1 means faster, or less memory.
+
+The records belong to the commits named [below](#commits-and-commands): `make bench` measures the present code on your
+GPU.
+
+## Training, loading and ops
 
 """
 
 TAIL = """
-A command is `python -m benchmarks` and what stands in the last column (`python -m benchmarks.training ...`; ops:
-`python -m benchmarks linear_log_probs`). What each counts is said by its `--help`.
+## Commits and commands
 
-![training](training.png)
+`python -m benchmarks` precedes each command (`python -m benchmarks.training ...`, for ops
+`python -m benchmarks linear_log_probs`).
 
-- [How they are made](benchmarks.md): the commands, what every timed call is held to, which records are compared.
-- [The log](benchmark-log.md): how these numbers came about, what was tried and removed, lower bounds, memory-bound ops.
-- [The tables](benchmark-tables.md): the last record of every case and provider, and the targets.
-- Where a peer is faster, it shows above: `torch.compile` computes log-probabilities faster where its logits, several
-  times the memory, fit.
+{commands}
+## More
+
+- [Method](benchmarks.md): the commands, the checks of each timed call, and the records that are compared.
+- [All cases](benchmark-tables.md): the last record of every case and provider, and the targets.
+- [History](benchmark-log.md): variants that were tried and removed, and the limits of each step.
+
+`torch.compile` computes log-probabilities faster where its logits fit, which take several times the memory.
 """
 
 
@@ -159,15 +166,15 @@ def page(found: Mapping[str, list[Record]]) -> str:
     measured = results(found)
     if not measured:
         return "# Results\n\nNo case has been measured beside a peer.\n"
-    lines = ["| | ligermodels | fastest peer | speed | memory | commit | command |", "|---|---|---|---|---|---|---|"]
+    lines = ["| | ligermodels | fastest peer | speed | memory |", "|---|---|---|---|---|"]
+    commands = ["| | commit | command |", "|---|---|---|"]
     for r in measured:
         memory = "" if r.memory is None else f"{r.memory:.2f}"
         commit = f"{_short(r.ours.get('commit', ''))}{', ' + r.ours['date'] if 'date' in r.ours else ''}"
         dot = "" if r.row.benchmark == "ops" else "."
-        lines.append(
-            f"| {r.row.what} | {_text(r, r.ours)} | {_text(r, r.peer)}, {_peer_name(r)} | **{r.speed:.2f}** | {memory} "
-            f"| {commit} | `{dot}{r.row.command}` |"
-        )
+        peer = f"{_text(r, r.peer)}, {_peer_name(r)}"
+        lines.append(f"| {r.row.what} | {_text(r, r.ours)} | {peer} | **{r.speed:.2f}** | {memory} |")
+        commands.append(f"| {r.row.what} | {commit} | `{dot}{r.row.command}` |")
     versions = {
         key: " and ".join(sorted({str(r.ours[key]) for r in measured if key in r.ours}))
         for key in ("gpu", "torch", "triton", "transformers")
@@ -175,10 +182,10 @@ def page(found: Mapping[str, list[Record]]) -> str:
     return (
         HEAD.format(**versions)
         + "\n".join(lines)
-        + "\n"
+        + "\n\n![Training steps](training.png)\n\n## Decoding\n"
         + _quantised(found.get("quantized", []))
         + _demo(found.get("demo", []))
-        + TAIL
+        + TAIL.format(commands="\n".join(commands) + "\n")
     )
 
 
@@ -195,8 +202,9 @@ def _quantised(records: Sequence[Record]) -> str:
         rows.append(f"| {provider.removeprefix('ligermodels ')} |" + "".join(f" {_step(r)} |" for r in cells))
     commits = " and ".join(dict.fromkeys(_short(r.get("commit", "")) for r in last.values()))
     note = (
-        f"`python -m benchmarks.quantized_decoding --no-linears`, the last record of each, commits {commits}; in\n"
-        "brackets, the share of the rate at which a large copy reads the weights. A tree is Medusa's, of one sequence."
+        f"`python -m benchmarks.quantized_decoding --no-linears`, the last record of each, commits {commits}.\n"
+        "In brackets: the rate of reading the weights over the rate of a large copy. `tree of 64` is a decode step\n"
+        "with a candidate tree of 64 nodes, one sequence."
     )
     return "\n" + "\n".join(rows) + f"\n\n{note}\n"
 
@@ -220,10 +228,8 @@ def _demo(records: Sequence[Record]) -> str:
         cells = (last.get((stage, acceptance, batch)) for batch in batches)
         texts = "".join(f" {r['speed_up']:.2f} ({r['same']} of {r['prompts']}) |" if r else " |" for r in cells)
         rows.append(f"| stage {stage}, {acceptance} |{texts}")
-    note = (
-        f"`python -m benchmarks.demo`, commit {_short(records[-1].get('commit', ''))}; in brackets, of how many prompts"
-    )
-    end = "the tokens are those of greedy decoding."
+    note = f"`python -m benchmarks.demo`, commit {_short(records[-1].get('commit', ''))}. In brackets: prompts for"
+    end = "which the tokens equal greedy decoding without heads."
     for r in last.values():
         if "float32_same" in r:
             end += (

@@ -59,20 +59,21 @@ COLUMNS = {
 }
 """Of each benchmark, where any of its records has them."""
 
-HEAD = """# Benchmark tables
+HEAD = """# All cases
 
-Written by `python -m benchmarks.report` from the last record of each case and provider in `benchmarks/results/`; what
-the cases are and what the columns count is said by `python -m benchmarks.NAME --help`. [benchmarks.md](benchmarks.md)
-says how the numbers are made, and which records are compared. Ratios are of the last run of both.
+`python -m benchmarks.report` writes this page from the last record of each case and provider in `benchmarks/results/`.
+`python -m benchmarks.NAME --help` explains cases and columns, and [Method](benchmarks.md) which records are compared.
+[Results](results.md) has the main rows. Ratios compare the last run of both sides.
 """
 
 TARGETS = """## Targets
 
-`limit` is what the same run shows to be the most, or least, that could be reached: of ops that memory limits a kernel
-that only moves as many bytes, once for each pass; of the linear losses their GEMMs with one read and one write of the
-logits at the copy rate; of their memory what the sum of a weight's gradient in float32 needs beyond the gradient, with
-the logits of 128 rows; of training steps in tokens/s the least step (`benchmarks/floor.py`), timed before them. It is
-empty where the record has none.
+`limit` is the lower or upper bound that the same run measured; it is empty if the record has none.
+
+- Memory-bound ops: a kernel that only moves the same number of bytes, once per pass.
+- Linear losses: their GEMMs with one read and one write of the logits at the copy rate. Memory: the float32 sum of a
+  weight's gradient, beyond the gradient, with the logits of 128 rows.
+- Training steps, in tokens/s: the minimal step of `--floor`, timed before them.
 """
 
 

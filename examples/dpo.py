@@ -16,10 +16,10 @@ reference = copy.deepcopy(model).requires_grad_(False)
 
 prompt = tokenizer.encode("import ")
 answers = [tokenizer.encode(text)[:6] for text in ("sys, os and then more", "!!!! ???? !!!! ???? !!!!")]
-input_ids = torch.tensor([prompt + answer for answer in answers])  # the chosen row, then the rejected one
+input_ids = torch.tensor([prompt + answer for answer in answers])  # the chosen sequence, then the rejected one
 labels = input_ids.clone()
 labels[:, : len(prompt)] = -100
-mask = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))  # log_probs[:, t] is of labels[:, t + 1]
+mask = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))  # log_probs[:, t] belongs to labels[:, t + 1]
 
 with torch.no_grad():
     ref_log_probs = reference(input_ids, labels=labels, return_log_probs=True).log_probs

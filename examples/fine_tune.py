@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint on chats, and talk to the result: `python fine_tune.py [CHECKPOINT [CHATS]]`.
+"""Fine-tune a checkpoint on chats, and generate an answer: `python fine_tune.py [CHECKPOINT [CHATS]]`.
 
 docs/fine-tuning.md; on the command line `ligermodels train CHECKPOINT --data CHATS --out tuned/`.
 """

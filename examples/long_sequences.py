@@ -12,12 +12,12 @@ model = lm.from_pretrained(base).train()
 input_ids = torch.randint(1, 500, (1, 300), generator=torch.Generator().manual_seed(0))
 cu_seqlens = torch.tensor([0, 120, 300], dtype=torch.int32)  # two documents in one row
 
-found = {}
-for how in ("none", "selective", "full"):
-    model.activation_checkpointing = how  # less memory, the same losses and gradients
+results = {}
+for mode in ("none", "selective", "full"):
+    model.activation_checkpointing = mode  # less memory, the same losses and gradients
     model.zero_grad()
     loss = model(input_ids, labels=input_ids, cu_seqlens=cu_seqlens).loss
     loss.backward()
-    found[how] = (loss.item(), sum(p.grad.norm().item() for p in model.parameters()))
-    print(f"{how}: loss {found[how][0]:.6f}, norms of gradients {found[how][1]:.6f}")
-assert found["full"] == found["selective"] == found["none"]
+    results[mode] = (loss.item(), sum(p.grad.norm().item() for p in model.parameters()))
+    print(f"{mode}: loss {results[mode][0]:.6f}, gradient norms {results[mode][1]:.6f}")
+assert results["full"] == results["selective"] == results["none"]

@@ -13,7 +13,7 @@ input_ids = torch.tensor([tokenizer.encode(small_model.text(1500))[:96]])
 
 
 def train(model, parameters, steps):
-    """A loop of one batch: the model learns a text by heart."""
+    """Train on one batch, until the model has memorised it."""
     optimizer = torch.optim.AdamW(parameters, lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -31,9 +31,9 @@ print("loss of each head", *(f"{loss:.2f}" for loss in out.head_losses))
 
 prompt = input_ids[:, :16]
 plain = model.generate(prompt, max_new_tokens=48)
-found = medusa.generate(prompt, max_new_tokens=48, return_stats=True)
-assert torch.equal(found.sequences, plain)  # the same tokens, in fewer steps
-print(f"{found.tokens_per_step:.2f} tokens per step")
+result = medusa.generate(prompt, max_new_tokens=48, return_stats=True)
+assert torch.equal(result.sequences, plain)  # the same tokens, in fewer steps
+print(f"{result.tokens_per_step:.2f} tokens per step")
 
 medusa.save_pretrained("heads/", overwrite=True)
 for profile in ("vllm", "tgi", "tensorrt-llm"):  # docs/serving.md

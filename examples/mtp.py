@@ -1,4 +1,4 @@
-"""A head of multi-token prediction on a model without one: `python mtp.py [CHECKPOINT]`. docs/mtp.md"""
+"""A multi-token prediction head on a model without one: `python mtp.py [CHECKPOINT]`. docs/mtp.md"""
 
 import sys
 
@@ -13,7 +13,7 @@ input_ids = torch.tensor([tokenizer.encode(small_model.text(1500))[:96]])
 
 
 def train(model, steps):
-    """A loop of one batch over what is not frozen."""
+    """Train all parameters that are not frozen, on one batch."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -22,14 +22,14 @@ def train(model, steps):
 
 
 model = lm.from_pretrained(base)
-train(model, 40)  # the model learns a text by heart
+train(model, 40)  # the model memorises a text
 mtp = lm.MTPModel.from_base(model, num_steps=3)  # freezes model
 train(mtp, 40)
 
 prompt = input_ids[:, :16]
 plain = model.generate(prompt, max_new_tokens=48)
-found = mtp.generate(prompt, max_new_tokens=48, return_stats=True)
-assert torch.equal(found.sequences, plain)
-print(f"{found.tokens_per_step:.2f} tokens per step")
+result = mtp.generate(prompt, max_new_tokens=48, return_stats=True)
+assert torch.equal(result.sequences, plain)
+print(f"{result.tokens_per_step:.2f} tokens per step")
 mtp.save_head("mtp-head/", overwrite=True)  # the head alone
 mtp.save_pretrained("with-mtp/", overwrite=True)  # the checkpoint with the head in it

@@ -27,9 +27,9 @@ if ranks > 1:
 
 plan = lm.ParallelPlan(activation_checkpointing="selective")
 model = lm.from_pretrained(base, device="cuda" if on_gpu else "cpu", plan=plan if ranks > 1 else None).train()
-optimizer = adamw(model.parameters(), lr=1e-3)  # once the model is sharded
+optimizer = adamw(model.parameters(), lr=1e-3)  # after the model is sharded
 
-generator = torch.Generator().manual_seed(rank)  # each rank has sequences of its own
+generator = torch.Generator().manual_seed(rank)  # different sequences on each rank
 for step in range(3):
     input_ids = torch.randint(1, 500, (2, 48), generator=generator).to(model.device)
     loss = model(input_ids, labels=input_ids).loss

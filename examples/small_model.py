@@ -1,4 +1,4 @@
-"""A tiny Llama of random weights with a tokenizer, and data for it: what the examples run on without a checkpoint."""
+"""A tiny Llama with random weights, its tokenizer, and data: the examples use them unless you pass a checkpoint."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def checkpoint(folder: str = "tiny-llama") -> str:
-    """A checkpoint that transformers opens too. Its tokenizer is trained on Python's own sources."""
+    """Write a checkpoint, which transformers opens too. Its tokenizer is trained on Python's sources."""
     torch.manual_seed(0)
     lm.from_config(CONFIG).save_pretrained(folder, overwrite=True)
     train_tokenizer([text(200_000)], CONFIG["vocab_size"], Path(folder))
@@ -32,12 +32,12 @@ def checkpoint(folder: str = "tiny-llama") -> str:
 
 
 def text(size: int) -> str:
-    """The first `size` characters of Python's own sources."""
+    """The first `size` characters of Python's sources."""
     return "".join(path.read_text(errors="replace") for path in python_sources(4 * size + 200_000))[:size]
 
 
 def texts_file(path: str = "texts.jsonl", lines: int = 60) -> str:
-    """JSON lines with a text each."""
+    """Write JSON lines with one text each."""
     words = text(lines * 400)
     rows = [json.dumps({"text": words[i * 400 : (i + 1) * 400]}) for i in range(lines)]
     Path(path).write_text("\n".join(rows) + "\n")
@@ -45,12 +45,12 @@ def texts_file(path: str = "texts.jsonl", lines: int = 60) -> str:
 
 
 def chats_file(path: str = "chats.jsonl", lines: int = 60) -> str:
-    """JSON lines with a chat each: the assistant says the user's words backwards."""
+    """Write JSON lines with one chat each: the assistant says the user's words backwards."""
     words = text(20_000).split()
     rows = []
     for i in range(lines):
-        said = words[5 * i : 5 * i + 5]
-        turns = [("user", " ".join(said)), ("assistant", " ".join(reversed(said)))]
+        phrase = words[5 * i : 5 * i + 5]
+        turns = [("user", " ".join(phrase)), ("assistant", " ".join(reversed(phrase)))]
         rows.append(json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]}))
     Path(path).write_text("\n".join(rows) + "\n")
     return path

@@ -1,6 +1,6 @@
 """transformers' Trainer on a model that computes natively: `python trainer.py [CHECKPOINT]`.
 
-docs/trainers.md; needs transformers, datasets and accelerate. TRL's trainers take the model in the same way.
+docs/trainers.md; needs transformers, datasets and accelerate. TRL's trainers accept the same model.
 """
 
 import sys

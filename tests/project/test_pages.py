@@ -1,7 +1,10 @@
-"""The commands and the code of the README and of the pages that need no other package, in order, on tiny models in
-folders of their names. Only sizes and devices are replaced. The other pages are in
-tests/integrations/test_integration_pages.py. Blocks in another language than Python, such as `sh`, are commands of
-other programs."""
+"""The README and the pages of docs/: their code runs, and it fits the width of the site.
+
+Each page runs from top to bottom, alone, on tiny models in folders of the names that it uses; only sizes and devices
+are replaced. `python` blocks are executed. Of `sh` blocks, lines that begin with `ligermodels` are executed, and other
+programs are not. `py` blocks are excerpts or need several GPUs, and are not executed. Tests of pages that need other
+packages are in tests/integrations/.
+"""
 
 import json
 import re
@@ -15,29 +18,42 @@ import pytest
 import torch
 from chat_templates import TEXT
 from runs import with_decoder
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import ligermodels as lm
+from ligermodels.archs.registry import MODULES
 from ligermodels.cli import app
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "README.md": {"out", "heads", "heads-for-vllm"},
+    "README.md": {"out", "tuned", "adapter", "my-adapter", "heads-for-vllm"},
+    "docs/models.md": {"out"},
+    "docs/command-line.md": {"bf16", "merged"},
     "docs/medusa.md": {"own-loop", "heads", "joint", "for-tgi", "scores.png"},
     "docs/serving.md": {"heads", "heads-vllm", "heads-tgi", "heads-trt", "with-mtp"},
     "docs/long-sequences.md": {"long"},
+    "docs/custom-architecture.md": {"decay", "decay-heads"},
     "docs/weight-map.md": set[str](),
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
+    "docs/float8.md": {"float8"},
+    "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
     "docs/mtp.md": {"with-head", "head", "own.jsonl", "mtp-head", "with-mtp"},
     "docs/objectives.md": set[str](),
+    "docs/reference/ligermodels.md": {"out", "adapter", "heads"},
+    "docs/reference/data.md": set[str](),
+    "docs/reference/training.md": set[str](),
+    "docs/reference/recipes.md": {"mine"},
 }
-"""Page -> some of what its commands write."""
+"""Page -> some of the files that its commands write."""
+ELSEWHERE = {
+    *(f"docs/{name}.md" for name in ("transformers", "trainers", "peft", "evaluation", "several-gpus", "engines"))
+}
+"""Pages that other tests run, or that explain code of the repository."""
+WIDTH = 80
+"""Columns that a code block of the site shows without scrolling."""
 MODELS = (
     "MODEL",
     "BASE",
@@ -59,8 +75,6 @@ SIZES = {
     "generate": ["--max-new-tokens", "6", "--device", "cpu"],
     "chat": ["--max-new-tokens", "6", "--device", "cpu"],
 }
-NO_COMMANDS = re.compile(r"make |pip install|torchrun |cli, demo |\{")
-"""How the blocks begin that are neither commands of ours nor code."""
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:
@@ -68,10 +82,19 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
     yield from re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
+def pages() -> list[str]:
+    """Paths of the README, the examples' README, and all pages of docs/."""
+    docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    return ["README.md", "examples/README.md", *docs]
+
+
 @pytest.fixture
 def desk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: with the models, configs and data that the pages name."""
     model = with_decoder(base, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 96}  # float8 needs multiples of 16
+    lm.from_config(config).save_pretrained(tmp_path / "aligned")
+    shutil.copytree(tmp_path / "aligned", model, dirs_exist_ok=True)
     for name in MODELS:
         shutil.copytree(model, tmp_path / name)
     with_head = lm.MTPModel.from_base(lm.from_pretrained(model))
@@ -89,36 +112,66 @@ def desk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for name in ("chats.jsonl", "validation.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    shutil.copy(ROOT / "examples" / "custom_architecture.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run(line: str) -> None:
-    """A line of a shell: a command of ours, its output to a file where it says so."""
+    """Run a `ligermodels` command line; `> FILE` writes its output to a file."""
     words = shlex.split(line, comments=True)
     words, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
-    assert words[0] == "ligermodels", line
-    known = [name for name in SIZES if words[1 : 1 + len(name.split())] == name.split()]
+    sized = [name for name in SIZES if words[1 : 1 + len(name.split())] == name.split()]
     words = ["2" if i and words[i - 1] == "--steps" else word for i, word in enumerate(words)]
-    result = CliRunner().invoke(app, [*words[1:], *(SIZES[known[0]] if known else [])], input="Hi\nHow are you?\n")
+    result = CliRunner().invoke(app, [*words[1:], *(SIZES[sized[0]] if sized else [])], input="Hi\nHow are you?\n")
     assert result.exit_code == 0, (line, result.output, result.exception)
     if target is not None:
         Path(target).write_text(result.stdout)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs_from_top_to_bottom(page: str, desk: Path) -> None:
-    input_ids = torch.randint(3, 40, (2, 24), generator=torch.Generator().manual_seed(0))
-    names: dict[str, Any] = {"input_ids": input_ids, "labels": input_ids, "AutoModelForCausalLM": AutoModelForCausalLM}
+    names: dict[str, Any] = {}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         for language, content in blocks(page):
             if language == "python":
-                code = content.replace(', device_map="cuda"', "").replace('"cuda"', '"cpu"')
-                exec(compile(code, page, "exec"), names)
-            elif language == "" and not NO_COMMANDS.match(content):
+                exec(compile(content.replace('"cuda"', '"cpu"'), page, "exec"), names)
+            elif language == "sh":
                 for line in content.replace("\\\n", " ").splitlines():
-                    run(line)
+                    if line.startswith("ligermodels "):
+                        run(line)
     finally:
         torch.distributed.destroy_process_group()
     assert PAGES[page] <= {path.name for path in desk.iterdir()}
+
+
+def test_every_page_with_code_is_run() -> None:
+    with_code = {
+        page
+        for page in pages()
+        for language, content in blocks(page)
+        if language == "python" or re.search("^ligermodels ", content, re.MULTILINE)
+    }
+    assert with_code <= PAGES.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("page", pages())
+def test_code_blocks_fit_the_width_of_the_site(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
+    assert len(fences) % 2 == 0, "a code block is not closed"
+    inside = (i for start, end in zip(fences[::2], fences[1::2], strict=True) for i in range(start + 1, end))
+    wide = [f"line {i + 1}: {len(lines[i])} columns" for i in inside if len(lines[i]) > WIDTH]
+    assert not wide
+
+
+def test_the_supported_families_are_listed() -> None:
+    page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
+    families = [family.model_type for module in MODULES for family in module.FAMILIES]
+    assert not [name for name in families if f"`{name}`" not in page]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
