@@ -249,20 +249,20 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
 
 
 def test_chunks_fill_the_budget_evenly() -> None:
-    x = torch.empty(0, dtype=torch.float32)
+    weight = torch.empty(1000, 64, dtype=torch.float32)
     for T, budget in ((8192, 2**30), (1000, 2**24), (100, 2**20), (1, 1), (0, 1), (129, 128 * 4 * 1008)):
-        rows = chunk_rows(T, 1000, 64, x, 0, budget, True)
+        rows = chunk_rows(T, weight, 0, budget, True)
         assert rows == 1 or rows * 1008 * 4 <= budget
         chunks = -(-T // rows)
         assert T == 0 or rows * chunks - T < max(128, rows), "the last chunk is empty"
 
 
 def test_the_sum_is_part_of_a_budget_that_has_room_for_it() -> None:
-    x, V = torch.empty(0, dtype=torch.bfloat16), 1008
+    V = 1008
 
     def memory(H: int, T: int) -> int:
         """Bytes beyond the gradients, as multiples of H * V * 2."""
-        rows = chunk_rows(T, V, H, x, 0, 2**24, True)
+        rows = chunk_rows(T, torch.empty(V, H, dtype=torch.bfloat16), 0, 2**24, True)
         return rows * (V * 2 + (V + H) * 4) + (V * H * 2 if rows < T else 0)
 
     with set_backend("reference"):

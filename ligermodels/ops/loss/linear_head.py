@@ -1,0 +1,126 @@
+"""The checked arguments of a loss that starts from hidden states and the weight of a linear head."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.loss.selection import RowSelection, select_rows
+from ligermodels.ops.loss.token_losses import (
+    LossOptions,
+    LossWeights,
+    Reduction,
+    check_class_weights,
+    check_loss,
+    checked_loss_weights,
+)
+from ligermodels.ops.runtime.library import is_dtensor, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
+
+if TYPE_CHECKING:
+    from ligermodels.ops.runtime.class_shards import ClassShard
+
+
+class LinearHead(NamedTuple):
+    """Checked arguments, of the selected rows."""
+
+    hidden: Tensor  # (..., H), or (n, H) of the selection
+    weight: Tensor  # (V, H); with a shard the classes of this rank
+    bias: Tensor | None  # (V,)
+    target: Tensor  # int64 (...) or (n,)
+    needs: tuple[bool, ...]  # whether hidden, weight and bias need a gradient
+    loss_weights: LossWeights  # (...) or (n,)
+    class_weights: Tensor | None  # of all classes
+    memory_budget: int  # bytes
+    selection: RowSelection | None
+    shard: "ClassShard | None"  # the classes of this rank, if classes are sharded over ranks
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.weight) if self.shard is None else self.shard.num_classes
+
+    def restore(self, x: Tensor | None, fill: float) -> Tensor | None:
+        """Results (n,) of the selected rows -> (...), with `fill` in the other rows; None and scalars stay."""
+        return x if self.selection is None else self.selection.restore(x, fill)
+
+
+def checked_head(
+    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions, *,
+    memory_budget: int, num_targets: int | None, reduction: Reduction = "none", token_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
+) -> LinearHead:  # fmt: skip
+    """Checks the arguments of an op, casts them under autocast, and selects the rows with targets.
+
+    Args:
+        op: the op's name, for error messages.
+        hidden: floating (..., H).
+        weight: (V, H); or a DTensor that is sharded by classes, of which the head has the local shard.
+        target: int64 (...).
+        bias: (V,), or None; sharded as `weight` is.
+        options: the options of the loss.
+        memory_budget: bytes for the chunks.
+        num_targets: the number of targets that are not ignored, or None.
+        reduction: "mean", "sum" or "none".
+        token_weights: floating (...), or None.
+        class_weights: floating (V,), or None.
+
+    Raises:
+        InputError: a shape, dtype, device or value does not fit.
+    """
+    shard = None
+    if is_dtensor(weight):
+        from ligermodels.ops.runtime.class_shards import shard_of_head  # imports DTensors
+
+        hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
+    hidden, weight, bias = under_autocast(hidden, weight, bias)
+    check_loss(op, "hidden", hidden, target, token_weights, reduction, options)
+    check_weight(op, hidden, weight, bias)
+    check_memory_budget(op, memory_budget)
+    num_classes = len(weight) if shard is None else shard.num_classes
+    class_weights = check_class_weights(op, class_weights, num_classes, hidden)
+    target, loss_weights = checked_loss_weights(
+        target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype, class_weights
+    )
+    selection = select_rows(target != options.ignore_index, num_targets, "num_targets")
+    if selection is not None:
+        hidden, target = selection.take(hidden), selection.take(target)
+        loss_weights = LossWeights(*map(selection.take, loss_weights))
+    needs = needed_gradients(hidden, weight, bias)
+    return LinearHead(
+        hidden, weight, bias, target, needs, loss_weights, class_weights, memory_budget, selection, shard
+    )  # fmt: skip
+
+
+def check_weight(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    """Checks the weight and bias of a head.
+
+    Args:
+        op: the op's name, for error messages.
+        hidden: (..., H).
+        weight: (V, H), dtype and device of `hidden`, with at least one class.
+        bias: (V,), dtype and device of `hidden`, or None.
+        prefix: of the names "weight" and "bias" in error messages.
+
+    Raises:
+        InputError: a shape, dtype or device does not fit, or a tensor is a DTensor.
+    """
+    reject_dtensors(op, weight, bias)
+    check_tensor(op, f"{prefix}weight", weight, ("V", hidden.shape[-1]), hidden.device, hidden.dtype)
+    if len(weight) == 0:
+        raise InputError(f"{op}: {prefix}weight must have at least one class")
+    if bias is not None:
+        check_tensor(op, f"{prefix}bias", bias, weight.shape[:1], hidden.device, hidden.dtype)
+
+
+def check_memory_budget(op: str, memory_budget: int) -> None:
+    """Raises InputError unless the budget is positive."""
+    if memory_budget <= 0:
+        raise InputError(f"{op}: memory_budget must be a positive number of bytes, got {memory_budget}")
+
+
+def needed_gradients(*inputs: Tensor | None) -> tuple[bool, ...]:
+    """Whether each input needs a gradient. Ask before `autograd.Function.apply`: inside of its forward pass gradient
+    mode is off."""
+    graded = torch.is_grad_enabled()
+    return tuple(graded and x is not None and x.requires_grad for x in inputs)
