@@ -1,4 +1,4 @@
-"""A linear head by chunks of rows: logits, statistics and gradients of each chunk, so that the logits never exist whole.
+"""A linear head by chunks of rows: logits, statistics and gradients, so that the logits never exist whole.
 
 Per chunk one GEMM computes the logits, `rows_in_place` computes the statistics and replaces the logits by their
 gradient, and one GEMM for each gradient that is needed follows.
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.linear_head import SKIP_BELOW as SKIP_BELOW  # for `layers.targets`
 from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, bytes_per_logit, rows_in_place
-from ligermodels.ops.loss.selection import SKIP_BELOW as SKIP_BELOW  # its old place, for `layers`
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -36,12 +36,8 @@ class ChunkedHead:
             gradients: contiguous memory for the gradients of hidden, weight and bias, see `empty_gradients`; without
                 elements for a gradient that is not needed. Empty: no gradients.
         """
-        self.x, self.weight, self.bias, self.size = (
-            hidden.reshape(-1, hidden.shape[-1]).contiguous(),
-            weight,
-            bias,
-            size,
-        )
+        self.x = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        self.weight, self.bias, self.size = weight, bias, size
         columns = padded(len(weight)) if hidden.is_cuda else len(weight)  # CPU GEMMs may read gaps between rows
         self.workspace = hidden.new_empty(size, columns)[:, : len(weight)]
         dx, dw, db = (g if g.numel() else None for g in gradients) if gradients else (None, None, None)
@@ -133,6 +129,7 @@ def linear_loss(
             )  # fmt: skip
             head.add_gradients(chunk, logits)
         head.close()
+        statistics.fill_lses()
     return [*statistics.pack(), *gradients]
 
 

@@ -12,9 +12,9 @@ from ligermodels.ops.loss.row_statistics import (
     RowGradients,
     RowOutputs,
     RowStatistics,
-    returned_fields,
-    row_gradients,
+    pack_results,
     row_statistics_reference,
+    unpack_gradients,
 )
 from ligermodels.ops.loss.token_losses import (
     LossOptions,
@@ -108,7 +108,7 @@ def cross_entropy(
 
         rows = sharded_statistics(*arguments, shard)
     elif use_kernels(logits):
-        rows = RowStatistics(*_CrossEntropy.apply(*arguments))
+        rows = RowStatistics.unpack(_CrossEntropy.apply(*arguments), outputs)
     else:
         rows = row_statistics_reference(*arguments)
     return _reduced(terms, rows, weights, reduction, return_z_loss)
@@ -166,6 +166,7 @@ def _cross_entropy_forward(
     if not is_fake(logits):
         options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
         launch_rows(as_rows(logits), target.contiguous(), statistics, options, class_weights=class_weights)
+        statistics.fill_lses()
     return statistics.pack()
 
 
@@ -188,7 +189,7 @@ def _cross_entropy_backward(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """`RowStatistics` up to means, without entropies."""
+    """The packed `RowStatistics`, without entropies."""
 
     @staticmethod
     def forward(ctx, logits, target, options, outputs, class_weights):
@@ -197,12 +198,12 @@ class _CrossEntropy(torch.autograd.Function):
         rows = RowStatistics.unpack(packed, kernel_outputs)
         ctx.save_for_backward(logits, target, class_weights, rows.maxima, rows.totals)
         ctx.options, ctx.outputs = options, outputs
-        return returned_fields(ctx, rows, outputs)
+        return pack_results(ctx, rows, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
-        gradients = row_gradients(ctx.outputs, ctx.saved_tensors[3], by_fields)
+        gradients = unpack_gradients(ctx.outputs, ctx.saved_tensors[3], by_fields)
         return (
             _cross_entropy_backward(
                 gradients.losses, gradients.lses, gradients.means, *ctx.saved_tensors, *ctx.options

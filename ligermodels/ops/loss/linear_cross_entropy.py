@@ -106,9 +106,10 @@ def linear_cross_entropy(
     weights, z_losses = head.loss_weights, None
     if options.fused(class_weights, token_scaling) and head.shard is None:
         outputs = RowOutputs(return_rank, return_predicted, lses=return_z_loss)
-        rows = RowStatistics(
-            *_LinearCrossEntropy.apply(*head[:5], weights.nll, options, outputs, memory_budget, reduction != "none")
-        )
+        packed = _LinearCrossEntropy.apply(
+            *head[:5], weights.nll, options, outputs, memory_budget, reduction != "none"
+        )  # fmt: skip
+        rows = RowStatistics.unpack(packed, outputs)
         loss = rows.losses
         if return_z_loss:
             z_losses = weighted_z_losses(rows, weights, options)
@@ -146,8 +147,7 @@ def linear_cross_entropy_reference(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """`RowStatistics` up to lses. The losses are the reduced loss or the weighted losses of rows; they alone have
-    gradients."""
+    """The packed `RowStatistics`, with the reduced loss or the weighted losses of rows, which alone have gradients."""
 
     @staticmethod
     def forward(
@@ -156,12 +156,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         inputs = hidden, weight, bias, target, loss_weights
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
         *packed, dx, dw, db = linear_loss(*inputs, None, *options, outputs, memory_budget, now)
-        rows = RowStatistics.unpack(packed, outputs)
+        losses, *extras = RowStatistics.unpack(packed, outputs)[:6]
+        extras = [x for x in extras if x is not None]
         ctx.options, ctx.memory_budget = options, memory_budget
-        ctx.mark_non_differentiable(*(x for x in (rows.ranks, rows.predicted, rows.lses) if x is not None))
+        ctx.mark_non_differentiable(*extras)
         keep_gradients(ctx, inputs, [dx, dw, db], now)
-        losses = rows.losses * loss_weights
-        return losses.sum() if reduced else losses, *rows[1:5]
+        losses = losses * loss_weights
+        return losses.sum() if reduced else losses, *extras
 
     @staticmethod
     @once_differentiable

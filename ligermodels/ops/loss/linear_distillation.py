@@ -22,8 +22,7 @@ from ligermodels.ops.loss.divergences import (
     divergence_in_place,
 )
 from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
-from ligermodels.ops.loss.linear_head import check_memory_budget, check_weight, needed_gradients
-from ligermodels.ops.loss.selection import select_rows
+from ligermodels.ops.loss.linear_head import check_memory_budget, check_weight, needed_gradients, select_rows
 from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_rows, check_tensor, under_autocast

@@ -15,7 +15,7 @@ from torch import Tensor
 from ligermodels.ops.loss.chunks import linear_loss
 from ligermodels.ops.loss.linear_gradients import linear_gradients
 from ligermodels.ops.loss.linear_head import LinearHead
-from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, returned_fields, row_gradients
+from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, pack_results, unpack_gradients
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.library import once_differentiable
 
@@ -38,9 +38,10 @@ def linear_statistics(
         from ligermodels.ops.loss.sharded_statistics import sharded_linear_statistics  # imports DTensors
 
         return sharded_linear_statistics(head, options, outputs, class_weights=class_weights)
-    return RowStatistics(
-        *_LinearStatistics.apply(*head[:4], class_weights, options, outputs, head.memory_budget, head.needs, keep)
-    )
+    packed = _LinearStatistics.apply(
+        *head[:4], class_weights, options, outputs, head.memory_budget, head.needs, keep
+    )  # fmt: skip
+    return RowStatistics.unpack(packed, outputs)
 
 
 class _LinearStatistics(torch.autograd.Function):
@@ -56,13 +57,13 @@ class _LinearStatistics(torch.autograd.Function):
         inputs = hidden, weight, bias, target, class_weights
         ctx.save_for_backward(*inputs, rows.maxima, rows.totals, rows.entropies, dx if kept else None)
         ctx.options, ctx.outputs, ctx.memory_budget = options, outputs, memory_budget
-        return returned_fields(ctx, rows, outputs)
+        return pack_results(ctx, rows, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
         *inputs, class_weights, maxima, totals, entropies, dx = ctx.saved_tensors
-        gradients = row_gradients(ctx.outputs, maxima, by_fields)
+        gradients = unpack_gradients(ctx.outputs, maxima, by_fields)
         if dx is not None and all(g is None for g in gradients[1:]):
             return ((dx * gradients.losses.unsqueeze(-1)).to(dx.dtype),)
         return linear_gradients(

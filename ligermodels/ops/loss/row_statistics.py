@@ -8,7 +8,7 @@ by x_j the gradients
 each times the slope of x_j by the logit. The gradient of a loss with label smoothing and a z-loss is their sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ VANISHED = -1000.0  # exp of it is 0, in float64 too
 
 
 class RowOutputs(NamedTuple):
-    """The statistics that are requested beside the losses."""
+    """The statistics that are requested beside the losses, in the order of `RowStatistics`."""
 
     ranks: bool = False
     predicted: bool = False
@@ -35,7 +35,7 @@ class RowStatistics(NamedTuple):
     """Statistics of each row, of the target's shape; None if not requested.
 
     Ignored rows have ranks and predicted classes -1, totals 1, and 0 otherwise. The log-sum-exp is maximum +
-    log(total); kernels keep these two, because their sum loses the digits of a small loss beside large logits.
+    log(total). Kernels use these two, because their sum loses the digits of a small loss beside large logits.
     """
 
     losses: Tensor
@@ -44,45 +44,42 @@ class RowStatistics(NamedTuple):
     entropies: Tensor | None = None  # of softmax(x)
     lses: Tensor | None = None  # log sum exp x
     means: Tensor | None = None  # mean over the classes of class_weights * x
-    maxima: Tensor | None = None  # of x
-    totals: Tensor | None = None  # sum exp(x - maximum)
+    maxima: Tensor | None = None  # of x; requested with lses
+    totals: Tensor | None = None  # sum exp(x - maximum); requested with lses
 
     @classmethod
     def empty(cls, target: Tensor, dtype: torch.dtype, outputs: RowOutputs) -> "RowStatistics":
-        """Uninitialised statistics for targets (...); maxima and totals in place of lses.
+        """Uninitialised statistics for targets (...).
 
         Args:
             target: int64 (...); gives shape and device.
             dtype: of the statistics that are not integers.
             outputs: the requested statistics.
         """
-
-        def new(requested: bool, dtype: torch.dtype = dtype) -> Tensor | None:
-            return torch.empty(target.shape, dtype=dtype, device=target.device) if requested else None
-
-        ranks, predicted = new(outputs.ranks, torch.int64), new(outputs.predicted, torch.int64)
-        entropies, maxima, totals = new(outputs.entropies), new(outputs.lses), new(outputs.lses)
-        losses = target.new_empty(target.shape, dtype=dtype)
-        return cls(losses, ranks, predicted, entropies, None, new(outputs.means), maxima, totals)
-
-    @classmethod
-    def unpack(cls, tensors: Sequence[Tensor], outputs: RowOutputs) -> "RowStatistics":
-        """The statistics from the list that a registered op returns, which leaves out what is not requested."""
-        lses = outputs.lses
-        present = (True, outputs.ranks, outputs.predicted, outputs.entropies, False, outputs.means, lses, lses)
-        remaining = list(tensors)
-        statistics = cls(*(remaining.pop(0) if is_present else None for is_present in present))
-        if statistics.maxima is None or statistics.totals is None:
-            return statistics
-        return statistics._replace(lses=statistics.maxima + statistics.totals.log())
+        requested = (True, *outputs, outputs.lses, outputs.lses)
+        dtypes = (dtype, torch.int64, torch.int64, *[dtype] * 5)
+        fields = zip(requested, dtypes, strict=True)
+        return cls(*(target.new_empty(target.shape, dtype=field) if needed else None for needed, field in fields))
 
     def pack(self) -> list[Tensor]:
-        """The tensors that are present, in order, as a registered op returns them."""
+        """The tensors that are not None, in order: what registered ops and autograd.Functions return."""
         return [x for x in self if x is not None]
+
+    @classmethod
+    def unpack(cls, tensors: Iterable[Tensor], outputs: RowOutputs) -> "RowStatistics":
+        """The statistics from packed tensors; maxima and totals if the tensors have them."""
+        remaining = list(tensors)
+        fields = [remaining.pop(0) if requested else None for requested in (True, *outputs)]
+        return cls(*fields, *remaining)
 
     def rows(self, chunk: slice) -> "RowStatistics":
         """Views of some rows, each flat."""
         return RowStatistics(*(None if x is None else x.view(-1)[chunk] for x in self))
+
+    def fill_lses(self) -> None:
+        """Computes the log-sum-exps, if requested, from maxima and totals."""
+        if self.lses is not None and self.maxima is not None and self.totals is not None:
+            torch.add(self.maxima, self.totals.log(), out=self.lses)
 
 
 class RowGradients(NamedTuple):
@@ -98,30 +95,30 @@ class RowGradients(NamedTuple):
         return RowGradients(*(None if g is None else g.reshape(-1).contiguous() for g in self))
 
 
-def returned_fields(ctx: Any, rows: RowStatistics, outputs: RowOutputs) -> tuple[Tensor | None, ...]:
-    """The results of an autograd.Function: the `RowStatistics` up to means, differentiable unless integers.
+def pack_results(ctx: Any, rows: RowStatistics, outputs: RowOutputs) -> tuple[Tensor, ...]:
+    """The results of an autograd.Function: the packed statistics, without maxima and totals.
 
     Args:
-        ctx: the context of the autograd.Function.
-        rows: the statistics.
+        ctx: the context of the autograd.Function; integers are marked non-differentiable.
+        rows: the statistics; lses are dropped if they are not among the outputs.
         outputs: the requested statistics.
     """
     ctx.set_materialize_grads(False)  # None marks results that the loss does not use
     ctx.mark_non_differentiable(*(x for x in (rows.ranks, rows.predicted) if x is not None))
-    return rows._replace(lses=rows.lses if outputs.lses else None)[:6]
+    return tuple(rows._replace(lses=rows.lses if outputs.lses else None, maxima=None, totals=None).pack())
 
 
-def row_gradients(outputs: RowOutputs, maxima: Tensor, gradients: Sequence[Tensor | None]) -> RowGradients:
-    """The gradients that the backward pass of `returned_fields` receives, (...).
+def unpack_gradients(outputs: RowOutputs, maxima: Tensor, gradients: Sequence[Tensor]) -> RowGradients:
+    """The gradients that the backward pass after `pack_results` receives, (...).
 
     Args:
-        outputs: the requested statistics. A compiled graph passes zeros for others, which are dropped.
-        maxima: (...), for the shape of a gradient of the losses that is None.
-        gradients: by losses, ranks, predicted, entropies, lses and means.
+        outputs: the requested statistics.
+        maxima: (...), the shape of a gradient of the losses that is None.
+        gradients: by the packed results.
     """
-    losses, _, _, *others = gradients
-    used = (g if requested else None for g, requested in zip(others, outputs[2:], strict=True))
-    return RowGradients(torch.zeros_like(maxima) if losses is None else losses, *used)
+    by = RowStatistics.unpack(gradients, outputs)
+    losses = torch.zeros_like(maxima) if by.losses is None else by.losses
+    return RowGradients(losses, by.entropies, by.lses, by.means)
 
 
 def rows_in_place(
@@ -149,7 +146,6 @@ def rows_in_place(
         statistics.ranks.copy_(ranks_reference(logits, y, valid))
     if statistics.predicted is not None:
         statistics.predicted.copy_(logits.argmax(1).masked_fill_(~valid, -1))
-
     x, slope = _effective(logits, statistics.losses.dtype, options)
     if statistics.means is not None and class_weights is not None:
         statistics.means.copy_((x @ class_weights).div_(x.shape[1]).masked_fill_(~valid, 0.0))
@@ -161,9 +157,8 @@ def rows_in_place(
     totals = exps.sum(1)
     log_totals = totals.log()
     lses = maxima + log_totals
-    losses = (1 - options.label_smoothing) * (log_totals - at_y) + options.z_loss * lses.square()
-    if options.label_smoothing:
-        losses += options.label_smoothing * (log_totals - mean)
+    smoothing, z_loss = options.label_smoothing, options.z_loss
+    losses = log_totals - (1 - smoothing) * at_y - smoothing * mean + z_loss * lses.square()
     statistics.losses.copy_(losses.masked_fill_(~valid, 0.0))
     if statistics.entropies is not None:
         statistics.entropies.copy_((log_totals - exps.mul_(below).sum(1) / totals).masked_fill_(~valid, 0.0))
@@ -172,10 +167,9 @@ def rows_in_place(
         statistics.totals.copy_(totals.masked_fill(~valid, 1.0))
     del exps  # its memory is free for the gradient
     if loss_weights is not None:
-        smoothing, z_loss = loss_weights * options.label_smoothing, 2 * options.z_loss * lses * loss_weights
-        gradients = RowGradients(
-            loss_weights - smoothing, lses=smoothing + z_loss, means=-smoothing if options.label_smoothing else None
-        )
+        gradients = RowGradients((1 - smoothing) * loss_weights, lses=(smoothing + 2 * z_loss * lses) * loss_weights)
+        if smoothing:
+            gradients = gradients._replace(means=-smoothing * loss_weights)
         g = _gradient(below, y.squeeze(1), totals, None, gradients, None, x.shape[1])
         _write(g, slope, valid, options, logits)
 

@@ -26,9 +26,9 @@ from ligermodels.ops.loss.row_statistics import (
     RowOutputs,
     RowStatistics,
     gradient_in_place,
-    returned_fields,
-    row_gradients,
+    pack_results,
     rows_in_place,
+    unpack_gradients,
 )
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.class_shards import ClassShard
@@ -53,9 +53,11 @@ def sharded_linear_statistics(
     """
     assert head.shard is not None
     weights = _local(class_weights, head.shard)
-    rows = RowStatistics(
-        *_ShardedLinearStatistics.apply(*head[:4], weights, head.shard, options, outputs, head.memory_budget)
-    )
+    without_ranks = outputs._replace(ranks=False)
+    packed = _ShardedLinearStatistics.apply(
+        *head[:4], weights, head.shard, options, without_ranks, head.memory_budget
+    )  # fmt: skip
+    rows = RowStatistics.unpack(packed, without_ranks)
     if not outputs.ranks:
         return rows
     x, weight, bias = as_rows(head.hidden.detach()), head.weight.detach(), head.bias
@@ -83,9 +85,9 @@ def sharded_statistics(
         class_weights: (V,), of all classes, of the means, if these are requested.
         shard: the classes of this rank.
     """
-    rows = RowStatistics(
-        *_ShardedStatistics.apply(logits, target, _local(class_weights, shard), shard, options, outputs)
-    )
+    without_ranks = outputs._replace(ranks=False)
+    packed = _ShardedStatistics.apply(logits, target, _local(class_weights, shard), shard, options, without_ranks)
+    rows = RowStatistics.unpack(packed, without_ranks)
     if not outputs.ranks:
         return rows
     local = as_rows(logits.detach())
@@ -95,11 +97,6 @@ def sharded_statistics(
 def _local(class_weights: Tensor | None, shard: ClassShard) -> Tensor | None:
     """The weights of this rank's classes."""
     return None if class_weights is None else class_weights[shard.first : shard.first + shard.size].contiguous()
-
-
-def _local_request(options: LossOptions, outputs: RowOutputs) -> tuple[LossOptions, RowOutputs]:
-    """Options and outputs for the classes of one rank; ranks follow from all of them."""
-    return options._replace(ignore_index=IGNORED), outputs._replace(ranks=False, lses=True)
 
 
 def _merge(local: RowStatistics, target: Tensor, ignore_index: int, shard: ClassShard) -> RowStatistics:
@@ -143,7 +140,7 @@ class _ShardedLinearStatistics(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, target, class_weights, shard, options, outputs, memory_budget):
         local_target, _, inside = shard.targets(target, options.ignore_index)
         ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        local_options, local_outputs = _local_request(options, outputs)
+        local_options, local_outputs = options._replace(ignore_index=IGNORED), outputs._replace(lses=True)
         packed = linear_loss(
             hidden, weight, bias, local_target, ones, class_weights, *local_options, local_outputs, memory_budget,
             (False, False, False),
@@ -153,13 +150,13 @@ class _ShardedLinearStatistics(torch.autograd.Function):
             hidden, weight, bias, local_target, rows.maxima, rows.totals, rows.entropies, inside, class_weights
         )
         ctx.options, ctx.outputs, ctx.shard, ctx.memory_budget = local_options, outputs, shard, memory_budget
-        return returned_fields(ctx, rows, outputs)
+        return pack_results(ctx, rows, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
         *inputs, maxima, totals, entropies, inside, class_weights = ctx.saved_tensors
-        gradients = _local_gradients(row_gradients(ctx.outputs, maxima, by_fields), inside, ctx.shard)
+        gradients = _local_gradients(unpack_gradients(ctx.outputs, maxima, by_fields), inside, ctx.shard)
         return linear_gradients(
             *inputs, maxima, totals, entropies, *gradients, class_weights, IGNORED, ctx.options.softcap,
             ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3],
@@ -170,7 +167,7 @@ class _ShardedStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, class_weights, shard, options, outputs):
         local_target, _, inside = shard.targets(target, options.ignore_index)
-        local_options, local_outputs = _local_request(options, outputs)
+        local_options, local_outputs = options._replace(ignore_index=IGNORED), outputs._replace(lses=True)
         local = RowStatistics.empty(local_target, torch.promote_types(logits.dtype, torch.float32), local_outputs)
         rows = as_rows(logits)
         rows = rows if use_kernels(rows) else rows.clone()  # in torch they are overwritten
@@ -180,13 +177,13 @@ class _ShardedStatistics(torch.autograd.Function):
         merged = _merge(local, target, options.ignore_index, shard)
         ctx.save_for_backward(logits, local_target, merged.maxima, merged.totals, inside, class_weights)
         ctx.options, ctx.outputs, ctx.shard = local_options, outputs, shard
-        return returned_fields(ctx, merged, outputs)
+        return pack_results(ctx, merged, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
         logits, target, maxima, totals, inside, class_weights = ctx.saved_tensors
-        gradients = _local_gradients(row_gradients(ctx.outputs, maxima, by_fields), inside, ctx.shard)
+        gradients = _local_gradients(unpack_gradients(ctx.outputs, maxima, by_fields), inside, ctx.shard)
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format).copy_(logits)
         gradient_in_place(
             as_rows(gradient), target.flatten(), maxima.flatten(), totals.flatten(), gradients.flat(), ctx.options,
