@@ -100,6 +100,10 @@ class LinearHead(NamedTuple):
     def num_classes(self) -> int:
         return len(self.weight) if self.shard is None else self.shard.num_classes
 
+    @overload
+    def restore(self, x: Tensor, fill: float) -> Tensor: ...
+    @overload
+    def restore(self, x: None, fill: float) -> None: ...
     def restore(self, x: Tensor | None, fill: float) -> Tensor | None:
         """Results (n,) of the selected rows -> (...), with `fill` in the other rows; None and scalars stay."""
         return x if self.selection is None else self.selection.restore(x, fill)

@@ -58,8 +58,11 @@ class RowStatistics(NamedTuple):
         """
         requested = (True, *outputs, outputs.lses, outputs.lses)
         dtypes = (dtype, torch.int64, torch.int64, *[dtype] * 5)
-        fields = zip(requested, dtypes, strict=True)
-        return cls(*(target.new_empty(target.shape, dtype=field) if needed else None for needed, field in fields))
+        fields: Any = [
+            target.new_empty(target.shape, dtype=field) if needed else None
+            for needed, field in zip(requested, dtypes, strict=True)
+        ]
+        return cls(*fields)
 
     def pack(self) -> list[Tensor]:
         """The tensors that are not None, in order: what registered ops and autograd.Functions return."""
@@ -69,12 +72,13 @@ class RowStatistics(NamedTuple):
     def unpack(cls, tensors: Iterable[Tensor], outputs: RowOutputs) -> "RowStatistics":
         """The statistics from packed tensors; maxima and totals if the tensors have them."""
         remaining = list(tensors)
-        fields = [remaining.pop(0) if requested else None for requested in (True, *outputs)]
+        fields: Any = [remaining.pop(0) if requested else None for requested in (True, *outputs)]
         return cls(*fields, *remaining)
 
     def rows(self, chunk: slice) -> "RowStatistics":
         """Views of some rows, each flat."""
-        return RowStatistics(*(None if x is None else x.view(-1)[chunk] for x in self))
+        fields: Any = [None if x is None else x.view(-1)[chunk] for x in self]
+        return RowStatistics(*fields)
 
     def fill_lses(self) -> None:
         """Computes the log-sum-exps, if requested, from maxima and totals."""
@@ -92,7 +96,8 @@ class RowGradients(NamedTuple):
 
     def flat(self) -> "RowGradients":
         """Contiguous gradients (M,) from gradients (...)."""
-        return RowGradients(*(None if g is None else g.reshape(-1).contiguous() for g in self))
+        gradients: Any = [None if g is None else g.reshape(-1).contiguous() for g in self]
+        return RowGradients(*gradients)
 
 
 def pack_results(ctx: Any, rows: RowStatistics, outputs: RowOutputs) -> tuple[Tensor, ...]:
@@ -285,7 +290,7 @@ def row_statistics_reference(
         ranks_reference(logits, y, valid) if outputs.ranks else None,
         torch.where(valid, logits.argmax(-1), -1) if outputs.predicted else None,
         lses=torch.where(valid, torch.logsumexp(x, -1), 0.0) if outputs.lses else None,
-        means=(x * class_weights).mean(-1) if outputs.means else None,
+        means=None if class_weights is None else (x * class_weights).mean(-1),
     )
 
 
