@@ -88,6 +88,25 @@ def test_rows_without_targets_are_left_out(where: Where, ignored: float, memory_
         assert all(t.isfinite().all() for t in (loss, *gradients)) and not gradients[0][y == -100].any()
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none", "return_predicted": True}, {"token_scaling": True}], ids=str
+)
+def test_rows_are_left_out_of_a_compiled_graph(options: dict) -> None:
+    """With a number of targets that is known on the host; predicted classes without ranks among the results."""
+    y = targets((2, 10), 30, torch.device("cpu"), 0.5)
+    inputs = [torch.randn(s, requires_grad=True) for s in ((2, 10, 12), (30, 12))]
+
+    def results(call: object) -> list[torch.Tensor]:
+        found = call(*inputs, y, num_targets=int((y != -100).sum()), **options)
+        found = [found] if isinstance(found, torch.Tensor) else list(found)
+        return [*found, *torch.autograd.grad(found[0].square().sum(), inputs)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    for one, two in zip(results(linear_cross_entropy), results(compiled), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_a_wrong_count_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="num_targets is not the number"):
         linear_cross_entropy(torch.ones(9, 4), torch.ones(5, 4), torch.zeros(9, dtype=torch.long), num_targets=3)

@@ -65,7 +65,7 @@ def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection
 
 
 class _Take(torch.autograd.Function):
-    """Its backward pass copies, because no index occurs twice; that of torch's indexing sums."""
+    """Its backward pass copies, because no index occurs twice; the backward pass of torch's indexing sums."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, indices: Tensor, dims: int) -> Tensor:
@@ -119,7 +119,7 @@ def checked_head(
     Args:
         op: the op's name, for error messages.
         hidden: floating (..., H).
-        weight: (V, H); or a DTensor that is sharded by classes, of which the head has the local shard.
+        weight: (V, H); or a DTensor that is sharded by classes: the head then has the local shard.
         target: int64 (...).
         bias: (V,), or None; sharded as `weight` is.
         options: the options of the loss.

@@ -65,7 +65,7 @@ class RowStatistics(NamedTuple):
         return cls(*fields)
 
     def pack(self) -> list[Tensor]:
-        """The tensors that are not None, in order: what registered ops and autograd.Functions return."""
+        """The tensors that are not None, in order: the results of registered ops and autograd.Functions."""
         return [x for x in self if x is not None]
 
     @classmethod

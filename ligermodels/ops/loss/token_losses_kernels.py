@@ -150,11 +150,11 @@ def _cross_entropy_row_kernel(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr,
     ENTROPY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program reads one row: its loss, max and sum of exp(x - max), and what else is asked for.
+    """Each program reads one row and writes its loss, max and sum of exp(x - max), and the requested statistics.
 
     BLOCK lanes go through the row, TILES logits each at a time, and are reduced once at the end: little more than one
     exp for each logit, and no barrier in the loop. Given loss_weights, the program then goes back through the row and
-    replaces it by the gradient of loss_weight * loss: what it read last is still in the cache."""
+    replaces it by the gradient of loss_weight * loss, from the end, which is still in the cache."""
     SIZE: tl.constexpr = TILES * BLOCK
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
