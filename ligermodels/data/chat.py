@@ -236,21 +236,13 @@ class _Turns:
                 raise InputError(f"{self.template.name}: does not write the tool calls in message {i}")
 
     def span(self, i: int) -> tuple[int, int]:
-        text = self.text
-        # The turn as the last one shows what the template writes before and after the content.
+        """Start and end of turn i of the assistant in `text`. Raises InputError if it cannot be located."""
+        # The turn, rendered as the last one, shows the template's text before and after the content.
         head, probed, tail = (self._try("last", i) or "").partition(PROBE)
-        prompt = self._try("prompt", i)
-        has_prompt = prompt is not None and prompt != self._try("earlier", i)
-        start = len(prompt) if prompt is not None and text.startswith(prompt) else None
         content = self._content(i)
-        if content is not None:
-            if start is None or start > content[0] or not (has_prompt or text[start : content[0]].isspace()):
-                start = content[0]
-            if not self.messages[i].get("tool_calls"):
-                return start, self._end(content[1], tail)
-        elif not has_prompt:
-            heads = [each for each in (head, head.rstrip()) if probed and text.startswith(each)]
-            start = len(heads[0]) if heads else None
+        start = self._start(i, content, [head, head.rstrip()] if probed else [])
+        if start is not None and content is not None and not self.messages[i].get("tool_calls"):
+            return start, self._end(content[1], tail)
         # The turn has more than content (tool calls), or its content changes the surrounding text (reasoning).
         end = self._end_of_more(i, content[1] if content else start, tail) if start is not None else None
         if start is None or end is None:
@@ -258,6 +250,16 @@ class _Turns:
                 f"{self.template.name}: message {i}, of the assistant, cannot be located in the rendered chat"
             )
         return start, end
+
+    def _start(self, i: int, content: tuple[int, int] | None, heads: list[str]) -> int | None:
+        """The start of turn i: after the generation prompt, or else of the content, or else after one of the heads."""
+        prompt = self._try("prompt", i)
+        has_prompt = prompt is not None and prompt != self._try("earlier", i)
+        start = len(prompt) if prompt is not None and self.text.startswith(prompt) else None
+        if content is not None:
+            is_before = start is not None and start <= content[0]
+            return start if is_before and (has_prompt or self.text[start : content[0]].isspace()) else content[0]
+        return start if has_prompt else next((len(head) for head in heads if self.text.startswith(head)), None)
 
     def _end_of_more(self, i: int, start: int, tail: str) -> int | None:
         """The end, after `start`, of message i, which is followed by `tail` if it is the last one; None if unknown."""

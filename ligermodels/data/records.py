@@ -71,62 +71,83 @@ def parse_line(line: bytes) -> str | Chat:
     Raises ValueError for an invalid line, and NothingToLearn (a ValueError) for a chat in which the assistant neither
     says a word nor calls a tool.
     """
+    record = _known(_parsed(line))
+    turns = record.get("messages", record.get("conversations"))
+    if turns is not None:
+        return _chat(turns, record.get("tools", []), from_sharegpt="messages" not in record)
+    text = record.get("text")
+    if not isinstance(text, str):
+        raise ValueError('not an object with a string under "text", or a list under "messages" or "conversations"')
+    return text
+
+
+def _parsed(line: bytes) -> Any:
     if len(line) > LINE_BYTES:
         raise ValueError(
             f"has more than {LINE_BYTES:,} bytes; cut the text into several lines, or give it as a .txt file"
         )
     try:
-        found = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
+        record = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
         if b"\\ud" in line.lower():
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("holds half of a surrogate pair (\\ud...), which is no character") from None
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from None
-    record = _known(found)
-    turns = record.get("messages", record.get("conversations"))
-    if turns is None:
-        text = record.get("text")
-        if not isinstance(text, str):
-            raise ValueError('not an object with a string under "text", or a list under "messages" or "conversations"')
-        return text
+    return record
+
+
+def _chat(turns: Any, tools: Any, *, from_sharegpt: bool) -> Chat:
+    """The messages and tools of a chat; a ShareGPT chat starts at its first turn of the system or the user."""
     if not isinstance(turns, list):
         raise ValueError("a chat must be a list of turns")
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
-    if "messages" not in record:
+    if from_sharegpt:
         messages = list(dropwhile(lambda message: message["role"] not in ("system", "user"), messages))
-    own = (message for message in messages if message["role"] == "assistant")
-    if not any(message["content"].strip() or message.get("tool_calls") for message in own):
+    answers = (message for message in messages if message["role"] == "assistant")
+    if not any(message["content"].strip() or message.get("tool_calls") for message in answers):
         raise NothingToLearn("the assistant does not say a word in the chat")
-    tools = _decoded(record.get("tools", [])) or []
+    tools = _decoded(tools) or []
     if not isinstance(tools, list):
         raise ValueError('"tools" must be a list')
     return _alternating(messages), {"tools": tools} if tools else {}
 
 
 def _message(turn: Any, number: int) -> Message:
-    rest = _known(turn)
-    speaker, content = rest.pop("from", None), rest.pop("value", None)
-    speaker, content = rest.pop("role", speaker), rest.pop("content", content)
-    legacy = rest.pop("function_call", None)
-    calls = _decoded(rest.pop("tool_calls", [])) or ([legacy] if legacy else [])
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        texts = [_known(part).get("text", "") for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
+    """A turn with the keys of transformers ("role", "content") or ShareGPT ("from", "value"), as a message."""
+    fields = _known(turn)
+    role, content = fields.pop("from", None), fields.pop("value", None)
+    role, content = fields.pop("role", role), _joined(fields.pop("content", content))
+    function_call = fields.pop("function_call", None)  # OpenAI's format before tool_calls
+    calls = _decoded(fields.pop("tool_calls", [])) or ([function_call] if function_call else [])
     if content is None and calls:
         content = ""
-    if not isinstance(speaker, str) or not isinstance(content, str):
+    if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"')
-    speaker = speaker.strip().lower()
-    if speaker not in ROLES:
-        raise ValueError(f"turn {number} of the chat is by {speaker!r}, who is none of {', '.join(ROLES)}")
-    if speaker in CALLS and isinstance(call := _decoded(content), (dict, list)):
+    role = role.strip().lower()
+    if role not in ROLES:
+        raise ValueError(f"turn {number} of the chat is by {role!r}, who is none of {', '.join(ROLES)}")
+    if role in CALLS and isinstance(call := _decoded(content), (dict, list)):
         calls, content = call if isinstance(call, list) else [call], ""
+    if calls:
+        fields["tool_calls"] = _calls(calls, number)
+    return {"role": ROLES[role], "content": content, **fields}
+
+
+def _joined(content: Any) -> Any:
+    """The text of a content that is a list of text parts; another content as it is."""
+    if not isinstance(content, list):
+        return content
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        return content
+    texts = [_known(part).get("text", "") for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else texts
+
+
+def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"turn {number} of the chat: calls of tools must be a list of objects")
-    if calls:
-        rest["tool_calls"] = [_call(call, number) for call in calls]
-    return {"role": ROLES[speaker], "content": content, **rest}
+    return [_call(call, number) for call in calls]
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -173,29 +173,34 @@ def generation_defaults(
     `max_new_tokens` wins over it. Raises ConfigError for an option with a bad value, and for options that change the
     output and are not implemented.
     """
-    where = "config.json" if generation_config is None else "generation_config.json"
+    file = "config.json" if generation_config is None else "generation_config.json"
     overrides = overrides or {}
     stored = hf_config if generation_config is None else generation_config
-    found = {name: value for name, value in {**stored, **overrides}.items() if value is not None}
-    options = {name: found.get(name, default) for name, default in GENERATION.items()}
+    fields = {name: value for name, value in {**stored, **overrides}.items() if value is not None}
+    options = {name: fields.get(name, default) for name, default in GENERATION.items()}
     for name, value in options.items():
         try:
             check_values(**{name: value})
         except InputError:
-            at = "generation_config" if name in overrides else where
-            raise ConfigError(f"{at}: field {name!r} is not usable for generation: {short(value)}") from None
+            source = "generation_config" if name in overrides else file
+            raise ConfigError(f"{source}: field {name!r} is not usable for generation: {short(value)}") from None
     check_values(do_sample=do_sample)
     samples = options["do_sample"] if do_sample is None else do_sample
-    names = [*CHANGES_TEXT, *(CHANGES_SAMPLES if samples else ())]
-    if not samples and options["top_k"] > 1:
-        names.append("penalty_alpha")  # Contrastive search.
-    if wrong := [n for n in names if n not in overrides and n in found and _changes(n, found[n])]:
-        raise ConfigError(
-            f"{where}: options of generation that are not implemented: "
-            f"{', '.join(f'{name} = {short(found[name])}' for name in wrong)}; remove them to generate without"
-        )
+    checkpoint_fields = {name: value for name, value in fields.items() if name not in overrides}
+    _check_implemented(file, checkpoint_fields, samples=samples, contrastive=not samples and options["top_k"] > 1)
     ids = {**hf_config, **(generation_config or {}), **overrides}
     return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
+
+
+def _check_implemented(file: str, fields: Mapping[str, Any], *, samples: bool, contrastive: bool) -> None:
+    """ConfigError for fields of a checkpoint that change the generated text and are not implemented."""
+    names = (*CHANGES_TEXT, *(CHANGES_SAMPLES if samples else ()), *(("penalty_alpha",) if contrastive else ()))
+    unsupported = [f"{n} = {short(fields[n])}" for n in names if n in fields and _changes(n, fields[n])]
+    if unsupported:
+        raise ConfigError(
+            f"{file}: options of generation that are not implemented: {', '.join(unsupported)}; "
+            "remove them to generate without"
+        )
 
 
 def _nearest(name: str, known: Iterable[str] = (*OPTIONS, *INSTEAD)) -> str:

@@ -1,4 +1,4 @@
-"""Distillation on the teacher's whole distribution: `ops.linear_distillation` under the names of GKD."""
+"""Distillation on the teacher's whole distribution: `ops.linear_distillation` with the argument names of GKD."""
 
 from numbers import Real
 from typing import Any
@@ -22,17 +22,34 @@ def generalized_jsd_loss(
     beta: float = 0.5,
     **options: Any,
 ) -> Tensor:
-    """The generalized Jensen-Shannon divergence of GKD (https://arxiv.org/abs/2306.13649), for each token:
-    beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student.
+    """Generalized Jensen-Shannon divergence of GKD (https://arxiv.org/abs/2306.13649), without the logits in memory.
 
-    hidden, weight, teacher_hidden, teacher_weight, mask and the options (bias, teacher_bias, temperature, reduction,
-        softcap, logit_scale, teacher_softcap, teacher_logit_scale, memory_budget, num_tokens) and the result: as in
-        `ops.linear_distillation`, with which the logits never exist whole.
-    beta: in [0, 1]. At 0 it is the forward KL, KL(teacher || student), at 1 the reverse KL, KL(student || teacher):
-        the limits of the divergence over beta, and over 1 - beta; the divergence itself vanishes there.
-    Raises InputError for another beta, and as `ops.linear_distillation` does.
+    For each token beta KL(teacher || m) + (1 - beta) KL(student || m), with m = beta teacher + (1 - beta) student.
+
+    Args:
+        hidden: hidden states of the student, (..., H), any floating dtype.
+        weight: the student's LM head, (V, H), the dtype of `hidden`.
+        teacher_hidden: hidden states of the teacher, (..., H').
+        teacher_weight: the teacher's LM head, (V, H'), the dtype of `teacher_hidden`; no gradient.
+        mask: bool (...), the tokens that count. Default: all.
+        beta: in [0, 1]. 0 is the forward KL, KL(teacher || student), and 1 the reverse KL, KL(student || teacher): the
+            limits of the divergence over beta and over 1 - beta, because the divergence itself vanishes there.
+            Default: 0.5.
+        options: bias, teacher_bias, temperature, reduction, softcap, logit_scale, teacher_softcap,
+            teacher_logit_scale, memory_budget and num_tokens of `ops.linear_distillation`.
+
+    Returns:
+        The mean over the tokens of the mask, or another `reduction`; float32 (float64 for float64 `hidden`).
+
+    Raises:
+        InputError: beta is not in [0, 1], or shapes, dtypes, devices or options do not fit.
+
+    Example:
+        >>> student, teacher = torch.randn(2, 8, 16, requires_grad=True), torch.randn(2, 8, 32)
+        >>> loss = generalized_jsd_loss(student, torch.randn(100, 16), teacher, torch.randn(100, 32), beta=0.1)
+        >>> loss.backward()
     """
     if not isinstance(beta, Real) or not 0 <= beta <= 1:
         raise InputError(f"generalized_jsd_loss: beta must be in [0, 1], got {short(beta)}")
-    chosen: dict[str, Any] = {"divergence": ENDS[beta]} if beta in ENDS else {"divergence": "jsd", "beta": beta}
-    return ops.linear_distillation(hidden, weight, teacher_hidden, teacher_weight, mask, **chosen, **options)
+    divergence: dict[str, Any] = {"divergence": ENDS[beta]} if beta in ENDS else {"divergence": "jsd", "beta": beta}
+    return ops.linear_distillation(hidden, weight, teacher_hidden, teacher_weight, mask, **divergence, **options)

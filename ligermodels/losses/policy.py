@@ -24,11 +24,11 @@ LEVELS = ("token", "sequence")
 
 
 class GRPOLoss(NamedTuple):
-    """The loss, and what to watch: all (), detached but for the loss.
+    """The loss, (), and metrics, (), without a gradient.
 
-    kl: the mean over tokens of the divergence from the reference, as it is in the loss; None without a reference.
-    clip_ratio: the share of tokens, or of sequences if their ratios are whole sequences', whose ratio lies beyond a
-        bound that their advantage pushes it over; clip_ratio_low and clip_ratio_high: at either. None without bounds.
+    kl: the mean over tokens of the estimated divergence from the reference; None without a reference.
+    clip_ratio: the fraction of tokens, or of sequences with sequence-level ratios, with a ratio beyond a bound in the
+        direction of their advantage; clip_ratio_low and clip_ratio_high: for each bound. None without bounds.
     """
 
     loss: Tensor
@@ -79,8 +79,12 @@ def _of_places(mask: Tensor, options: Options) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    """`surrogate`: ratio, advantages, log-probs, options -> each token's loss, and which are clipped low and high.
-    `divisor`: mask, options -> what the sum of losses is divided by. `options`: those it uses, with their defaults."""
+    """A loss type of `grpo_loss`.
+
+    surrogate: (ratio, advantages, log_probs, options) -> the loss of each token; bool, clipped low; bool, clipped high.
+    divisor: (mask, options) -> the divisor of the sum of losses.
+    options: the options that it uses, with their defaults.
+    """
 
     surrogate: Surrogate
     divisor: Callable[[Tensor, Options], Tensor]
@@ -119,32 +123,51 @@ def grpo_loss(
 ) -> GRPOLoss:
     """Group relative policy optimisation (https://arxiv.org/abs/2402.03300) and its relatives, under TRL's names.
 
-    log_probs: (B, T), of the completions' tokens. mask: (B, T), bool, the tokens that count.
-    advantages: (B,), or (B, T), each token's; weights of tokens, such as those that correct for the sampler, multiply
-        them.
-    old_log_probs: (B, T), of the policy that sampled; None: log_probs themselves, detached. ref_log_probs: (B, T), of
-        the reference. Neither gets a gradient, nor do the advantages. Computed in float32, float64 for float64.
-    loss_type: with ratio = exp(log_probs - old_log_probs), A the advantage, and L = -min(min(ratio, delta) A,
-        clip(ratio, 1 - epsilon, 1 + epsilon_high) A),
-        "grpo"    L averaged over a sequence's tokens, then over sequences
-        "bnpo"    L averaged over the tokens of this batch
-        "dr_grpo" the sum of L over B * max_completion_length, which must be given; https://arxiv.org/abs/2503.20783
-        "dapo"    the sum of L over num_items_in_batch; https://arxiv.org/abs/2503.14476
-        "cispo"   -min(ratio, epsilon_high) A log_probs, the ratio without gradient, over num_items_in_batch;
-                  https://arxiv.org/abs/2506.13585, bounded as https://arxiv.org/abs/2510.13786 has it: epsilon_high is
-                  the bound itself, must be given, and is 5 there
-        "sapo"    -4 / tau sigmoid(tau (ratio - 1)) A, tau = sapo_temperature_pos (1.0 by default) for A > 0, else
-                  sapo_temperature_neg (1.05), averaged as "grpo"; https://arxiv.org/abs/2511.20347
-    importance_sampling_level: "token", or "sequence": the exponential of the sequence's mean difference of
-        log-probabilities is the ratio of all its tokens, GSPO, https://arxiv.org/abs/2507.18071 (with "grpo").
-    beta: weight of KL(policy || reference), estimated for each token as exp(d) - d - 1, d = ref_log_probs - log_probs
-        (http://joschu.net/blog/kl-approx.html, k3).
-    use_bias_correction_kl: multiply the estimate by the ratio, https://arxiv.org/abs/2512.02556.
-    epsilon, epsilon_high: 0.2 by default, and epsilon. delta: above 1 + epsilon_high; None: no such bound
-        (https://arxiv.org/abs/2505.07291).
-    num_items_in_batch: the tokens, of all completions whose gradients are added up, by which this one's sum is divided
-        (over the number of ranks, where gradients are averaged over these); None: those of the mask.
-    Raises InputError if shapes do not fit, for values out of range, and for an option that is missing or not used.
+    Computed in float32, float64 for float64 `log_probs`. Only `log_probs` get a gradient.
+
+    Args:
+        log_probs: of the policy, (B, T), of the completions' tokens.
+        advantages: (B,), or (B, T) for each token. Weights of tokens, such as corrections for the sampler, multiply
+            them.
+        mask: bool (B, T), the tokens that count.
+        old_log_probs: of the policy that sampled, (B, T). Default: `log_probs`, detached.
+        ref_log_probs: of the reference, (B, T); needed for beta above 0.
+        loss_type: with ratio = exp(log_probs - old_log_probs), A the advantage, and L = -min(min(ratio, delta) A,
+            clip(ratio, 1 - epsilon, 1 + epsilon_high) A),
+            "grpo"    L averaged over a sequence's tokens, then over sequences
+            "bnpo"    L averaged over the tokens of this batch
+            "dr_grpo" the sum of L over B * max_completion_length; https://arxiv.org/abs/2503.20783
+            "dapo"    (default) the sum of L over num_items_in_batch; https://arxiv.org/abs/2503.14476
+            "cispo"   -min(ratio, epsilon_high) A log_probs, the ratio without gradient, over num_items_in_batch;
+                      https://arxiv.org/abs/2506.13585, with the bound of https://arxiv.org/abs/2510.13786: epsilon_high
+                      is the bound itself, must be given, and is 5 there
+            "sapo"    -4 / tau sigmoid(tau (ratio - 1)) A, tau = sapo_temperature_pos for A > 0, else
+                      sapo_temperature_neg, averaged as "grpo"; https://arxiv.org/abs/2511.20347
+        importance_sampling_level: "token" (default), or "sequence": the exponential of the sequence's mean difference
+            of log-probabilities is the ratio of all its tokens, GSPO, https://arxiv.org/abs/2507.18071 (with "grpo").
+        beta: weight of KL(policy || reference), estimated for each token as exp(d) - d - 1, d = ref_log_probs -
+            log_probs (http://joschu.net/blog/kl-approx.html, k3). Default: 0.
+        use_bias_correction_kl: multiply the estimate by the ratio, https://arxiv.org/abs/2512.02556. Default: False.
+        epsilon: lower clip range. Default: 0.2.
+        epsilon_high: upper clip range. Default: `epsilon`.
+        delta: upper bound of the ratio for negative advantages, above 1 + epsilon_high. Default: no bound
+            (https://arxiv.org/abs/2505.07291).
+        sapo_temperature_pos: positive. Default: 1.0.
+        sapo_temperature_neg: positive. Default: 1.05.
+        max_completion_length: tokens; needed for "dr_grpo".
+        num_items_in_batch: the number of tokens in all completions of an optimizer step, divided by the number of ranks
+            if gradients are averaged over ranks. Default: the tokens of `mask`.
+
+    Returns:
+        `GRPOLoss`: the loss and metrics.
+
+    Raises:
+        InputError: shapes do not fit, a value is out of range, or an option is missing or not used.
+
+    Example:
+        >>> log_probs = -torch.rand(4, 10, requires_grad=True)
+        >>> advantages, mask = torch.tensor([1.0, -1.0, 0.5, -0.5]), torch.ones(4, 10, dtype=torch.bool)
+        >>> grpo_loss(log_probs, advantages, mask, epsilon_high=0.28).loss.backward()
     """
     check_tokens(OP, log_probs, mask, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     check_rows_or_sequences(OP, "advantages", advantages, mask)

@@ -1,7 +1,7 @@
 """Objectives over pairs of a chosen and a rejected sequence, from per-token log-probabilities.
 
-All take log_probs (2B, T), the B chosen sequences first and then, in the same order, the B rejected ones (as TRL lays
-them out), and mask (2B, T), bool: the tokens of the completions. r is a sequence's log-ratio, log pi(y|x) - log
+All losses take log_probs (2B, T), the B chosen sequences and then, in the same order, the B rejected sequences (TRL's
+layout), and mask, bool (2B, T): the tokens of the completions. r is the log-ratio of a sequence, log pi(y|x) - log
 pi_ref(y|x), summed over its tokens. Computed in float32, float64 for float64.
 """
 
@@ -32,7 +32,8 @@ MAX_EXPONENT = 80.0  # exp of it is finite in float32
 
 
 class PreferenceLoss(NamedTuple):
-    """The loss, () or with reduction "none" (B,), and the implicit rewards of both sequences, (B,), detached."""
+    """The loss, () or with reduction "none" (B,), and the implicit rewards of both sequences, (B,), without a
+    gradient."""
 
     loss: Tensor
     chosen_rewards: Tensor
@@ -40,7 +41,7 @@ class PreferenceLoss(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """What a loss type may ask of B pairs, each (B,); `average_...` of log-ratios over their number of tokens."""
+    """The inputs of a loss type for B pairs, each (B,); `average_...`: log-ratios divided by their number of tokens."""
 
     chosen: Tensor  # log-ratios
     rejected: Tensor
@@ -55,7 +56,7 @@ class _Pairs(NamedTuple):
 
 
 def _logistic(margin: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigmoid(margin), expected over labels of which this share is wrong."""
+    """-log sigmoid(margin), expected over labels that are wrong with probability label_smoothing."""
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
@@ -152,7 +153,7 @@ CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
 
 
 def _alpha_score(r: Tensor, alpha: float) -> Tensor:
-    """(1 - exp(r)^-alpha) / alpha, whose exponent is clamped where it would overflow."""
+    """(1 - exp(r)^-alpha) / alpha, with the exponent clamped against overflow."""
     return -torch.expm1((-alpha * r).clamp(max=MAX_EXPONENT)) / alpha
 
 
@@ -180,34 +181,49 @@ def dpo_loss(
 ) -> PreferenceLoss:
     """Direct preference optimisation and its relatives, under TRL's names.
 
-    log_probs, mask: as the head of this module says. ref_log_probs: the reference's, (2B, T), or their sums over the
-        mask, (2B,), as they are when computed beforehand; they get no gradient.
-    beta: how strongly the policy is held to the reference; tau in IPO's paper, 1 / eta in SPPO's.
-    loss_type: with s the log-sigmoid and m = beta (r_chosen - r_rejected),
-        "sigmoid"      -s(m), DPO, https://arxiv.org/abs/2305.18290; with label_smoothing, the probability that a pair
-                       is labelled the wrong way round, conservative DPO, https://ericmitchell.ai/cdpo.pdf
-        "sigmoid_norm" the same, r divided by the number of tokens, https://arxiv.org/abs/2411.15124
-        "hinge"        relu(1 - m), https://arxiv.org/abs/2309.06657
-        "ipo"          (r_chosen - r_rejected - 1 / (2 beta))^2, https://arxiv.org/abs/2310.12036, r divided by the
-                       number of tokens, as its authors confirmed to TRL and the paper does not say
-        "robust"       DPO made unbiased under label_smoothing, https://arxiv.org/abs/2403.00409
-        "exo_pair"     KL(softmax(beta r) || (1 - e, e)), e = label_smoothing, https://arxiv.org/abs/2402.00856
-        "nca_pair"     noise-contrastive alignment of two, https://arxiv.org/abs/2402.05369
-        "bco_pair"     -s(beta r_chosen) - s(-beta r_rejected), https://arxiv.org/abs/2404.04656, without its shift by
-                       the running mean of rewards
-        "sppo_hard"    SPPO, https://arxiv.org/abs/2405.00675, the chosen winning with probability 1
-        "aot", "aot_unpaired"  DPO over sorted margins, or sorted log-ratios, https://arxiv.org/abs/2406.05882
-        "apo_zero", "apo_down" anchored preference optimisation, https://arxiv.org/abs/2408.06266, plus 1
-        "discopop"     DPO blended with exp(-m) by sigmoid(m / discopop_tau), 0.05 by default,
-                       https://arxiv.org/abs/2406.08414
-        "sft"          the chosen's negative log-likelihood, averaged over the tokens of all pairs
-    label_smoothing: in [0, 0.5), 0 by default; above 0 for "exo_pair".
-    f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence": the log-ratios that are
-        compared become f'(exp(r)), https://arxiv.org/abs/2309.16240; for the types that see their difference alone.
-    f_alpha_divergence_coef: alpha, in (0, 1), of f'(u) = (1 - u^-alpha) / alpha; 0.5 by default.
-    reduction: "mean", or "none": each pair's loss, (B,); for "aot..." those of the sorted values.
-    Returns the loss, and the rewards beta r, up to a constant beta f'(exp(r)).
-    Raises InputError if shapes do not fit, for values out of range, and for an option that the loss type does not use.
+    Args:
+        log_probs: of the policy, floating (2B, T): B chosen sequences, then the B rejected sequences.
+        ref_log_probs: of the reference, (2B, T), or their sums over the mask, (2B,), if computed beforehand; no
+            gradient.
+        mask: bool (2B, T), the tokens of the completions.
+        beta: positive, how strongly the policy is held to the reference; tau in IPO's paper, 1 / eta in SPPO's.
+            Default: 0.1.
+        loss_type: with s the log-sigmoid and m = beta (r_chosen - r_rejected),
+            "sigmoid"      (default) -s(m), DPO, https://arxiv.org/abs/2305.18290; with label_smoothing conservative
+                           DPO, https://ericmitchell.ai/cdpo.pdf
+            "sigmoid_norm" the same, r divided by the number of tokens, https://arxiv.org/abs/2411.15124
+            "hinge"        relu(1 - m), https://arxiv.org/abs/2309.06657
+            "ipo"          (r_chosen - r_rejected - 1 / (2 beta))^2, https://arxiv.org/abs/2310.12036, r divided by the
+                           number of tokens, as its authors confirmed to TRL and the paper does not say
+            "robust"       DPO made unbiased under label_smoothing, https://arxiv.org/abs/2403.00409
+            "exo_pair"     KL(softmax(beta r) || (1 - e, e)), e = label_smoothing, https://arxiv.org/abs/2402.00856
+            "nca_pair"     noise-contrastive alignment of two, https://arxiv.org/abs/2402.05369
+            "bco_pair"     -s(beta r_chosen) - s(-beta r_rejected), https://arxiv.org/abs/2404.04656, without its shift
+                           by the running mean of rewards
+            "sppo_hard"    SPPO, https://arxiv.org/abs/2405.00675, the chosen winning with probability 1
+            "aot", "aot_unpaired"  DPO over sorted margins, or sorted log-ratios, https://arxiv.org/abs/2406.05882
+            "apo_zero", "apo_down" anchored preference optimisation, https://arxiv.org/abs/2408.06266, plus 1
+            "discopop"     DPO blended with exp(-m) by sigmoid(m / discopop_tau), https://arxiv.org/abs/2406.08414
+            "sft"          the chosen's negative log-likelihood, averaged over the tokens of all pairs
+        label_smoothing: in [0, 0.5), the probability that the labels of a pair are swapped; above 0 for "exo_pair".
+            Default: 0.
+        discopop_tau: positive, for "discopop". Default: 0.05.
+        f_divergence_type: "reverse_kl" (default), "forward_kl", "js_divergence" or "alpha_divergence": the compared
+            log-ratios become f'(exp(r)), https://arxiv.org/abs/2309.16240; for the types that use only their
+            difference.
+        f_alpha_divergence_coef: alpha in f'(u) = (1 - u^-alpha) / alpha, in (0, 1). Default: 0.5.
+        reduction: "mean" (default), or "none": the loss of each pair, (B,); for "aot..." of each sorted value.
+
+    Returns:
+        `PreferenceLoss`: the loss, and the rewards beta r, up to a constant beta f'(exp(r)).
+
+    Raises:
+        InputError: shapes do not fit, a value is out of range, or the loss type does not use an option.
+
+    Example:
+        >>> log_probs = -torch.rand(4, 10, requires_grad=True)  # two pairs
+        >>> mask = torch.ones(4, 10, dtype=torch.bool)
+        >>> dpo_loss(log_probs, -torch.rand(4, 10), mask, beta=0.1).loss.backward()
     """
     check_tokens("dpo_loss", log_probs, mask)
     _check_even("dpo_loss", log_probs)
@@ -256,11 +272,25 @@ def cpo_loss(
     cpo_alpha: float = 1.0,
     reduction: str = "mean",
 ) -> PreferenceLoss:
-    """Contrastive preference optimisation, https://arxiv.org/abs/2401.08417: `dpo_loss` without a reference, plus
-    cpo_alpha times the chosen's negative log-likelihood, averaged over the tokens of all pairs.
+    """Contrastive preference optimisation (https://arxiv.org/abs/2401.08417).
 
-    log_probs, mask: as the head of this module says. loss_type: "sigmoid", "hinge" or "ipo".
-    The rest, the result and the errors: as in `dpo_loss`.
+    `dpo_loss` without a reference, plus cpo_alpha times the chosen's negative log-likelihood, averaged over the tokens
+    of all pairs.
+
+    Args:
+        log_probs: of the policy, floating (2B, T): B chosen sequences, then the B rejected sequences.
+        mask: bool (2B, T), the tokens of the completions.
+        beta: positive factor of the difference of log-probabilities. Default: 0.1.
+        loss_type: "sigmoid" (default), "hinge" or "ipo", see `dpo_loss`.
+        label_smoothing: in [0, 0.5), the probability that the labels of a pair are swapped. Default: 0.
+        cpo_alpha: weight of the negative log-likelihood. Default: 1.
+        reduction: "mean" (default), or "none": the loss of each pair, (B,).
+
+    Returns:
+        `PreferenceLoss`: the loss, and the rewards beta log pi(y|x).
+
+    Raises:
+        InputError: shapes do not fit, a value is out of range, or the loss type does not use an option.
     """
     check_tokens("cpo_loss", log_probs, mask)
     check_choice("cpo_loss", "loss_type", loss_type, CPO_LOSS_TYPES)
@@ -281,11 +311,23 @@ def simpo_loss(
     label_smoothing: float | None = None,
     reduction: str = "mean",
 ) -> PreferenceLoss:
-    """SimPO, https://arxiv.org/abs/2405.14734: -log sigmoid(beta (a_chosen - a_rejected) - simpo_gamma), where a is a
-    sequence's mean log-probability.
+    """SimPO (https://arxiv.org/abs/2405.14734): -log sigmoid(beta (a_chosen - a_rejected) - simpo_gamma).
 
-    log_probs, mask: as the head of this module says. label_smoothing, reduction: as in `dpo_loss`.
-    Returns the loss, and the rewards beta a. Raises InputError as `dpo_loss` does.
+    a is the mean log-probability of a sequence.
+
+    Args:
+        log_probs: of the policy, floating (2B, T): B chosen sequences, then the B rejected sequences.
+        mask: bool (2B, T), the tokens of the completions.
+        beta: positive factor of the margin. Default: 2.
+        simpo_gamma: the target margin. Default: 0.5.
+        label_smoothing: in [0, 0.5), the probability that the labels of a pair are swapped. Default: 0.
+        reduction: "mean" (default), or "none": the loss of each pair, (B,).
+
+    Returns:
+        `PreferenceLoss`: the loss, and the rewards beta a.
+
+    Raises:
+        InputError: shapes do not fit, or a value is out of range.
     """
     chosen, rejected = _average_pairs("simpo_loss", log_probs, mask, beta)
     check_finite("simpo_loss", simpo_gamma=simpo_gamma)
@@ -297,13 +339,24 @@ def simpo_loss(
 def orpo_loss(
     log_probs: Tensor, mask: Tensor, *, beta: float = 0.1, nll_mask: Tensor | None = None, reduction: str = "mean"
 ) -> PreferenceLoss:
-    """ORPO, https://arxiv.org/abs/2403.07691: the chosen's negative log-likelihood, averaged over the tokens of all
-    pairs, less beta (lambda in the paper) times log sigmoid of the log odds ratio, where odds = p / (1 - p) and log p
-    is the mean log-probability of a sequence.
+    """ORPO (https://arxiv.org/abs/2403.07691): likelihood and odds ratio in one loss, without a reference.
 
-    log_probs, mask: as the head of this module says. nll_mask: (2B, T), bool, the tokens of the likelihood, where they
-        are others: the paper's and TRL's code count the prompt's too. The rejected rows of it have no effect.
-    Returns the loss, and the rewards beta log p. Raises InputError as `dpo_loss` does.
+    The chosen's negative log-likelihood, averaged over the tokens of all pairs, less beta (lambda in the paper) times
+    log sigmoid of the log odds ratio, with odds = p / (1 - p) and log p the mean log-probability of a sequence.
+
+    Args:
+        log_probs: of the policy, floating (2B, T): B chosen sequences, then the B rejected sequences.
+        mask: bool (2B, T), the tokens of the completions.
+        beta: positive weight of the odds ratio. Default: 0.1.
+        nll_mask: bool (2B, T), the tokens of the likelihood; the paper and TRL also count the prompt. Rows of rejected
+            sequences have no effect. Default: `mask`.
+        reduction: "mean" (default), or "none": the loss of each pair, (B,).
+
+    Returns:
+        `PreferenceLoss`: the loss, and the rewards beta log p.
+
+    Raises:
+        InputError: shapes do not fit, or a value is out of range.
     """
     chosen, rejected = _average_pairs("orpo_loss", log_probs, mask, beta)
     if nll_mask is not None:
@@ -314,7 +367,7 @@ def orpo_loss(
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log(p / (1 - p)); p counts as no nearer to 1 than its dtype tells apart, which keeps it finite."""
+    """log(p / (1 - p)), finite: p is at most 1 less the epsilon of its dtype."""
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
     return log_p - torch.log(-torch.expm1(log_p))
 
@@ -328,7 +381,7 @@ def _average_pairs(loss: str, log_probs: Tensor, mask: Tensor, beta: float) -> t
 
 
 def _nll(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """(B,), whose mean is the chosen's negative log-likelihood over the tokens of all of them together."""
+    """(B,); the mean is the negative log-likelihood of the chosen sequences, averaged over all their tokens."""
     (chosen, _), (mask, _) = log_probs.chunk(2), mask.chunk(2)
     return -masked(chosen, mask).sum(1) * len(chosen) / mask.sum().clamp(min=1)
 

@@ -14,11 +14,22 @@ from ligermodels.ops.runtime.tensors import check_tensor
 
 
 def sequence_log_probs(log_probs: Tensor, mask: Tensor, *, average: bool = False) -> Tensor:
-    """The sum of each sequence's log-probabilities, or with `average` their mean: (N,).
+    """The sum, or the mean, of each sequence's log-probabilities.
 
-    log_probs: (N, T), any floating dtype, as `ops.linear_log_probs` gives them. mask: (N, T), bool, the tokens that
-        count; the values of others, be they nan, have no effect.
-    Returns float32 (float64 for float64); 0 for a sequence without tokens. Raises InputError if the shapes do not fit.
+    Args:
+        log_probs: (N, T), any floating dtype, from `ops.linear_log_probs` or a model.
+        mask: bool (N, T), the tokens that count; the values of other tokens, even nan, have no effect.
+        average: divide each sum by the number of tokens. Default: False.
+
+    Returns:
+        (N,), float32 (float64 for float64 `log_probs`); 0 for a sequence without tokens.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
+
+    Example:
+        >>> log_probs, mask = -torch.rand(4, 10), torch.ones(4, 10, dtype=torch.bool)
+        >>> ref_log_probs = sequence_log_probs(log_probs, mask)
     """
     check_tokens("sequence_log_probs", log_probs, mask)
     check_flag("average", average)
@@ -37,36 +48,52 @@ def lengths(mask: Tensor) -> Tensor:
 
 
 def reference_sums(loss: str, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """A reference's log-probabilities (N, T) summed over the mask, without a gradient; sums (N,) as they are."""
+    """The reference's log-probabilities summed over the mask, without a gradient.
+
+    Args:
+        loss: the name of the loss, for error messages.
+        ref_log_probs: (N, T), or already summed, (N,).
+        mask: bool (N, T).
+    """
     check_rows_or_sequences(loss, "ref_log_probs", ref_log_probs, mask)
     return ref_log_probs.detach() if ref_log_probs.dim() == 1 else masked(ref_log_probs.detach(), mask).sum(1)
 
 
 def check_tokens(loss: str, log_probs: Tensor, mask: Tensor, **others: Tensor | None) -> None:
-    """Raises InputError unless log_probs are (N, T), mask bool of that shape, and others floating of it."""
+    """Checks tensors with a value for each token.
+
+    Args:
+        loss: the name of the loss, for error messages.
+        log_probs: must be floating (N, T).
+        mask: must be bool (N, T).
+        others: must be floating (N, T), or None.
+
+    Raises:
+        InputError: a shape, dtype or device does not fit.
+    """
     if not isinstance(log_probs, Tensor):
         raise InputError(f"{loss}: log_probs must be a tensor, got {type(log_probs).__name__}")
     check_tensor(loss, "log_probs", log_probs, ("N", "T"), log_probs.device)
     check_tensor(loss, "mask", mask, log_probs.shape, log_probs.device, torch.bool)
-    for name, each in others.items():
-        if each is not None:
-            check_tensor(loss, name, each, log_probs.shape, log_probs.device)
+    for name, x in others.items():
+        if x is not None:
+            check_tensor(loss, name, x, log_probs.shape, log_probs.device)
 
 
 def check_rows_or_sequences(loss: str, name: str, x: Tensor, mask: Tensor) -> None:
-    """Raises InputError unless x is floating, of the mask's shape (N, T), or (N,)."""
+    """Raises InputError, naming `loss` and x by `name`, unless x is floating, (N, T) as `mask`, or (N,)."""
     dims = 2 if isinstance(x, Tensor) and x.dim() == 2 else 1
     check_tensor(loss, name, x, mask.shape[:dims], mask.device)
 
 
 def check_choice(loss: str, name: str, value: str, known: Collection[str]) -> None:
-    """Raises InputError, with the known values, for another."""
+    """Raises InputError, with the names of `loss` and argument (`name`), unless `value` is a `known` value."""
     if not isinstance(value, str) or value not in known:
         raise InputError(f"{loss}: {name} must be one of {', '.join(known)}; got {short(value)}")
 
 
 def check_finite(loss: str, **values: Any) -> None:
-    """Raises InputError for a value that is no finite number, nor a tensor of one; None passes."""
+    """Raises InputError for a value that is neither a finite number nor a tensor with one element; None passes."""
     for name, value in values.items():
         is_one = isinstance(value, Real) and math.isfinite(value)
         if value is not None and not is_one and not (isinstance(value, Tensor) and value.numel() == 1):
@@ -82,13 +109,23 @@ def check_positive(loss: str, **values: Any) -> None:
 
 
 def check_used(loss: str, loss_type: str, used: Collection[str], **options: Any) -> None:
-    """Raises InputError for an option that is set, to anything but None, and that the loss type does not use."""
+    """Checks that the loss type uses every option that is set.
+
+    Args:
+        loss: the name of the loss, for error messages.
+        loss_type: the loss type, for error messages.
+        used: the names of the options that the loss type uses.
+        options: the options by name; None: not set.
+
+    Raises:
+        InputError: an option is set but not used.
+    """
     for name, value in options.items():
         if value is not None and name not in used:
             raise InputError(f"{loss}: loss_type {loss_type!r} has no {name}; leave it out")
 
 
 def reduced(loss: str, losses: Tensor, reduction: str) -> Tensor:
-    """The mean of losses (N,), or these themselves with reduction "none"."""
+    """The mean of the `losses` (N,), or with `reduction` "none" the losses; InputError with the name of `loss` else."""
     check_choice(loss, "reduction", reduction, ("mean", "none"))
     return losses.mean() if reduction == "mean" else losses

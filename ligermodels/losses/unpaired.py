@@ -18,7 +18,7 @@ from ligermodels.ops.runtime.tensors import check_tensor
 
 
 class UnpairedLoss(NamedTuple):
-    """The loss, () or with reduction "none" (B,), and the implicit rewards, (B,), detached."""
+    """The loss, () or with reduction "none" (B,), and the implicit rewards, (B,), without a gradient."""
 
     loss: Tensor
     rewards: Tensor
@@ -37,18 +37,35 @@ def kto_loss(
     undesirable_weight: float = 1.0,
     reduction: str = "mean",
 ) -> UnpairedLoss:
-    """KTO, https://arxiv.org/abs/2402.01306, equation 7: weight * (1 - sigmoid(+-beta (r - kl))), with r a sequence's
-    log-ratio, log pi(y|x) - log pi_ref(y|x), plus for desirable sequences and minus for the others.
+    """KTO (https://arxiv.org/abs/2402.01306, equation 7), over single sequences with a label.
 
-    log_probs, mask: (B, T), mask bool: the tokens of the completions. ref_log_probs: the reference's, (B, T), or their
-        sums over the mask, (B,); they get no gradient. label: (B,), bool, whether a sequence is desirable.
-    kl: (), the estimate of KL(pi || pi_ref): the mean, over all ranks, of the log-ratios of completions to prompts that
-        are not theirs (`sequence_log_probs`). A negative one counts as 0. It gets no gradient.
-    loss_type: "kto", or "apo_zero_unpaired", which compares with 0 in place of kl
-        (https://arxiv.org/abs/2408.06266, equation 7, unpaired) and takes none.
-    reduction: "mean", over all B, or "none": (B,), in the order of the rows.
-    Returns the loss, and the rewards beta r, both in float32 (float64 for float64).
-    Raises InputError if shapes or values do not fit, or kl is missing or not used.
+    weight * (1 - sigmoid(+-beta (r - kl))), with r the log-ratio of a sequence, log pi(y|x) - log pi_ref(y|x), and the
+    sign plus for desirable sequences and minus for the others.
+
+    Args:
+        log_probs: of the policy, floating (B, T).
+        ref_log_probs: of the reference, (B, T), or their sums over the mask, (B,); no gradient.
+        mask: bool (B, T), the tokens of the completions.
+        label: bool (B,), whether a sequence is desirable.
+        kl: (), the estimate of KL(pi || pi_ref): the mean, over all ranks, of the log-ratios of completions of other
+            prompts (`sequence_log_probs`). A negative value counts as 0; no gradient. Needed for "kto", and only there.
+        beta: positive, how strongly the policy is held to the reference. Default: 0.1.
+        loss_type: "kto" (default), or "apo_zero_unpaired", with 0 in place of kl (https://arxiv.org/abs/2408.06266,
+            equation 7, unpaired).
+        desirable_weight: positive factor of the losses of desirable sequences. Default: 1.
+        undesirable_weight: positive factor of the losses of the other sequences. Default: 1.
+        reduction: "mean" (default) over all B, or "none": (B,).
+
+    Returns:
+        The loss, and the rewards beta r, float32 (float64 for float64 `log_probs`).
+
+    Raises:
+        InputError: shapes or values do not fit, or kl is missing or not used.
+
+    Example:
+        >>> log_probs = -torch.rand(4, 10, requires_grad=True)
+        >>> mask, label = torch.ones(4, 10, dtype=torch.bool), torch.tensor([True, True, False, False])
+        >>> kto_loss(log_probs, -torch.rand(4, 10), mask, label, kl=torch.tensor(0.1)).loss.backward()
     """
     check_tokens("kto_loss", log_probs, mask)
     check_tensor("kto_loss", "label", label, log_probs.shape[:1], log_probs.device, torch.bool)

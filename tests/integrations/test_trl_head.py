@@ -26,7 +26,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.integrations import use_native_head
 from ligermodels.integrations.token_statistics import OUTPUTS, token_statistics
 from ligermodels.layers import HeadConfig
-from ligermodels.ops.loss import linear_numbers
+from ligermodels.ops.loss import linear_statistics
 
 NATIVE = {**tiny.NATIVE, "made native by use_native_head": theirs}
 LORA = {"r": 3, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_alpha": 8, "init_lora_weights": False}
@@ -84,8 +84,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         monkeypatch.setattr(place, name, counted)
 
     count(ops, "linear_log_probs", "ours")
-    count(linear_numbers, "linear_rows", "gemms")
-    count(linear_numbers, "linear_columns", "gemms")
+    count(linear_statistics, "linear_loss", "gemms")
+    count(linear_statistics, "linear_gradients", "gemms")
     count(_ChunkedLogProbFunction, "apply", "theirs")
     return counts
 

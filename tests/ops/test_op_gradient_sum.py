@@ -16,7 +16,7 @@ def test_sums_are_rounded_once(device: str, dtype: torch.dtype, chunks: int, V: 
     x, g = (torch.randint(-15, 16, (chunks * M, n), device=device).to(dtype) for n in (H, V + 16))
     parts = [slice(i, i + M) for i in range(0, chunks * M, M)]
     weight, bias = (torch.empty(shape, dtype=dtype, device=device) for shape in ((V, H), (V,)))
-    of_weight, of_bias = (GradientSum(p, several=chunks != 1) for p in (weight, bias))
+    of_weight, of_bias = (GradientSum(torch.empty_like(p), several=chunks != 1) for p in (weight, bias))
     for part in parts:
         of_weight.add(g[part, :V], x[part])
         of_bias.add(g[part, :V])
@@ -34,7 +34,7 @@ def test_half_of_the_sum_is_in_the_gradient() -> None:
     (g.t() @ x).sum()  # what cuBLAS takes for itself
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    total = GradientSum(weight, several=True)
+    total = GradientSum(torch.empty_like(weight), several=True)
     for _ in range(2):
         total.add(g, x)
     total.close()

@@ -88,6 +88,25 @@ def test_rows_without_targets_are_left_out(where: Where, ignored: float, memory_
         assert all(t.isfinite().all() for t in (loss, *gradients)) and not gradients[0][y == -100].any()
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none", "return_predicted": True}, {"token_scaling": True}], ids=str
+)
+def test_rows_are_left_out_of_a_compiled_graph(options: dict) -> None:
+    """With a number of targets that is known on the host; predicted classes without ranks among the results."""
+    y = targets((2, 10), 30, torch.device("cpu"), 0.5)
+    inputs = [torch.randn(s, requires_grad=True) for s in ((2, 10, 12), (30, 12))]
+
+    def results(call: object) -> list[torch.Tensor]:
+        found = call(*inputs, y, num_targets=int((y != -100).sum()), **options)
+        found = [found] if isinstance(found, torch.Tensor) else list(found)
+        return [*found, *torch.autograd.grad(found[0].square().sum(), inputs)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    for one, two in zip(results(linear_cross_entropy), results(compiled), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_a_wrong_count_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="num_targets is not the number"):
         linear_cross_entropy(torch.ones(9, 4), torch.ones(5, 4), torch.zeros(9, dtype=torch.long), num_targets=3)
@@ -249,20 +268,20 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict) -> None:
 
 
 def test_chunks_fill_the_budget_evenly() -> None:
-    x = torch.empty(0, dtype=torch.float32)
+    weight = torch.empty(1000, 64, dtype=torch.float32)
     for T, budget in ((8192, 2**30), (1000, 2**24), (100, 2**20), (1, 1), (0, 1), (129, 128 * 4 * 1008)):
-        rows = chunk_rows(T, 1000, 64, x, 0, budget, True)
+        rows = chunk_rows(T, weight, 0, budget, True)
         assert rows == 1 or rows * 1008 * 4 <= budget
         chunks = -(-T // rows)
         assert T == 0 or rows * chunks - T < max(128, rows), "the last chunk is empty"
 
 
 def test_the_sum_is_part_of_a_budget_that_has_room_for_it() -> None:
-    x, V = torch.empty(0, dtype=torch.bfloat16), 1008
+    V = 1008
 
     def memory(H: int, T: int) -> int:
         """Bytes beyond the gradients, as multiples of H * V * 2."""
-        rows = chunk_rows(T, V, H, x, 0, 2**24, True)
+        rows = chunk_rows(T, torch.empty(V, H, dtype=torch.bfloat16), 0, 2**24, True)
         return rows * (V * 2 + (V + H) * 4) + (V * H * 2 if rows < T else 0)
 
     with set_backend("reference"):

@@ -26,7 +26,7 @@ def test_weights(
         weights = torch.rand(2 * target.numel()).to(weighted)[::2].view(shape)
         weights[target == 4] = torch.nan
     checked, all_weights = checked_loss_weights(target, 9, 4, reduction, weights, dtype)
-    found = all_weights.of_target
+    found = all_weights.nll
     assert all(other is found for other in all_weights)
     assert torch.equal(checked, target) and checked.is_contiguous() and found.is_contiguous()
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and found.shape == target.shape

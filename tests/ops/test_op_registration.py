@@ -152,34 +152,34 @@ CASES = {
             return_predicted=True,
         ),
         ((4, 8), (50, 8)),
-        ("loss_weights", "linear_rows", "linear_columns"),
+        ("loss_weights", "linear_loss", "linear_gradients"),
     ),
     "linear_cross_entropy and more": Case(
         lambda h, w: ops.linear_cross_entropy(h, w, target(h), z_loss=0.1, return_z_loss=True, return_predicted=True),
         ((4, 8), (50, 8)),
-        ("loss_weights", "linear_rows"),
+        ("loss_weights", "linear_loss"),
     ),
     "linear_cross_entropy": Case(
         lambda h, w, b: ops.linear_cross_entropy(h, w, target(h), b, softcap=5.0, memory_budget=1),
         ((4, 8), (50, 8), (50,)),
-        ("loss_weights", "linear_rows"),
+        ("loss_weights", "linear_loss"),
     ),
     "linear_cross_entropy, each row": Case(
         lambda h, w: ops.linear_cross_entropy(h, w, target(h), reduction="none"),
         ((4, 8), (50, 8)),
-        ("loss_weights", "linear_rows", "linear_rows"),
+        ("loss_weights", "linear_loss", "linear_loss"),
     ),
     "linear_log_probs": Case(
         lambda h, w, b: ops.linear_log_probs(h, w, target(h), b, softcap=5.0, memory_budget=1),
         ((4, 8), (50, 8), (50,)),
-        ("loss_weights", "linear_rows", "linear_columns"),
+        ("loss_weights", "linear_loss", "linear_gradients"),
     ),
     "linear_log_probs and more": Case(
         lambda h, w: ops.linear_log_probs(
             h, w, target(h), return_entropy=True, return_lse=True, return_predicted=True, return_rank=True
         ),
         ((4, 8), (50, 8)),
-        ("loss_weights", "linear_rows", "linear_columns"),
+        ("loss_weights", "linear_loss", "linear_gradients"),
     ),
 }
 

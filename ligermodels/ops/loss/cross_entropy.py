@@ -1,23 +1,31 @@
-"""Cross entropy over given logits; the formula is at the head of `token_losses`, and with class weights or token
-scaling at that of `loss_terms`."""
+"""Cross entropy of logits. The head of `token_losses` has the formula, the head of `loss_terms` the formula with class
+weights and token scaling."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.loss_terms import LossTerms
+from ligermodels.ops.loss.row_statistics import (
+    RowGradients,
+    RowOutputs,
+    RowStatistics,
+    pack_results,
+    row_statistics_reference,
+    unpack_gradients,
+)
 from ligermodels.ops.loss.token_losses import (
     LossOptions,
     LossWeights,
     Reduction,
-    RowNumbers,
     check_class_weights,
     check_loss,
     check_targets,
     checked_loss_weights,
-    class_loss_weights,
-    row_numbers_reference,
+    loss_weights,
+    with_extras,
 )
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
@@ -42,141 +50,162 @@ def cross_entropy(
     return_z_loss: bool = False,
     return_predicted: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Cross entropy of logits against class indices (the formulas are at the heads of `token_losses` and
-    `loss_terms`).
+    """Cross entropy of logits against class indices (formulas: heads of `token_losses` and `loss_terms`).
 
-    logits: (..., V), any floating dtype and strides; or a DTensor that is sharded in its last dimension, over ranks
-        that have all else alike (see `sharded_numbers`): then the results are plain tensors, the same on all ranks.
-    target: (...), int64, in [0, V) or ignore_index: such rows have no loss and a gradient of exact zeros.
-    token_weights: (...), floating, not negative, multiplied into each row's loss; they get no gradient.
-    class_weights: (V,), floating, as `weight` of torch's cross_entropy, label smoothing included; they get no gradient.
-        The z-loss is not weighted by class, as in Liger-Kernel.
-    token_scaling: multiply each row's loss, z-loss included, by the probability of its target, without a gradient.
-    reduction: "none" gives a loss for each row, (...); "sum" their sum; "mean" their sum over the number of rows not
-        ignored, or over the sum of those rows' token_weights if given (times their targets' class_weights, but for the
-        z-loss). If that is 0, the loss is 0 (where torch gives nan) and so are the gradients.
-    return_rank: also return (...) int64, the number of classes that rank before the target: those of a greater logit,
-        and those of an equal logit and a smaller index; -1 for ignored rows. So rank < k is top-k accuracy.
-    return_z_loss: also return what of the loss is the z-loss, reduced in the same way, without a gradient.
-    return_predicted: also return (...) int64, the class of the greatest logit, the first of equal ones; -1 for ignored
-        rows.
-    Returns the loss in float32 (float64 for float64 logits), or a tuple of it and of what else is asked for, in this
-    order: rank, z-loss, predicted classes.
-    Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range. On
-    CUDA such a target fails a device-side assertion (no wait for the device), and is never used as an index;
-    `set_host_checks` asks for the InputError there too.
+    Args:
+        logits: (..., V), any floating dtype and strides; or a DTensor that is sharded in its last dimension, over ranks
+            with the same rows (see `sharded_statistics`): the results are plain tensors, the same on all ranks.
+        target: class indices, int64 (...), in [0, V) or `ignore_index`.
+        ignore_index: the target of ignored rows, which have no loss and a gradient of exact zeros. Default: -100.
+        reduction: "mean" (default): the sum of the losses over the number of rows that are not ignored, or over the sum
+            of their token weights times class weights (z-loss: of their token weights). If that sum is 0, so are loss
+            and gradients, where torch returns nan. "sum", or "none": a loss for each row, (...).
+        token_weights: floating (...), not negative: factors of the rows' losses, without a gradient.
+        class_weights: floating (V,): `weight` of torch's cross_entropy, also for label smoothing; without a gradient.
+            The z-loss is not weighted by class, as in Liger-Kernel.
+        token_scaling: multiply each row's loss, z-loss included, by the probability of its target, without a gradient.
+        label_smoothing: in [0, 1], the fraction of the target distribution that is spread over all classes. Default: 0.
+        z_loss: coefficient of the squared log-sum-exp, 0 or above. Default: 0.
+        softcap: positive: logits become softcap * tanh(logits / softcap). Default: no cap.
+        logit_scale: positive factor of the logits, before the softcap. Default: 1.
+        return_rank: also return the number of classes that rank before the target, int64 (...), -1 for ignored rows:
+            classes with a larger logit, or with an equal logit and a smaller index. rank < k is top-k accuracy.
+        return_z_loss: also return the part of the loss that is the z-loss, reduced as the loss, without a gradient.
+        return_predicted: also return the class of the largest logit, the first one of equal logits, int64 (...), -1 for
+            ignored rows.
+
+    Returns:
+        The loss, float32 (float64 for float64 logits); or a tuple of the loss and the requested extras, in this order:
+        ranks, z-loss, predicted classes.
+
+    Raises:
+        InputError: shapes, dtypes, devices or options do not fit, or, on the CPU, a target is out of range. On CUDA
+            such a target fails a device-side assertion, without a wait for the device, and is never used as an index;
+            with `set_host_checks` it is an InputError there too.
+
+    Example:
+        >>> logits = torch.randn(2, 16, 1000, requires_grad=True)
+        >>> target = torch.randint(1000, (2, 16))
+        >>> ops.cross_entropy(logits, target, label_smoothing=0.1).backward()
     """
-    options = LossOptions(
-        ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank, return_predicted
-    )  # fmt: skip
-    V, shard = logits.shape[-1:].numel(), None
+    options, shard = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale), None
     if is_dtensor(logits) and logits.ndim:
         from ligermodels.ops.runtime.class_shards import shard_of_classes  # imports DTensors
 
         logits, shard = shard_of_classes("cross_entropy", "logits", logits, -1)
-    check_loss("cross_entropy", logits, "logits", target, token_weights, reduction, options)
-    dtype = logits.dtype
-    class_weights = check_class_weights("cross_entropy", class_weights, V, logits.device, dtype)
-    terms = LossTerms(options, class_weights, token_scaling, return_z_loss, shard is not None)
-    target, weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, dtype, class_weights)
-    mean_weights = terms.mean_weights(V, logits)
+    check_loss("cross_entropy", "logits", logits, target, token_weights, reduction, options)
+    V = logits.shape[-1] if shard is None else shard.num_classes
+    class_weights = check_class_weights("cross_entropy", class_weights, V, logits)
+    target, weights = checked_loss_weights(
+        target, V, ignore_index, reduction, token_weights, logits.dtype, class_weights
+    )
+    fused = shard is None and options.fused(class_weights, token_scaling)
+    terms = LossTerms(options, class_weights, token_scaling, fused)
+    outputs = terms.outputs(return_rank, return_z_loss, return_predicted)
+    arguments = logits, target, terms.kernel_options, outputs, terms.mean_weights(V, logits)
     if shard is not None:
-        from ligermodels.ops.loss.sharded_numbers import sharded_numbers
+        from ligermodels.ops.loss.sharded_statistics import sharded_statistics
 
-        found = sharded_numbers(
-            logits, target, shard, terms.of_kernels, return_lse=terms.needs_lse, class_weights=mean_weights
-        )
+        rows = sharded_statistics(*arguments, shard)
     elif use_kernels(logits):
-        arguments = (logits, target, mean_weights, terms.of_kernels, terms.needs_lse)
-        found = RowNumbers(*_CrossEntropy.apply(*arguments))
+        rows = RowStatistics.unpack(_CrossEntropy.apply(*arguments), outputs)
     else:
-        return _by_reference(logits, target, terms, weights, reduction)
-    losses, z_losses = terms.losses(found, weights)
-    return terms.results(losses if reduction == "none" else losses.sum(), z_losses, reduction, found)
+        rows = row_statistics_reference(*arguments)
+    return _reduced(terms, rows, weights, reduction, return_z_loss)
 
 
 def cross_entropy_reference(
     logits: Tensor, target: Tensor, *, reduction: Reduction = "mean", token_weights: Tensor | None = None,
-    class_weights: Tensor | None = None, token_scaling: bool = False, return_z_loss: bool = False, **options: Any,
+    class_weights: Tensor | None = None, token_scaling: bool = False, return_rank: bool = False,
+    return_z_loss: bool = False, return_predicted: bool = False, **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """The specification of `cross_entropy`, in plain torch; the same arguments."""
-    chosen = LossOptions(**options)
-    V, dtype = logits.shape[-1], logits.dtype
-    check_targets(target, V, chosen.ignore_index)
-    class_weights = check_class_weights("cross_entropy", class_weights, V, logits.device, dtype)
-    terms = LossTerms(chosen, class_weights, token_scaling, return_z_loss)
-    weights = class_loss_weights(target, chosen.ignore_index, reduction, token_weights, class_weights, dtype)
-    return _by_reference(logits, target, terms, weights, reduction)
+    """The specification of `cross_entropy`, in plain torch.
 
-
-def _by_reference(
-    logits: Tensor, target: Tensor, terms: LossTerms, weights: LossWeights, reduction: Reduction
-) -> Tensor | tuple[Tensor, ...]:
+    Args:
+        logits: (..., V).
+        target: int64 (...).
+        reduction: "mean", "sum" or "none".
+        token_weights: floating (...), or None.
+        class_weights: floating (V,), or None.
+        token_scaling: whether each row's loss is multiplied by the probability of its target.
+        return_rank: whether to return the ranks.
+        return_z_loss: whether to return the z-loss.
+        return_predicted: whether to return the predicted classes.
+        options: fields of `LossOptions`.
+    """
+    loss_options = LossOptions(**options)
+    check_targets(target, logits.shape[-1], loss_options.ignore_index)
+    class_weights = check_class_weights("cross_entropy", class_weights, logits.shape[-1], logits)
+    weights = loss_weights(
+        target, loss_options.ignore_index, reduction, token_weights, logits.dtype, class_weights
+    )  # fmt: skip
+    fused = loss_options.fused(class_weights, token_scaling)
+    terms = LossTerms(loss_options, class_weights, token_scaling, fused)
+    outputs = terms.outputs(return_rank, return_z_loss, return_predicted)
     means = terms.mean_weights(logits.shape[-1], logits)
-    found = row_numbers_reference(logits, target, terms.of_kernels, means, terms.needs_lse)
-    losses, z_losses = terms.losses(found, weights)
-    return terms.results(losses if reduction == "none" else losses.sum(), z_losses, reduction, found)
+    rows = row_statistics_reference(logits, target, terms.kernel_options, outputs, means)
+    return _reduced(terms, rows, weights, reduction, return_z_loss)
+
+
+def _reduced(
+    terms: LossTerms, rows: RowStatistics, weights: LossWeights, reduction: Reduction, return_z_loss: bool
+) -> Tensor | tuple[Tensor, ...]:
+    losses, z_losses = terms.losses(rows, weights), terms.z_losses(rows, weights) if return_z_loss else None
+    if reduction != "none":
+        losses, z_losses = losses.sum(), None if z_losses is None else z_losses.sum()
+    return with_extras(losses, rows.ranks, z_losses, rows.predicted)
 
 
 @custom_op()
 def _cross_entropy_forward(
     logits: Tensor, target: Tensor, class_weights: Tensor | None, ignore_index: int, label_smoothing: float,
-    z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool, return_predicted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Each row's loss, max, sum of exp(x - max), rank, predicted class, and mean of class_weights * x; those
-    not asked for are empty. A target out of range counts as ignored: targets have been checked."""
-    losses, maxima, totals = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
-    ranks, predicted = (target.new_empty(target.shape if r else (0,)) for r in (return_rank, return_predicted))
-    means = losses.new_empty((0,) if class_weights is None else losses.shape)
-    if is_fake(losses):
-        return losses, maxima, totals, ranks, predicted, means
-    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank)
-    launch_rows(
-        as_rows(logits), target.contiguous(), losses, ranks, options, maxima=maxima, totals=totals,
-        predicted=predicted if return_predicted else None, means=None if class_weights is None else means,
-        class_weights=class_weights,
-    )  # fmt: skip
-    return losses, maxima, totals, ranks, predicted, means
+    z_loss: float, softcap: float | None, logit_scale: float, outputs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The packed `RowStatistics`. A target out of range counts as ignored: targets have been checked."""
+    statistics = RowStatistics.empty(target, torch.float32, RowOutputs(*outputs))
+    if not is_fake(logits):
+        options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        launch_rows(as_rows(logits), target.contiguous(), statistics, options, class_weights=class_weights)
+        statistics.fill_lses()
+    return statistics.pack()
 
 
 @custom_op()
 def _cross_entropy_backward(
     dlosses: Tensor, dlses: Tensor | None, dmeans: Tensor | None, logits: Tensor, target: Tensor,
     class_weights: Tensor | None, maxima: Tensor, totals: Tensor, ignore_index: int, label_smoothing: float,
-    z_loss: float, softcap: float | None, logit_scale: float, return_rank: bool, return_predicted: bool,
+    z_loss: float, softcap: float | None, logit_scale: float,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits, given those of each row's loss, log-sum-exp and mean."""
+    """The gradient by the logits, from the gradients by the loss, log-sum-exp and mean of each row."""
     gradient = logits.new_empty(logits.shape)
-    if is_fake(gradient):
-        return gradient
-    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    dlses, dmeans = (None if d is None else d.contiguous() for d in (dlses, dmeans))
-    launch_gradient(
-        as_rows(logits), as_rows(gradient), target.contiguous(), maxima, totals, dlosses.contiguous(), options,
-        lse_weights=dlses, mean_weights=dmeans, class_weights=None if dmeans is None else class_weights,
-    )  # fmt: skip
+    if not is_fake(gradient):
+        options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        launch_gradient(
+            as_rows(logits), as_rows(gradient), target.contiguous(), maxima, totals,
+            RowGradients(dlosses, lses=dlses, means=dmeans).flat(), options, class_weights=class_weights,
+            num_classes=logits.shape[-1],
+        )  # fmt: skip
     return gradient
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The `RowNumbers` without entropies; empty, or None, where not asked for."""
+    """The packed `RowStatistics`, without entropies."""
 
     @staticmethod
-    def forward(ctx, logits, target, class_weights, options, return_lse):
-        losses, maxima, totals, ranks, predicted, means = _cross_entropy_forward(
-            logits, target, class_weights, *options
-        )
-        ctx.save_for_backward(logits, target, class_weights, maxima, totals)
-        ctx.options, ctx.asked = options, (return_lse, class_weights is not None)
-        ctx.set_materialize_grads(False)  # None tells what the loss does not use
-        lses = maxima + totals.log() if return_lse else None
-        means = means if class_weights is not None else None
-        ctx.mark_non_differentiable(ranks, predicted)
-        return losses, ranks, predicted, None, lses, means
+    def forward(ctx, logits, target, options, outputs, class_weights):
+        kernel_outputs = outputs._replace(lses=True)
+        packed = _cross_entropy_forward(logits, target, class_weights, *options, kernel_outputs)
+        rows = RowStatistics.unpack(packed, kernel_outputs)
+        ctx.save_for_backward(logits, target, class_weights, rows.maxima, rows.totals)
+        ctx.options, ctx.outputs = options, outputs
+        return pack_results(ctx, rows, outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dlosses, _ranks, _predicted, _entropies, dlses, dmeans):
-        # A compiled graph has zeros for None, also for what was not asked for.
-        dlses, dmeans = (d if used else None for d, used in zip((dlses, dmeans), ctx.asked, strict=True))
-        return (_cross_entropy_backward(dlosses, dlses, dmeans, *ctx.saved_tensors, *ctx.options),)
+    def backward(ctx, *by_fields):
+        gradients = unpack_gradients(ctx.outputs, ctx.saved_tensors[3], by_fields)
+        return (
+            _cross_entropy_backward(
+                gradients.losses, gradients.lses, gradients.means, *ctx.saved_tensors, *ctx.options
+            ),
+        )  # fmt: skip

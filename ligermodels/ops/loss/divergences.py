@@ -24,7 +24,7 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 class DistillationOptions(NamedTuple):
-    """The options of a row's divergence, in the order in which the registered op takes them."""
+    """Options of the divergence of a row, in the order of the arguments of the registered op."""
 
     divergence: str
     beta: float
@@ -60,8 +60,12 @@ def _jsd(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 class _Formula(NamedTuple):
-    """`compute`: student's and teacher's log-probabilities (M, V), both overwritten, and beta -> losses (M,) and the
-    gradient, in the memory of one of them. `buffers`: how many more of that size it holds."""
+    """A divergence.
+
+    compute: (log_q, log_p, beta) -> losses (M,) and gradient (M, V), from the log-probabilities of student and teacher,
+        (M, V). It overwrites both, and the gradient is in the memory of one of them.
+    buffers: the number of further (M, V) buffers that it needs.
+    """
 
     compute: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
     buffers: int
@@ -74,13 +78,21 @@ def divergence_in_place(
     student: Tensor, teacher: Tensor, losses: Tensor, valid: Tensor, loss_weights: Tensor | None,
     options: DistillationOptions,
 ) -> None:  # fmt: skip
-    """Fills losses (M,) from logits (M, V), which are overwritten; rows that are not valid (M,) have no loss. Given
-    loss_weights (M,), the gradient of loss_weights * losses takes the place of the student's logits."""
+    """Fills losses, and replaces the student's logits by the gradient of loss_weights * losses.
+
+    Args:
+        student: logits (M, V).
+        teacher: logits (M, V); overwritten.
+        losses: (M,), the dtype of the computation; 0 in rows that are not valid.
+        valid: bool (M,).
+        loss_weights: (M,); None: no gradient is needed, and the student's logits are overwritten.
+        options: the options of the divergence.
+    """
     log_q, log_p = student.to(losses.dtype), teacher.to(losses.dtype)
     slope = _log_softmax_(log_q, options.logit_scale, options.softcap, options.temperature, loss_weights is not None)
     _log_softmax_(log_p, options.teacher_logit_scale, options.teacher_softcap, options.temperature, False)
-    found, gradient = DIVERGENCES[options.divergence].compute(log_q, log_p, options.beta)
-    losses.copy_(found.masked_fill_(~valid, 0.0))
+    row_losses, gradient = DIVERGENCES[options.divergence].compute(log_q, log_p, options.beta)
+    losses.copy_(row_losses.masked_fill_(~valid, 0.0))
     if loss_weights is None:
         return
     gradient.mul_((loss_weights * (options.logit_scale / options.temperature)).unsqueeze(1))
@@ -90,7 +102,14 @@ def divergence_in_place(
 
 
 def bytes_in_place(V: int, student: torch.dtype, teacher: torch.dtype, options: DistillationOptions) -> int:
-    """What `divergence_in_place` holds per row, at most, beside the logits."""
+    """The bytes that `divergence_in_place` needs for a row beside the logits.
+
+    Args:
+        V: the number of classes.
+        student: the dtype of the student's logits.
+        teacher: the dtype of the teacher's logits.
+        options: the options of the divergence.
+    """
     wide = torch.promote_types(student, torch.float32)
     copies = (student != wide) + (teacher != wide) + (options.softcap is not None)
     return V * wide.itemsize * (copies + DIVERGENCES[options.divergence].buffers)

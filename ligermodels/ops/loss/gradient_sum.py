@@ -1,32 +1,40 @@
-"""The gradient of a parameter, summed over chunks in float32 and rounded once."""
+"""Gradients of parameters: summed over chunks in float32 and rounded once, and kept from forward to backward pass."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ALONE = 1024  # rows that are rounded first, by way of a copy
+from ligermodels.ops.loss.token_losses_kernels import scale_
+
+FIRST_ROWS = 1024  # rows that are rounded first, through a copy
 ALIGNED = 16  # the two parts of the sum meet at a multiple of this many rows, for the GEMMs
 
 
 class GradientSum:
-    """The sum over chunks of rows of g.T @ x, (V, H), for a weight, or of g's rows, (V,), for a bias.
+    """The sum over chunks of rows of g.T @ x, (V, H), for a weight, or of the rows of g, (V,), for a bias.
 
     With several chunks and a 16-bit parameter, the sum is float32 until `close`. Half of it is stored in the memory of
-    the final gradient, so that it needs only as much memory again, and rounding needs none.
-    `parameter` gives shape, dtype and device; `several`: whether there may be more than one chunk.
+    the final gradient, so that it needs only the memory of the gradient once more, and rounding needs none. This saves
+    2 bytes per element of the head's weight, 1 GB for 128k classes and H = 4096.
     """
 
-    def __init__(self, parameter: Tensor, *, several: bool) -> None:
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        self._gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        self._empty, self._parts, self._sums = True, [slice(0, len(parameter))], [self._gradient]
-        if several and wide != parameter.dtype:
-            inside = len(parameter) // 2 // ALIGNED * ALIGNED if parameter.dim() == 2 else 0
-            self._parts = [slice(0, inside), slice(inside, len(parameter))]
-            shared = self._gradient[: 2 * inside].view(-1).view(wide).view(inside, *parameter.shape[1:])
-            rest = torch.empty((len(parameter) - inside, *parameter.shape[1:]), dtype=wide, device=parameter.device)
+    def __init__(self, gradient: Tensor, *, several: bool) -> None:
+        """
+        Args:
+            gradient: memory of the result, contiguous, of the parameter's shape and dtype.
+            several: whether there may be more than one chunk.
+        """
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        self._gradient, self._empty = gradient, True
+        self._parts, self._sums = [slice(0, len(gradient))], [gradient]
+        if several and wide != gradient.dtype:
+            inside = len(gradient) // 2 // ALIGNED * ALIGNED if gradient.dim() == 2 else 0
+            self._parts = [slice(0, inside), slice(inside, len(gradient))]
+            shared = gradient[: 2 * inside].view(-1).view(wide).view(inside, *gradient.shape[1:])
+            rest = torch.empty((len(gradient) - inside, *gradient.shape[1:]), dtype=wide, device=gradient.device)
             self._sums = [shared, rest]
 
     def add(self, g: Tensor, x: Tensor | None = None) -> None:
@@ -34,22 +42,22 @@ class GradientSum:
         for part, total in zip(self._parts, self._sums, strict=True):
             if not len(total):
                 continue
-            each = g[:, part]
+            columns = g[:, part]
             if x is None:
-                each = each.sum(0, dtype=total.dtype)
-                total.copy_(each if self._empty else total + each)
+                rows_sum = columns.sum(0, dtype=total.dtype)
+                total.copy_(rows_sum if self._empty else total + rows_sum)
                 continue
             options: dict[str, Any] = {"beta": 0 if self._empty else 1, "out": total}
             if total.dtype == g.dtype:
-                torch.addmm(total, each.t(), x, **options)
+                torch.addmm(total, columns.t(), x, **options)
             elif total.is_cuda:
-                torch.addmm(total, each.t(), x, out_dtype=total.dtype, **options)
+                torch.addmm(total, columns.t(), x, out_dtype=total.dtype, **options)
             else:
-                torch.addmm(total, each.t().to(total.dtype), x.to(total.dtype), **options)
+                torch.addmm(total, columns.t().to(total.dtype), x.to(total.dtype), **options)
         self._empty = False
 
     def close(self) -> Tensor:
-        """Returns the sum in the parameter's dtype, zeros if nothing was added. `add` must not be called afterwards."""
+        """Returns the gradient, zeros if nothing was added. `add` must not be called afterwards."""
         gradient, sums, self._sums = self._gradient, self._sums, []
         if self._empty:
             return gradient.zero_()
@@ -58,7 +66,7 @@ class GradientSum:
         shared, rest = sums
         # Row r of the sum is stored where rows 2r and 2r + 1 of the result belong. So pieces of doubling length can be
         # rounded in order: each overwrites only rows of the sum that have been rounded.
-        first = min(ALONE, len(shared))
+        first = min(FIRST_ROWS, len(shared))
         gradient[:first] = shared[:first].to(gradient.dtype)
         ends = [first]
         while ends[-1] < len(shared):
@@ -67,3 +75,35 @@ class GradientSum:
             gradient[start:end] = shared[start:end]
         gradient[len(shared) :] = rest
         return gradient
+
+
+def keep_gradients(ctx: Any, inputs: Sequence[Tensor | None], gradients: list[Tensor], needs: Sequence[bool]) -> None:
+    """Saves the gradients that a forward pass has computed, and its inputs, for `kept_gradients`.
+
+    Args:
+        ctx: the context of the autograd.Function.
+        inputs: the tensors from which a repeated backward pass recomputes the gradients.
+        gradients: the gradients for a loss gradient of 1.
+        needs: whether the forward pass computed each gradient; if it computed none, the backward pass does.
+    """
+    # A compiled graph keeps the gradients as saved tensors and may not write into them. Eagerly they are returned once,
+    # without a second copy: autograd's own saved tensors would stay alive through the backward pass.
+    ctx.functional = any(needs) and torch.compiler.is_compiling()
+    if ctx.functional:
+        ctx.save_for_backward(*gradients)
+    else:
+        ctx.save_for_backward(*inputs)
+        ctx.gradients = gradients if any(needs) else None
+
+
+def kept_gradients(ctx: Any, grad: Tensor) -> list[Tensor] | None:
+    """The kept gradients times `grad`, a scalar; None if the backward pass has to compute them from the inputs."""
+    if ctx.functional:
+        return [g * grad for g in ctx.saved_tensors]
+    if ctx.gradients is None:
+        return None
+    gradients: list[Tensor] = ctx.gradients
+    ctx.gradients = None
+    for g in gradients:
+        scale_(g, grad)
+    return gradients

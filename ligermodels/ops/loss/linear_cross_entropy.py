@@ -1,10 +1,10 @@
-"""The language model head and its cross entropy in one op, by chunks of rows, so that the logits never exist whole.
+"""The language-model head and its cross entropy in one op, by chunks of rows, so that the logits never exist whole.
 
 With reduction "mean" or "sum" the forward pass computes the gradients too: per chunk one GEMM for the logits, the loss,
-whose gradient takes their place, and one GEMM for each gradient that is needed. The backward pass only scales them.
-With reduction "none", whose factors are known only in the backward pass, and in float16, where the gradients of logits
-underflow without the loss scale, the backward pass recomputes the logits. So it does with token scaling, and with class
-weights beside label smoothing or a z-loss: these losses are put together above `linear_numbers`.
+the gradient in place of the logits, and one GEMM for each gradient that is needed. The backward pass only scales them.
+The backward pass recomputes the logits with reduction "none", because only it knows the weights of the rows, and in
+float16, because gradients of logits underflow without the loss scale. It also does with token scaling, and with class
+weights beside label smoothing or a z-loss: `loss_terms` sums these losses from `linear_statistics`.
 """
 
 from typing import Any
@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import checked_head, keep_gradients, kept_gradients, linear_rows
+from ligermodels.ops.loss.chunks import linear_loss
 from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
-from ligermodels.ops.loss.linear_numbers import linear_numbers
-from ligermodels.ops.loss.loss_terms import LossTerms
-from ligermodels.ops.loss.token_losses import LossOptions, Reduction, RowNumbers
+from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
+from ligermodels.ops.loss.linear_head import checked_head
+from ligermodels.ops.loss.linear_statistics import linear_statistics
+from ligermodels.ops.loss.loss_terms import LossTerms, weighted_z_losses
+from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics
+from ligermodels.ops.loss.token_losses import LossOptions, Reduction, with_extras
 from ligermodels.ops.runtime.library import once_differentiable
 
 
@@ -43,88 +46,123 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:
     """`cross_entropy(hidden @ weight.T + bias, target)` without the logits in memory; exact, gradients included.
 
-    hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
-        all three are cast to its dtype). target, weights of tokens and classes, and the options: as in `cross_entropy`,
-        and the result. weight and bias may be DTensors that are sharded by classes, over ranks that have all else
-        alike: no rank then has all logits of a row, and the gradient of hidden is that of the whole (see
-        `sharded_numbers`).
-    memory_budget: bytes for a chunk's logits and for what is computed with them (at least one row is taken, whatever
-        it needs). The gradients themselves come on top. With several chunks and a 16-bit weight it takes as much as the
-        weight's gradient once more, for that is summed in float32 (`GradientSum`) and rounded once: of the budget, if
-        that is no more than half of it, else on top. All rows at once may take that memory too, for they need no sum.
-    num_targets: the number of targets that are not ignored, if known on the host: the other rows then take no part in
-        the GEMMs. On the CPU it is counted; on CUDA that would wait for the device, so without it no row is skipped.
-    A gradient is computed exactly if its own operand requires it; under no_grad only the loss is. Eagerly, the first
-    backward pass hands out the gradients of the forward pass; a repeated one over a retained graph computes them anew.
-    In bfloat16 they are rounded before they are multiplied by the loss's own gradient, and so once more if that is no
-    power of two.
-    With token_scaling, and with class_weights beside label_smoothing or z_loss, the backward pass computes the logits
-    again. With a frozen head, and neither smoothing nor a z-loss, the gradient of hidden is kept and multiplied, as in
-    `linear_log_probs`.
-    Raises InputError as `cross_entropy` does.
+    A gradient is computed only if its operand requires it; under no_grad only the loss is computed. Eagerly, the first
+    backward pass returns the gradients of the forward pass, and another one over a retained graph recomputes them. In
+    bfloat16 they are rounded before they are multiplied by the gradient of the loss, and once more if that is no power
+    of two.
+
+    Args:
+        hidden: hidden states, (..., H), any floating dtype and strides.
+        weight: (V, H), the dtype of `hidden`; under autocast both are cast to its dtype. It may be a DTensor that is
+            sharded by classes, over ranks with the same hidden states and targets: then no rank computes all logits of
+            a row, and the gradient of `hidden` is summed over the ranks (see `sharded_statistics`).
+        target: class indices, int64 (...), in [0, V) or `ignore_index`.
+        bias: (V,), the dtype and sharding of `weight`; by default none.
+        ignore_index: the target of ignored rows, which have no loss and a gradient of exact zeros. Default: -100.
+        reduction: "mean" (default): the sum of the losses over the number of rows that are not ignored, or over the sum
+            of their token weights times class weights (z-loss: of their token weights); 0 if that sum is 0. "sum", or
+            "none": a loss for each row, (...).
+        token_weights: floating (...), not negative: factors of the rows' losses, without a gradient.
+        class_weights: floating (V,): `weight` of torch's cross_entropy, without a gradient; not used for the z-loss.
+        token_scaling: multiply each row's loss by the probability of its target, without a gradient. This, and class
+            weights beside label smoothing or a z-loss, cost one more GEMM, because the backward pass recomputes logits.
+        label_smoothing: in [0, 1], the fraction of the target distribution that is spread over all classes. Default: 0.
+        z_loss: coefficient of the squared log-sum-exp, 0 or above. Default: 0.
+        softcap: positive: logits become softcap * tanh(logits / softcap). Default: no cap.
+        logit_scale: positive factor of the logits, before the softcap. Default: 1.
+        return_rank: also return the number of classes that rank before the target, int64 (...), -1 for ignored rows.
+        return_z_loss: also return the part of the loss that is the z-loss, reduced as the loss, without a gradient.
+        return_predicted: also return the class of the largest logit, int64 (...), -1 for ignored rows.
+        memory_budget: bytes for the logits of a chunk and everything computed from them; a chunk has at least one row.
+            Gradients are not included. With several chunks and a 16-bit weight, the float32 sum of the weight's
+            gradient takes the memory of this gradient once more (`GradientSum`): from the budget if it is at most half
+            of it, else in addition. Default: 1 GiB.
+        num_targets: the number of targets that are not ignored, if the host knows it: the GEMMs then skip ignored rows,
+            and a copy of the other hidden states is kept. On the CPU it is counted. On CUDA counting would wait for the
+            device, so that without it no row is skipped.
+
+    Returns:
+        The loss, float32 (float64 for float64 `hidden`); or a tuple of the loss and the requested extras, in the order
+        ranks, z-loss, predicted classes.
+
+    Raises:
+        InputError: shapes, dtypes, devices or options do not fit, or, on the CPU, a target is out of range. On CUDA
+            such a target fails a device-side assertion, unless `set_host_checks` is on.
+
+    Example:
+        >>> hidden = torch.randn(2, 16, 64, requires_grad=True)
+        >>> weight = torch.randn(1000, 64, requires_grad=True)
+        >>> target = torch.randint(1000, (2, 16))
+        >>> loss = ops.linear_cross_entropy(hidden, weight, target)
+        >>> loss.backward()
+        >>> loss, rank = ops.linear_cross_entropy(hidden, weight, target, return_rank=True)
+        >>> top_5_accuracy = (rank < 5).float().mean()
     """
-    options = LossOptions(
-        ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_rank, return_predicted
-    )  # fmt: skip
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     head = checked_head(
-        "linear_cross_entropy",
-        hidden,
-        weight,
-        target,
-        bias,
-        token_weights,
-        reduction,
-        options,
-        memory_budget,
-        num_targets,
-        class_weights,
-    )
-    terms = LossTerms(options, head.class_weights, token_scaling, return_z_loss, head.shard is not None)
-    if terms.together:
-        loss, *others = _LinearCrossEntropy.apply(
-            *head[:4], head.loss_weights.of_target, options, return_z_loss, memory_budget, head.num_targets,
-            reduction != "none", head.needs,
+        "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
+        num_targets=num_targets, reduction=reduction, token_weights=token_weights, class_weights=class_weights,
+    )  # fmt: skip
+    weights, z_losses = head.loss_weights, None
+    if options.fused(class_weights, token_scaling) and head.shard is None:
+        outputs = RowOutputs(return_rank, return_predicted, lses=return_z_loss)
+        packed = _LinearCrossEntropy.apply(
+            *head[:5], weights.nll, options, outputs, memory_budget, reduction != "none"
         )  # fmt: skip
-        found = RowNumbers(loss, *others)
-        z_losses = terms.z_losses(found, head.loss_weights)
+        rows = RowStatistics.unpack(packed, outputs)
+        loss = rows.losses
+        if return_z_loss:
+            z_losses = weighted_z_losses(rows, weights, options)
     else:
-        found = linear_numbers(
-            head, terms.of_kernels, memory_budget, return_lse=terms.needs_lse,
-            class_weights=terms.mean_weights(head.num_classes, head.hidden), keep=not terms.needs_lse,
+        terms = LossTerms(options, head.class_weights, token_scaling, fused=False)
+        rows = linear_statistics(
+            head, terms.kernel_options, terms.outputs(return_rank, return_z_loss, return_predicted),
+            class_weights=terms.mean_weights(head.num_classes, head.hidden), keep=not (terms.separate or return_z_loss),
         )  # fmt: skip
-        losses, z_losses = terms.losses(found, head.loss_weights)
+        losses = terms.losses(rows, weights)
         loss = losses if reduction == "none" else losses.sum()
-    return terms.results(loss, z_losses, reduction, found)
+        if return_z_loss:
+            z_losses = terms.z_losses(rows, weights)
+    if z_losses is not None and reduction != "none":
+        z_losses = z_losses.sum()
+    extras = head.restore(rows.ranks, -1), head.restore(z_losses, 0), head.restore(rows.predicted, -1)
+    return with_extras(head.restore(loss, 0), *extras)
 
 
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor | tuple[Tensor, ...]:
-    """The specification of `linear_cross_entropy`, in plain torch, with all the logits; the same arguments."""
+    """The specification of `linear_cross_entropy`, in plain torch, with all the logits.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        target: int64 (...).
+        bias: (V,), or None.
+        options: keyword arguments of `linear_cross_entropy`.
+    """
     for name in ("memory_budget", "num_targets"):
         options.pop(name, None)
     return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The reduced loss (or each row's, times its weight), ranks, predicted classes, None, and log-sum-exps; empty where
-    not asked for."""
+    """The packed `RowStatistics`, with the reduced loss or the weighted losses of rows, which alone have gradients."""
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, target, loss_weights, options, return_lse, memory_budget, num_targets, reduced, needs
+        ctx, hidden, weight, bias, target, needs, loss_weights, options, outputs, memory_budget, reduced
     ):  # fmt: skip
+        inputs = hidden, weight, bias, target, loss_weights
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
-        losses, rank, predicted, _, maxima, totals, _, *gradients = linear_rows(
-            hidden, weight, bias, target, loss_weights, None, *options, False, return_lse, False,
-            memory_budget, num_targets, *now,
-        )  # fmt: skip
-        losses, lses = losses * loss_weights, maxima + totals.log()
-        numbers = (*options._replace(return_rank=False, return_predicted=False), False, False, False)
-        ctx.options = (*numbers, memory_budget, num_targets)
-        ctx.mark_non_differentiable(rank, predicted, lses)
-        keep_gradients(ctx, (hidden, weight, bias, target, loss_weights), gradients, now)
-        return losses.sum() if reduced else losses, rank, predicted, None, lses
+        *packed, dx, dw, db = linear_loss(*inputs, None, *options, outputs, memory_budget, now)
+        losses, *extras = RowStatistics.unpack(packed, outputs)[:6]
+        extras = [x for x in extras if x is not None]
+        ctx.options, ctx.memory_budget = options, memory_budget
+        ctx.mark_non_differentiable(*extras)
+        keep_gradients(ctx, inputs, [dx, dw, db], now)
+        losses = losses * loss_weights
+        return losses.sum() if reduced else losses, *extras
 
     @staticmethod
     @once_differentiable
@@ -133,4 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if kept is not None:
             return kept
         *inputs, loss_weights = ctx.saved_tensors
-        return linear_rows(*inputs, loss_weights * grad, None, *ctx.options, *ctx.needs_input_grad[:3])[-3:]
+        needs = ctx.needs_input_grad[:3]
+        return linear_loss(
+            *inputs, loss_weights * grad, None, *ctx.options, RowOutputs(), ctx.memory_budget, needs
+        )[-3:]  # fmt: skip

@@ -1,8 +1,6 @@
-"""Log-probabilities of given tokens straight from hidden states, by chunks of rows: what reinforcement learning and
-preference losses are made of.
+"""Log-probabilities of tokens from hidden states, by chunks of rows, for reinforcement learning and preference losses.
 
-The log-probability is minus the cross entropy, so that all of it is one pass of `linear_numbers`, which has the
-formulas.
+The log-probability is minus the cross entropy; `linear_statistics` has the formulas.
 """
 
 from typing import NamedTuple
@@ -11,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.chunks import checked_head
-from ligermodels.ops.loss.linear_numbers import linear_numbers
-from ligermodels.ops.loss.token_losses import LossOptions, check_targets, effective_logits, ranks_reference
+from ligermodels.ops.loss.linear_head import checked_head
+from ligermodels.ops.loss.linear_statistics import linear_statistics
+from ligermodels.ops.loss.row_statistics import RowOutputs, effective_logits, ranks_reference
+from ligermodels.ops.loss.token_losses import LossOptions, check_targets
 
 
 class TokenLogProbs(NamedTuple):
-    """What `linear_log_probs` gives of each token, each of target's shape; None for what was not asked for."""
+    """Results of `linear_log_probs` for each token, each of the target's shape; None if not requested."""
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -43,51 +42,69 @@ def linear_log_probs(
     memory_budget: int = 2**30,
     num_targets: int | None = None,
 ) -> Tensor | TokenLogProbs:
-    """log softmax(x)[target] of x = hidden @ weight.T + bias, scaled and softcapped, without the logits in memory.
+    """Log-probabilities log softmax(x)[target] of x = hidden @ weight.T + bias, without the logits in memory.
 
-    hidden: (..., H), any floating dtype and strides. weight: (V, H) and bias: (V,), of hidden's dtype (under autocast
-        all three are cast to its dtype); they may be sharded by classes, as in `linear_cross_entropy`.
-    target: (...), int64, in [0, V) or ignore_index: such rows have log-probability, entropy and log-sum-exp 0, and a
-        gradient of exact zeros.
-    softcap: x becomes softcap * tanh(x / softcap). logit_scale: multiplied into the logits first; 1 / temperature.
-    return_entropy: also the entropy of softmax(x); return_lse: log sum exp x.
-    return_predicted: also the class of the greatest logit, the first of equal ones, int64, -1 for ignored rows.
-    return_rank: as in `cross_entropy`; it is 0 exactly where the prediction is the target.
-    entropy_in_loss: whether the loss will use the entropy or lse. It changes no result, only what is computed when: see
-        below.
-    memory_budget, num_targets: as in `linear_cross_entropy`.
-    Returns the log-probabilities, (...), float32 (float64 for float64 hidden) as are entropy and lse; with any of the
-    return_... a `TokenLogProbs`.
-    log_probs, entropy and lse are differentiable by hidden, weight and bias, with any gradient of each token; a
-    gradient is computed exactly if its own operand requires it. If only hidden does, and it is not float16 (where the
-    gradients of logits underflow without the loss scale), its gradients of the log-probabilities are kept from the
-    forward pass, (..., H), and rounded before each is multiplied: two matrix products in all. A loss that uses the
-    entropy or lse too recomputes the logits instead, four products, or three if `entropy_in_loss` says so before. So
-    detach what is only logged; in a compiled graph whatever is asked for counts as used.
-    Raises InputError if shapes, dtypes, devices or options do not fit, or, on the CPU, for a target out of range; on
-    CUDA such a target fails a device-side assertion.
+    `log_probs`, `entropy` and `lse` are differentiable by hidden, weight and bias, with any gradient of each token; a
+    gradient is computed only if its operand requires it. If only `hidden` requires one and is not float16 (where
+    gradients of logits underflow without the loss scale), the forward pass keeps the gradients of the log-probabilities
+    by `hidden`, (..., H), rounded before each is multiplied: two matrix products in all. A loss that also uses the
+    entropy or lse recomputes the logits instead, with four products, or three with `entropy_in_loss`. So detach results
+    that are only logged; in a compiled graph every requested result counts as used.
+
+    Args:
+        hidden: hidden states, (..., H), any floating dtype and strides.
+        weight: (V, H), the dtype of `hidden`; under autocast both are cast to its dtype. It may be a DTensor that is
+            sharded by classes, over ranks with the same hidden states and targets.
+        target: tokens, int64 (...), in [0, V) or `ignore_index`.
+        bias: (V,), the dtype and sharding of `weight`; by default none.
+        ignore_index: the target of ignored rows, which have log-probability, entropy and log-sum-exp 0, and a gradient
+            of exact zeros. Default: -100.
+        softcap: positive: x becomes softcap * tanh(x / softcap). Default: no cap.
+        logit_scale: positive factor of the logits, before the softcap; 1 / temperature. Default: 1.
+        return_entropy: also return the entropy of softmax(x).
+        return_lse: also return log sum exp x.
+        return_predicted: also return the class of the largest logit, the first one of equal logits, int64, -1 for
+            ignored rows.
+        return_rank: also return the number of classes that rank before the target, int64, -1 for ignored rows; 0
+            exactly where the predicted class is the target.
+        entropy_in_loss: whether the loss will use the entropy or lse. It changes no result, only when the gradients are
+            computed.
+        memory_budget: bytes for the logits of a chunk and everything computed from them; a chunk has at least one row.
+            Default: 1 GiB.
+        num_targets: the number of targets that are not ignored, if the host knows it: the GEMMs then skip ignored rows,
+            and a copy of the other hidden states is kept. On the CPU it is counted.
+
+    Returns:
+        The log-probabilities, (...), float32 (float64 for float64 `hidden`); with any of the `return_` flags a
+        `TokenLogProbs`.
+
+    Raises:
+        InputError: shapes, dtypes, devices or options do not fit, or, on the CPU, a target is out of range. On CUDA
+            such a target fails a device-side assertion.
+
+    Example:
+        >>> hidden = torch.randn(2, 16, 64, requires_grad=True)
+        >>> weight, tokens = torch.randn(1000, 64), torch.randint(1000, (2, 16))
+        >>> log_probs = ops.linear_log_probs(hidden, weight, tokens, logit_scale=1 / 0.7)
+        >>> (-log_probs.mean()).backward()
     """
     if entropy_in_loss and not (return_entropy or return_lse):
         raise InputError("linear_log_probs: entropy_in_loss goes with return_entropy or return_lse")
-    options = LossOptions(
-        ignore_index, softcap=softcap, logit_scale=logit_scale, return_rank=return_rank,
-        return_predicted=return_predicted,
-    )  # fmt: skip
+    options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
     head = checked_head(
-        "linear_log_probs", hidden, weight, target, bias, None, "none", options, memory_budget, num_targets
+        "linear_log_probs", hidden, weight, target, bias, options, memory_budget=memory_budget, num_targets=num_targets
     )
-    found = linear_numbers(
-        head, options, memory_budget, return_entropy=return_entropy, return_lse=return_lse, keep=not entropy_in_loss
-    )
-    log_probs = 0 - found.losses  # an ignored row has 0, not -0
-    if not (return_entropy or return_lse or return_predicted or return_rank):
+    outputs = RowOutputs(return_rank, return_predicted, return_entropy, return_lse)
+    rows = linear_statistics(head, options, outputs, keep=not entropy_in_loss)
+    log_probs = 0 - head.restore(rows.losses, 0)  # an ignored row has 0, not -0
+    if not any(outputs):
         return log_probs
     return TokenLogProbs(
         log_probs,
-        found.entropies if return_entropy else None,
-        found.lses if return_lse else None,
-        found.predicted if return_predicted else None,
-        found.ranks if return_rank else None,
+        head.restore(rows.entropies, 0),
+        head.restore(rows.lses, 0),
+        head.restore(rows.predicted, -1),
+        head.restore(rows.ranks, -1),
     )
 
 
@@ -108,7 +125,24 @@ def linear_log_probs_reference(
     memory_budget: int = 0,
     num_targets: int | None = None,
 ) -> Tensor | TokenLogProbs:
-    """The specification of `linear_log_probs`, in plain torch, with all the logits; the same arguments."""
+    """The specification of `linear_log_probs`, in plain torch, with all the logits.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        target: int64 (...).
+        bias: (V,), or None.
+        ignore_index: the target of ignored rows.
+        softcap: positive, or None.
+        logit_scale: positive.
+        return_entropy: whether to return the entropy.
+        return_lse: whether to return the log-sum-exp.
+        return_predicted: whether to return the predicted class.
+        return_rank: whether to return the rank.
+        entropy_in_loss: not used.
+        memory_budget: not used.
+        num_targets: not used.
+    """
     check_targets(target, weight.shape[0], ignore_index)
     logits, valid = torch.nn.functional.linear(hidden, weight, bias), target != ignore_index
     x = effective_logits(logits, valid, LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale))

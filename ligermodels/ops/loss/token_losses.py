@@ -1,15 +1,15 @@
-"""The loss of a row of logits, its weight in the reduced loss, and the checks that all cross entropies share.
+"""The loss of a row of logits: its options, its weight in the reduced loss, and the checks of both.
 
 For a row of logits l and its target y, with effective logits x = logit_scale * l, or softcap * tanh(logit_scale * l /
 softcap) (Gemma 2, https://arxiv.org/abs/2408.00118), and lse = log sum exp x:
 
     loss = lse - (1 - label_smoothing) * x_y - label_smoothing * mean(x) + z_loss * lse^2
 
-(label smoothing as torch and https://arxiv.org/abs/1512.00567, z-loss as PaLM, https://arxiv.org/abs/2204.02311). What
-class weights and token scaling make of it: see `loss_terms`.
+(label smoothing as torch and https://arxiv.org/abs/1512.00567, z-loss as PaLM, https://arxiv.org/abs/2204.02311). The
+head of `loss_terms` has the formula with class weights and token scaling.
 """
 
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,167 +17,134 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.host_checks import checked_on_host
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_rows, check_tensor
+from ligermodels.ops.runtime.tensors import check_rows, check_tensor, empty_like
 
 Reduction = Literal["mean", "sum", "none"]
 
 
 class LossOptions(NamedTuple):
-    """The options of a row's loss, in the order in which the registered ops take them."""
+    """Options of the loss of a row, in the order of the arguments of the registered ops."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
-    return_rank: bool = False
-    return_predicted: bool = False
 
-
-class RowNumbers(NamedTuple):
-    """Numbers of each row, (M,): its loss, and what else is asked for, None (or empty) for what is not. Ignored rows
-    have 0, and -1 for ranks and predicted classes."""
-
-    losses: Tensor
-    ranks: Tensor  # as in `cross_entropy`
-    predicted: Tensor | None = None  # the class of the greatest logit, the first of equal ones
-    entropies: Tensor | None = None  # of softmax(x), where x are the effective logits
-    lses: Tensor | None = None  # log sum exp x
-    means: Tensor | None = None  # of class_weights * x over the classes
+    def fused(self, class_weights: Tensor | None, token_scaling: bool) -> bool:
+        """Whether one weight for the whole loss of a row is enough; otherwise `loss_terms` sums the terms."""
+        one_weight = class_weights is None or not (self.label_smoothing or self.z_loss)
+        return one_weight and not token_scaling
 
 
 class LossWeights(NamedTuple):
-    """The factors of the terms of each row's loss, which is reduced by summing up the products.
+    """The weight of each term of each row's loss; the reduced loss is the sum of weight * term over rows and terms.
 
-    float32 (float64 for float64), of target's shape; 0 for ignored rows, and for all rows if what they are divided by
-    is 0. Without class weights they are one tensor."""
+    float32 (float64 for float64 losses), the target's shape. Weights are 0 for ignored rows, and for all rows if the
+    divisor of the mean is 0. Without class weights all three are the same tensor.
+    """
 
-    of_target: Tensor  # of -log p_y: the weights of the token and of its class
-    of_smoothing: Tensor  # of the mean over all classes: the token's, over the same sum
-    of_z_loss: Tensor  # the token's, over the sum of these
-
-
-def row_numbers_reference(
-    logits: Tensor, target: Tensor, options: LossOptions, class_weights: Tensor | None = None, return_lse: bool = False
-) -> RowNumbers:
-    """Losses, and what else is asked for, in plain torch; `means` if class_weights, (V,), are given."""
-    valid = target != options.ignore_index
-    x = effective_logits(logits, valid, options)
-    y = torch.where(valid, target, 0).unsqueeze(-1)
-    log_p = torch.log_softmax(x, dim=-1)
-    losses = -(1 - options.label_smoothing) * log_p.gather(-1, y).squeeze(-1)
-    if options.label_smoothing:
-        losses = losses - options.label_smoothing * log_p.mean(-1)
-    if options.z_loss:
-        losses = losses + options.z_loss * torch.logsumexp(x, dim=-1).square()
-    return RowNumbers(
-        torch.where(valid, losses, 0.0),
-        ranks_reference(logits, y, valid) if options.return_rank else target.new_empty(0),
-        torch.where(valid, logits.argmax(-1), -1) if options.return_predicted else None,
-        lses=torch.where(valid, torch.logsumexp(x, -1), 0.0) if return_lse else None,
-        means=None if class_weights is None else (x * class_weights).mean(-1),
-    )
+    nll: Tensor  # of -log p_y: token weight * class weight
+    smoothing: Tensor  # of the mean over classes: token weight, over the same divisor
+    z_loss: Tensor  # of the z-loss: token weight, over the sum of token weights
 
 
-def effective_logits(logits: Tensor, valid: Tensor, options: LossOptions) -> Tensor:
-    """Logits (..., V) scaled and softcapped, in at least float32; 0 where not valid (...): NaN there has no effect."""
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
-    if options.softcap is not None:
-        x = options.softcap * torch.tanh(x / options.softcap)
-    return x.masked_fill(~valid.unsqueeze(-1), 0.0)
+def loss_weights(
+    target: Tensor, ignore_index: int, reduction: str, token_weights: Tensor | None, dtype: torch.dtype,
+    class_weights: Tensor | None = None,
+) -> LossWeights:  # fmt: skip
+    """Weights of the loss terms of each row, for targets that have been checked.
+
+    Args:
+        target: int64 (...).
+        ignore_index: the target of ignored rows.
+        reduction: "mean" divides the weights by their sum; with class weights the z-loss has a divisor of its own, the
+            sum of the token weights, as in Liger-Kernel. "sum" and "none" divide by nothing.
+        token_weights: floating (...), or None for ones.
+        dtype: the dtype of the logits or hidden states; the weights are at least float32.
+        class_weights: floating (V,), or None for ones.
+    """
+    dtype, valid = torch.promote_types(dtype, torch.float32), target != ignore_index
+    tokens = valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
+    if class_weights is None:
+        return LossWeights(*[_normalised(tokens, tokens) if reduction == "mean" else tokens] * 3)
+    classes = target.clamp(0, len(class_weights) - 1)  # on CUDA the check has not stopped an invalid target yet
+    products = tokens * class_weights.detach().to(dtype)[classes]
+    if reduction != "mean":
+        return LossWeights(products, tokens, tokens.clone())
+    return LossWeights(_normalised(products, products), _normalised(tokens, products), _normalised(tokens, tokens))
 
 
-def ranks_reference(logits: Tensor, y: Tensor, valid: Tensor) -> Tensor:
-    """The number of classes that rank before class y (..., 1) in logits (..., V), or -1 where not valid (...)."""
-    at_y = logits.gather(-1, y)
-    before = (logits > at_y) | ((logits == at_y) & (torch.arange(logits.shape[-1], device=y.device) < y))
-    return torch.where(valid, before.sum(-1), -1)
+def _normalised(weights: Tensor, divisors: Tensor) -> Tensor:
+    """weights / sum of divisors; 0 if that sum is 0."""
+    total = divisors.sum()
+    return torch.where(total != 0, weights / total, 0.0)
 
 
 def checked_loss_weights(
     target: Tensor, num_classes: int, ignore_index: int, reduction: Reduction, token_weights: Tensor | None,
     dtype: torch.dtype, class_weights: Tensor | None = None,
 ) -> tuple[Tensor, LossWeights]:  # fmt: skip
-    """A contiguous copy of the targets, checked as by `check_targets`, and their `LossWeights`.
+    """Checks the targets (`check_targets`) and computes their `loss_weights`, in one op.
 
-    One op: a compiled graph that uses the copy keeps the check.
+    A compiled graph that uses the returned targets therefore keeps the check.
+
+    Args:
+        target: int64 (...).
+        num_classes: the number of classes V.
+        ignore_index: the target of ignored rows.
+        reduction: "mean", "sum" or "none".
+        token_weights: floating (...), or None.
+        dtype: the dtype of the logits or hidden states.
+        class_weights: floating (V,), or None.
+
+    Returns:
+        A contiguous copy of the targets, and the weights, contiguous and without a gradient.
     """
     tokens, classes = (None if weights is None else weights.detach() for weights in (token_weights, class_weights))
     checked, *weights = _loss_weights(
         target, tokens, classes, num_classes, ignore_index, reduction, dtype == torch.float64
     )
-    return checked, LossWeights(*weights) if classes is not None else LossWeights(*weights[:1] * 3)
+    return checked, LossWeights(*weights if classes is not None else weights * 3)
 
 
 @custom_op()
 def _loss_weights(
     target: Tensor, token_weights: Tensor | None, class_weights: Tensor | None, num_classes: int, ignore_index: int,
     reduction: str, double: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Without class weights the last two are empty: they would be the second."""
-    dtype = torch.float64 if double else torch.float32
+) -> list[Tensor]:  # fmt: skip
+    """A copy of the targets, and the three weights, or without class weights one."""
+    dtype, count = torch.float64 if double else torch.float32, 1 if class_weights is None else 3
     if is_fake(target):
-        of_target, of_smoothing, of_z_loss = (target.new_empty(target.shape, dtype=dtype) for _ in range(3))
-    else:
-        check_targets(target, num_classes, ignore_index)
-        given = cast(Reduction, reduction), token_weights, class_weights, dtype
-        of_target, of_smoothing, of_z_loss = (
-            weights.contiguous() for weights in class_loss_weights(target, ignore_index, *given)
-        )
-    if class_weights is None:
-        of_smoothing, of_z_loss = of_target.new_empty(0), of_target.new_empty(0)
-    return target.clone(memory_format=torch.contiguous_format), of_target, of_smoothing, of_z_loss
-
-
-def class_loss_weights(
-    target: Tensor, ignore_index: int, reduction: Reduction, token_weights: Tensor | None,
-    class_weights: Tensor | None, dtype: torch.dtype,
-) -> LossWeights:  # fmt: skip
-    """The `LossWeights` of targets that have been checked. With reduction "mean" and class weights, the z-loss is
-    divided by another sum than the rest, as in Liger-Kernel."""
-    tokens = loss_weights(target, ignore_index, reduction, token_weights, dtype)
-    if class_weights is None:
-        return LossWeights(tokens, tokens, tokens)
-    places = target.clamp(0, len(class_weights) - 1)  # on CUDA the check has not stopped a bad target yet
-    of_class = class_weights.detach().to(tokens.dtype)[places]
-    each = loss_weights(target, ignore_index, "sum", token_weights, dtype)
-    if reduction != "mean":
-        return LossWeights(each * of_class, each, tokens)
-    total = (each * of_class).sum()
-    return LossWeights(
-        torch.where(total != 0, each * of_class / total, 0.0), torch.where(total != 0, each / total, 0.0), tokens
-    )
-
-
-def loss_weights(
-    target: Tensor, ignore_index: int, reduction: Reduction, token_weights: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """The factor of each row's loss: the reduced loss is the sum of losses times these.
-
-    float32 (float64 for float64), of target's shape; 0 for ignored rows, and for all rows if their weights sum to 0.
-    """
-    dtype, valid = torch.promote_types(dtype, torch.float32), target != ignore_index
-    weights = valid.to(dtype)
-    if token_weights is not None:
-        weights = torch.where(valid, token_weights.detach().to(dtype), 0.0)
-    if reduction != "mean":
-        return weights
-    total = weights.sum()
-    return torch.where(total != 0, weights / total, 0.0)
+        return [empty_like(target), *(target.new_empty(target.shape, dtype=dtype) for _ in range(count))]
+    check_targets(target, num_classes, ignore_index)
+    weights = loss_weights(target, ignore_index, reduction, token_weights, dtype, class_weights)
+    return [target.clone(memory_format=torch.contiguous_format), *(w.contiguous() for w in weights[:count])]
 
 
 def check_loss(
-    op: str, scores: Tensor, scores_name: str, target: Tensor, token_weights: Tensor | None, reduction: str,
-    options: LossOptions,
-) -> None:  # fmt: skip
-    """Raises InputError unless scores (..., N), target, weights and options fit one another."""
-    reject_dtensors(op, scores, target, token_weights)
-    check_rows(op, scores_name, scores)
-    check_tensor(op, "target", target, scores.shape[:-1], scores.device, torch.int64)
+    op: str, name: str, x: Tensor, target: Tensor, token_weights: Tensor | None, reduction: str, options: LossOptions
+) -> None:
+    """Checks the arguments that all cross entropies share.
+
+    Args:
+        op: the op's name, for error messages.
+        name: the name of `x`, for error messages.
+        x: logits or hidden states, floating (..., N).
+        target: int64 (...).
+        token_weights: floating (...), or None.
+        reduction: "mean", "sum" or "none".
+        options: the options of the loss.
+
+    Raises:
+        InputError: a shape, dtype, device or option does not fit, or a tensor is a DTensor.
+    """
+    reject_dtensors(op, x, target, token_weights)
+    check_rows(op, name, x)
+    check_tensor(op, "target", target, x.shape[:-1], x.device, torch.int64)
     if token_weights is not None:
-        check_tensor(op, "token_weights", token_weights, target.shape, scores.device)
-    if reduction not in ("mean", "sum", "none"):
-        raise InputError(f'{op}: reduction must be "mean", "sum" or "none", got {reduction!r}')
+        check_tensor(op, "token_weights", token_weights, target.shape, x.device)
+    check_reduction(op, reduction)
     if not 0 <= options.label_smoothing <= 1:
         raise InputError(f"{op}: label_smoothing must be in [0, 1], got {options.label_smoothing}")
     if not options.z_loss >= 0:
@@ -188,28 +155,60 @@ def check_loss(
         raise InputError(f"{op}: logit_scale must be positive, got {options.logit_scale}")
 
 
-def check_class_weights(
-    op: str, class_weights: Tensor | None, num_classes: int, device: torch.device, dtype: torch.dtype
-) -> Tensor | None:
-    """The weights without a gradient, contiguous, float32 (float64 for float64); InputError unless they are floating,
-    (num_classes,)."""
+def check_reduction(op: str, reduction: str) -> None:
+    """Raises InputError unless the reduction is "mean", "sum" or "none"."""
+    if reduction not in ("mean", "sum", "none"):
+        raise InputError(f'{op}: reduction must be "mean", "sum" or "none", got {reduction!r}')
+
+
+def check_class_weights(op: str, class_weights: Tensor | None, num_classes: int, x: Tensor) -> Tensor | None:
+    """Checks the class weights, and casts them to the dtype of the losses.
+
+    Args:
+        op: the op's name, for error messages.
+        class_weights: floating (num_classes,), or None.
+        num_classes: the number of classes.
+        x: logits or hidden states, for device and dtype.
+
+    Returns:
+        The weights without a gradient, contiguous, float32 (float64 for float64 `x`); None for None.
+
+    Raises:
+        InputError: shape, dtype or device do not fit, or the weights are a DTensor.
+    """
     if class_weights is None:
         return None
     reject_dtensors(op, class_weights)
-    check_tensor(op, "class_weights", class_weights, (num_classes,), device)
-    return class_weights.detach().to(torch.promote_types(dtype, torch.float32)).contiguous()
+    check_tensor(op, "class_weights", class_weights, (num_classes,), x.device)
+    return class_weights.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
 def check_targets(target: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raises InputError if a target is neither in [0, num_classes) nor ignore_index. On CUDA this is a device-side
-    assertion, which does not wait for the device, unless `host_checks` are on."""
-    good = (target.clamp(0, num_classes - 1) == target) | (target == ignore_index)
+    """Checks that each target is a class or ignored.
+
+    On CUDA this is a device-side assertion, so that the host does not wait for the device, unless `host_checks` are on.
+
+    Args:
+        target: int64, any shape.
+        num_classes: targets must be in [0, num_classes).
+        ignore_index: the target of ignored rows.
+
+    Raises:
+        InputError: a target is neither a class nor `ignore_index`.
+    """
+    valid = (target.clamp(0, num_classes - 1) == target) | (target == ignore_index)
     if not checked_on_host(target):
         message = f"a target is neither in [0, {num_classes}) nor ignore_index ({ignore_index})"
-        torch._assert_async(good.all(), message)
-    elif not good.all():
-        index = (~good).nonzero()[0].tolist()
+        torch._assert_async(valid.all(), message)
+    elif not valid.all():
+        index = (~valid).nonzero()[0].tolist()
         raise InputError(
             f"target{index} is {target[tuple(index)].item()}, which is neither in [0, {num_classes}) nor the "
-            f"ignore_index ({ignore_index}); {int((~good).sum())} such in all"
+            f"ignore_index ({ignore_index}); {int((~valid).sum())} such in all"
         )
+
+
+def with_extras(loss: Tensor, *extras: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """The loss, or a tuple of the loss and the extras that are not None."""
+    returned = [x for x in extras if x is not None]
+    return (loss, *returned) if returned else loss

@@ -3,12 +3,17 @@
 No program waits for another one: a row's loss, and its gradient in place of the logits, are the work of one program.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, num_sms, power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
+
+if TYPE_CHECKING:
+    from ligermodels.ops.loss.row_statistics import RowGradients, RowStatistics
 
 TILES = 4
 SCALE_BLOCK = 8192  # elements that a program scales at a time
@@ -145,11 +150,11 @@ def _cross_entropy_row_kernel(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr,
     ENTROPY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program reads one row: its loss, max and sum of exp(x - max), and what else is asked for.
+    """Each program reads one row and writes its loss, max and sum of exp(x - max), and the requested statistics.
 
     BLOCK lanes go through the row, TILES logits each at a time, and are reduced once at the end: little more than one
     exp for each logit, and no barrier in the loop. Given loss_weights, the program then goes back through the row and
-    replaces it by the gradient of loss_weight * loss: what it read last is still in the cache."""
+    replaces it by the gradient of loss_weight * loss, from the end, which is still in the cache."""
     SIZE: tl.constexpr = TILES * BLOCK
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -298,43 +303,57 @@ def _flags(options: LossOptions) -> dict[str, bool]:
 
 
 def launch_rows(
-    logits: Tensor, target: Tensor, losses: Tensor, ranks: Tensor, options: LossOptions, *,
-    maxima: Tensor | None = None, totals: Tensor | None = None, predicted: Tensor | None = None,
-    entropies: Tensor | None = None, means: Tensor | None = None, loss_weights: Tensor | None = None,
-    class_weights: Tensor | None = None,
+    logits: Tensor, target: Tensor, statistics: "RowStatistics", options: LossOptions, *,
+    loss_weights: Tensor | None = None, class_weights: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills losses, ranks and those given of the others, (M,), from logits (M, V), whose last dimension is contiguous.
+    """Fills the statistics of rows of logits, and replaces the logits by the gradient of loss_weights * losses.
 
-    loss_weights, (M,): then the gradient of loss_weights * losses takes the place of the logits. class_weights, (V,)
-    float32: of the means, which exclude label smoothing (their sums share lanes)."""
+    Args:
+        logits: (M, V), the last dimension contiguous.
+        target: int64 (M,), contiguous.
+        statistics: fields (M,), contiguous; those that are None are not computed.
+        options: the options of the loss.
+        loss_weights: float32 (M,); None: the logits stay.
+        class_weights: float32 (V,), of the means, which exclude label smoothing (their sums share lanes).
+    """
     M, V = logits.shape
+    losses, ranks, predicted, entropies, _, means, maxima, totals = statistics
     most = 2048 if loss_weights is None else 4096  # in place, a row should have a multiprocessor to itself
     lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), most)  # 8 a thread: 16-byte loads of bfloat16
     _cross_entropy_row_kernel[(M,)](
         logits, logits.stride(0), target, loss_weights, class_weights, losses, maxima, totals, ranks, predicted,
         entropies, means, V, options.ignore_index, *_numbers(options), **_flags(options),
-        RANK=options.return_rank, PREDICTED=predicted is not None, ENTROPY=entropies is not None,
+        RANK=ranks is not None, PREDICTED=predicted is not None, ENTROPY=entropies is not None,
         TILES=min(power_of_2_above(-(-V // lanes)), TILES), BLOCK=lanes, num_warps=lanes // 256,
     )  # fmt: skip
 
 
 def launch_gradient(
-    logits: Tensor, gradient: Tensor, target: Tensor, maxima: Tensor, totals: Tensor, loss_weights: Tensor,
-    options: LossOptions, *, entropies: Tensor | None = None, entropy_weights: Tensor | None = None,
-    lse_weights: Tensor | None = None, mean_weights: Tensor | None = None, class_weights: Tensor | None = None,
-    first: int = 0, num_classes: int | None = None,
+    logits: Tensor, gradient: Tensor, target: Tensor, maxima: Tensor, totals: Tensor, gradients: "RowGradients",
+    options: LossOptions, *, entropies: Tensor | None = None, class_weights: Tensor | None = None, first: int = 0,
+    num_classes: int,
 ) -> None:  # fmt: skip
-    """Fills gradient (M, n) with that of loss_weights * losses, and of entropy_weights * entropies, lse_weights * lses
-    and mean_weights * means if these are given, from the results of `launch_rows`.
+    """Fills the gradient by logits (M, n) from the gradients by the statistics of their rows.
 
-    logits: (M, n), which `gradient` may be; both with a contiguous last dimension. first, num_classes: they are columns
-    `first` to `first + n` of so many; by default all."""
+    Args:
+        logits: (M, n), the last dimension contiguous.
+        gradient: (M, n), the last dimension contiguous; it may be `logits`.
+        target: int64 (M,), contiguous.
+        maxima: of whole rows, (M,), see `RowStatistics`.
+        totals: of whole rows, (M,).
+        gradients: the gradients by losses, entropies, lses and means, (M,), contiguous.
+        options: the options of the loss.
+        entropies: of whole rows, (M,), if these have a gradient.
+        class_weights: float32 (num_classes,), of the means.
+        first: the first class of `logits`.
+        num_classes: the number of all classes.
+    """
     M, n = logits.shape
     block = min(power_of_2_above(n), 4096)
     blocks = -(-n // block)
     _cross_entropy_gradient_kernel[(M * blocks,)](
-        logits, logits.stride(0), gradient, gradient.stride(0), target, loss_weights, entropy_weights, lse_weights,
-        mean_weights, class_weights, maxima, totals, entropies, first, n, num_classes or n, blocks,
+        logits, logits.stride(0), gradient, gradient.stride(0), target, gradients.losses, gradients.entropies,
+        gradients.lses, gradients.means, class_weights, maxima, totals, entropies, first, n, num_classes, blocks,
         options.ignore_index, *_numbers(options), **_flags(options),
         BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip

@@ -1,0 +1,190 @@
+"""The checked arguments of a loss that starts from hidden states and the weight of a linear head, and the selection of
+the rows that have a target, so that the matrix products skip the others."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.loss.token_losses import (
+    LossOptions,
+    LossWeights,
+    Reduction,
+    check_class_weights,
+    check_loss,
+    checked_loss_weights,
+)
+from ligermodels.ops.runtime.library import is_dtensor, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
+
+if TYPE_CHECKING:
+    from ligermodels.ops.runtime.class_shards import ClassShard
+
+SKIP_BELOW = 0.97  # rows without targets are skipped if the fraction of rows with targets is below this
+
+
+class RowSelection(NamedTuple):
+    """Some of the rows of tensors (..., N) or (...) with `shape` (...)."""
+
+    indices: Tensor  # int64 (n,), rising
+    shape: torch.Size
+
+    def take(self, x: Tensor) -> Tensor:
+        """(..., N) -> (n, N), or (...) -> (n,); differentiable."""
+        return _Take.apply(x, self.indices, len(self.shape))
+
+    @overload
+    def restore(self, values: Tensor, fill: float) -> Tensor: ...
+    @overload
+    def restore(self, values: None, fill: float) -> None: ...
+    def restore(self, values: Tensor | None, fill: float) -> Tensor | None:
+        """(n,) -> (...), with `fill` in the other rows; differentiable. None and scalars are returned as they are."""
+        if values is None or not values.dim():
+            return values
+        return values.new_full((self.shape.numel(),), fill).index_copy(0, self.indices, values).view(self.shape)
+
+
+def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection | None:
+    """The selection of the valid rows; None if nearly all rows are valid, or if their number is not known.
+
+    Args:
+        valid: bool (...).
+        num_valid: the number of valid rows. None: counted on the CPU; unknown on CUDA, where counting would wait for
+            the device, and in a compiled graph, which has to serve any number.
+        name: the name of `num_valid`, for the assertion that it is right.
+    """
+    if num_valid is None:
+        if valid.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        num_valid = int(valid.sum())
+    if num_valid >= SKIP_BELOW * valid.numel():
+        return None
+    torch._assert_async(valid.sum() == num_valid, f"{name} is not the number of rows that count")
+    return RowSelection(valid.flatten().argsort(descending=True, stable=True)[:num_valid], valid.shape)
+
+
+class _Take(torch.autograd.Function):
+    """Its backward pass copies, because no index occurs twice; the backward pass of torch's indexing sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, indices: Tensor, dims: int) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.shape, ctx.dims = x.shape, dims
+        return x.reshape(-1, *x.shape[dims:]).index_select(0, indices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+        (indices,) = ctx.saved_tensors
+        gradient = grad.new_zeros(ctx.shape)
+        gradient.view(-1, *ctx.shape[ctx.dims :]).index_copy_(0, indices, grad)
+        return (gradient,)
+
+
+class LinearHead(NamedTuple):
+    """Checked arguments, of the selected rows."""
+
+    hidden: Tensor  # (..., H), or (n, H) of the selection
+    weight: Tensor  # (V, H); with a shard the classes of this rank
+    bias: Tensor | None  # (V,)
+    target: Tensor  # int64 (...) or (n,)
+    needs: tuple[bool, ...]  # whether hidden, weight and bias need a gradient
+    loss_weights: LossWeights  # (...) or (n,)
+    class_weights: Tensor | None  # of all classes
+    memory_budget: int  # bytes
+    selection: RowSelection | None
+    shard: "ClassShard | None"  # the classes of this rank, if classes are sharded over ranks
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.weight) if self.shard is None else self.shard.num_classes
+
+    @overload
+    def restore(self, x: Tensor, fill: float) -> Tensor: ...
+    @overload
+    def restore(self, x: None, fill: float) -> None: ...
+    def restore(self, x: Tensor | None, fill: float) -> Tensor | None:
+        """Results (n,) of the selected rows -> (...), with `fill` in the other rows; None and scalars stay."""
+        return x if self.selection is None else self.selection.restore(x, fill)
+
+
+def checked_head(
+    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions, *,
+    memory_budget: int, num_targets: int | None, reduction: Reduction = "none", token_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
+) -> LinearHead:  # fmt: skip
+    """Checks the arguments of an op, casts them under autocast, and selects the rows with targets.
+
+    Args:
+        op: the op's name, for error messages.
+        hidden: floating (..., H).
+        weight: (V, H); or a DTensor that is sharded by classes: the head then has the local shard.
+        target: int64 (...).
+        bias: (V,), or None; sharded as `weight` is.
+        options: the options of the loss.
+        memory_budget: bytes for the chunks.
+        num_targets: the number of targets that are not ignored, or None.
+        reduction: "mean", "sum" or "none".
+        token_weights: floating (...), or None.
+        class_weights: floating (V,), or None.
+
+    Raises:
+        InputError: a shape, dtype, device or value does not fit.
+    """
+    shard = None
+    if is_dtensor(weight):
+        from ligermodels.ops.runtime.class_shards import shard_of_head  # imports DTensors
+
+        hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
+    hidden, weight, bias = under_autocast(hidden, weight, bias)
+    check_loss(op, "hidden", hidden, target, token_weights, reduction, options)
+    check_weight(op, hidden, weight, bias)
+    check_memory_budget(op, memory_budget)
+    num_classes = len(weight) if shard is None else shard.num_classes
+    class_weights = check_class_weights(op, class_weights, num_classes, hidden)
+    target, loss_weights = checked_loss_weights(
+        target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype, class_weights
+    )
+    selection = select_rows(target != options.ignore_index, num_targets, "num_targets")
+    if selection is not None:
+        hidden, target = selection.take(hidden), selection.take(target)
+        loss_weights = LossWeights(*map(selection.take, loss_weights))
+    needs = needed_gradients(hidden, weight, bias)
+    return LinearHead(
+        hidden, weight, bias, target, needs, loss_weights, class_weights, memory_budget, selection, shard
+    )  # fmt: skip
+
+
+def check_weight(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    """Checks the weight and bias of a head.
+
+    Args:
+        op: the op's name, for error messages.
+        hidden: (..., H).
+        weight: (V, H), dtype and device of `hidden`, with at least one class.
+        bias: (V,), dtype and device of `hidden`, or None.
+        prefix: of the names "weight" and "bias" in error messages.
+
+    Raises:
+        InputError: a shape, dtype or device does not fit, or a tensor is a DTensor.
+    """
+    reject_dtensors(op, weight, bias)
+    check_tensor(op, f"{prefix}weight", weight, ("V", hidden.shape[-1]), hidden.device, hidden.dtype)
+    if len(weight) == 0:
+        raise InputError(f"{op}: {prefix}weight must have at least one class")
+    if bias is not None:
+        check_tensor(op, f"{prefix}bias", bias, weight.shape[:1], hidden.device, hidden.dtype)
+
+
+def check_memory_budget(op: str, memory_budget: int) -> None:
+    """Raises InputError unless the budget is positive."""
+    if memory_budget <= 0:
+        raise InputError(f"{op}: memory_budget must be a positive number of bytes, got {memory_budget}")
+
+
+def needed_gradients(*inputs: Tensor | None) -> tuple[bool, ...]:
+    """Whether each input needs a gradient. Ask before `autograd.Function.apply`: inside of its forward pass gradient
+    mode is off."""
+    graded = torch.is_grad_enabled()
+    return tuple(graded and x is not None and x.requires_grad for x in inputs)

@@ -1,0 +1,72 @@
+"""Statistics of each row from hidden states, by chunks of rows, each statistic differentiable.
+
+With effective logits x as at the head of `token_losses`, p = softmax(x) and lse = log sum exp x, the statistics are
+
+    -log p_y = lse - x_y        entropy = -sum p log p = lse - sum p x        lse        mean of w_j x_j
+
+Only the backward pass knows the gradients by the statistics. If the head is trained, it recomputes the logits by chunks
+of classes (`linear_gradients`): four GEMMs in all. If only the hidden states need a gradient, the forward pass computes
+the gradient of each row's -log p_y, and the backward pass multiplies it by the gradient of the row: two GEMMs.
+"""
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.loss.chunks import linear_loss
+from ligermodels.ops.loss.linear_gradients import linear_gradients
+from ligermodels.ops.loss.linear_head import LinearHead
+from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, pack_results, unpack_gradients
+from ligermodels.ops.loss.token_losses import LossOptions
+from ligermodels.ops.runtime.library import once_differentiable
+
+
+def linear_statistics(
+    head: LinearHead, options: LossOptions, outputs: RowOutputs, *, class_weights: Tensor | None = None,
+    keep: bool = True,
+) -> RowStatistics:  # fmt: skip
+    """The statistics of the rows of a head; `losses` are -log p_y.
+
+    Args:
+        head: the checked arguments.
+        options: the options of the loss, without label smoothing and z-loss.
+        outputs: the requested statistics.
+        class_weights: (V,), of the means, if these are requested.
+        keep: whether the forward pass computes the gradient of -log p_y if only hidden states need a gradient. This is
+            used if no other statistic gets a gradient.
+    """
+    if head.shard is not None:
+        from ligermodels.ops.loss.sharded_statistics import sharded_linear_statistics  # imports DTensors
+
+        return sharded_linear_statistics(head, options, outputs, class_weights=class_weights)
+    packed = _LinearStatistics.apply(
+        *head[:4], class_weights, options, outputs, head.memory_budget, head.needs, keep
+    )  # fmt: skip
+    return RowStatistics.unpack(packed, outputs)
+
+
+class _LinearStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weights, options, outputs, memory_budget, needs, keep):
+        kept = keep and needs == (True, False, False) and hidden.dtype != torch.float16
+        ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        *packed, dx, _, _ = linear_loss(
+            hidden, weight, bias, target, ones, class_weights, *options, outputs._replace(lses=True), memory_budget,
+            (kept, False, False),
+        )  # fmt: skip
+        rows = RowStatistics.unpack(packed, outputs._replace(lses=True))
+        inputs = hidden, weight, bias, target, class_weights
+        ctx.save_for_backward(*inputs, rows.maxima, rows.totals, rows.entropies, dx if kept else None)
+        ctx.options, ctx.outputs, ctx.memory_budget = options, outputs, memory_budget
+        return pack_results(ctx, rows, outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *by_fields):
+        *inputs, class_weights, maxima, totals, entropies, dx = ctx.saved_tensors
+        gradients = unpack_gradients(ctx.outputs, maxima, by_fields)
+        if dx is not None and all(g is None for g in gradients[1:]):
+            return ((dx * gradients.losses.unsqueeze(-1)).to(dx.dtype),)
+        return linear_gradients(
+            *inputs, maxima, totals, entropies, *gradients, class_weights, ctx.options.ignore_index,
+            ctx.options.softcap, ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3],
+        )  # fmt: skip
