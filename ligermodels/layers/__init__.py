@@ -1,7 +1,7 @@
 """The modules that models are composed of, each with its config."""
 
 from ligermodels.layers.attention import Attention, AttentionConfig
-from ligermodels.layers.block import Block, BlockConfig
+from ligermodels.layers.block import Block, BlockConfig, BlockOutput
 from ligermodels.layers.config import LayerConfig, LayerState
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput, TreeTokens
 from ligermodels.layers.dense_moe import DenseMoEConfig
@@ -11,7 +11,8 @@ from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfi
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from ligermodels.layers.latent_cache import LatentCache
-from ligermodels.layers.lm_head import HeadConfig, LMHead
+from ligermodels.layers.layer import Layer
+from ligermodels.layers.lm_head import HeadConfig, HeadLoss, LMHead
 from ligermodels.layers.mlp import GatedActivation, GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
@@ -43,6 +44,7 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "BlockOutput",
     "DenseMoEConfig",
     "DynamicScaling",
     "Embedding",
@@ -53,12 +55,14 @@ __all__ = [
     "GatedDeltaNetConfig",
     "GatedMLP",
     "HeadConfig",
+    "HeadLoss",
     "KVCache",
     "KeysValues",
     "LMHead",
     "LatentAttention",
     "LatentAttentionConfig",
     "LatentCache",
+    "Layer",
     "LayerConfig",
     "LayerNorm",
     "LayerState",

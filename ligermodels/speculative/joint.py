@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers import Targets
+from ligermodels.layers import HeadLoss, Targets
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
@@ -124,37 +124,35 @@ def _joint_loss(
     **options: Any,
 ) -> MultiHeadOutput:
     base, batch = medusa.base, medusa.prepare(1, input_ids, labels, **options)
-    targets, loss_options = cast(Targets, batch.targets), batch.loss_options
+    targets = cast(Targets, batch.targets)
+    loss_options = {name: value for name, value in options.items() if name not in _INPUTS}
     out = base(**batch.inputs)
     hidden = out["last_hidden_state"]
     output = medusa._heads_loss(medusa._head_states(hidden, batch), targets, **loss_options)
-    items = loss_options.get("num_items_in_batch")
-    items = None if items is None else torch.as_tensor(items).flatten()[0].to(hidden.device)
-    base_loss = _cross_entropy(base)
+    numbers = loss_options.get("num_items_in_batch")
+    items = None if numbers is None else torch.as_tensor(numbers).flatten()[0].to(hidden.device)
+    base_loss: Callable[..., HeadLoss] = base.head_loss
     if reference is not None:
         with torch.no_grad():
             base_loss = _kl(base, reference, reference(**batch.inputs)["last_hidden_state"])
         loss_options = {name: loss_options[name] for name in ("reduction",) if name in loss_options}
-    first = targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items})
+    first = cast(Tensor, targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items}).loss)
     total = first + heads_loss_weight * cast(Tensor, output.loss)
     if reference is None and out.aux_loss is not None:
         total = total + base.config.router_aux_loss_coef * targets.share(items) * out.aux_loss
-    return batch.padded(replace(output, loss=total, base_loss=first.detach()))
+    return replace(output, loss=total, base_loss=first.detach())
 
 
-def _cross_entropy(base: CausalLM) -> Callable[..., Any]:
-    return lambda hidden, targets, **options: base(last_hidden_state=hidden, targets=targets, **options).loss
+_INPUTS = ("attention_mask", "position_ids", "cu_seqlens", "inputs_embeds")
 
 
-def _kl(base: CausalLM, reference: CausalLM, reference_hidden: Tensor) -> Callable[..., Any]:
+def _kl(base: CausalLM, reference: CausalLM, reference_hidden: Tensor) -> Callable[..., HeadLoss]:
     """KL(reference || base), called as an `LMHead` is for its loss."""
 
-    def reference_head(hidden: Tensor) -> Any:
-        return reference(last_hidden_state=hidden).logits
-
-    def kl(hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    def kl(hidden: Tensor, targets: Tensor, **options: Any) -> HeadLoss:
         size = base.config.vocab_size
-        return divergence(hidden, base.head, reference_hidden, reference_head, targets, vocab_size=size, **options)
+        loss = divergence(hidden, base.head, reference_hidden, reference.logits, targets, vocab_size=size, **options)
+        return HeadLoss(loss=loss)
 
-    # Within the call the base's parameters are gathered, and the head's, which may be a group of its own.
+    # Within the call the parameters of the base and of its head, which may be a group of its own, are gathered.
     return partial(call_gathered, base, partial(call_gathered, base.head, kl))

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ligermodels.ops.runtime.collectives import Ranks
 
 
 def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
@@ -36,42 +37,14 @@ def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def with_gradients_summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, the same on all ranks, a plain tensor or a Float8Tensor. Its gradient is the sum of those of all ranks."""
-    found: Tensor = _SumGradients.apply(x, mesh)
-    return found
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, mesh):
-        ctx.mesh = mesh
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, dx):
-        return _sum(dx, ctx.mesh), None
+    """x, the same on all ranks, a plain tensor or a Float8Tensor. Its gradient is summed over the ranks of the mesh."""
+    return Ranks.of(mesh).sum_gradients(x)
 
 
 def mean_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The mean of plain tensors x over ranks, each of which uses it in its own way: gradients are summed over ranks."""
-    found: Tensor = _SumBothWays.apply(x, mesh)
-    return found / mesh.size()
-
-
-class _SumBothWays(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, mesh):
-        ctx.mesh = mesh
-        return _sum(x, mesh)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _sum(dy, ctx.mesh), None
-
-
-def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    total = all_reduce(x.contiguous(), "sum", mesh)
-    return total.wait() if isinstance(total, AsyncCollectiveTensor) else total
+    """The mean over ranks of plain tensors x, which each rank uses in its own way. Its gradient is summed over
+    ranks."""
+    return Ranks.of(mesh).all_reduce(x) / mesh.size()
 
 
 def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
