@@ -23,11 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ligermodels import ops
 from ligermodels.layers import token_parts
 from ligermodels.ops import Float8Form, Float8Recipe, Float8Tensor, PendingLinear
-from ligermodels.ops.float8.linear import Computed
 
 INPUT = "input"
-computed: ContextVar[Computed] = ContextVar("computed", default="once")
-"""Which forward pass this is: activation checkpointing sets it."""
 planned_processes: ContextVar[bool | None] = ContextVar("planned_processes", default=None)
 """Whether a step that is only planned runs in several processes; None where nothing is planned."""
 
@@ -98,7 +95,7 @@ class Float8Linear(nn.Linear):
     @property
     def float8_input(self) -> Float8Form | None:
         """The form in which it takes its input as a Float8Tensor now, or None where it computes without float8."""
-        return self.float8.form(self.weight, computed=computed.get()) if in_float8(self) else None
+        return self.float8.form(self.weight) if in_float8(self) else None
 
     def init_weights(self, std: float) -> None:
         """The weight normal(0, std) and the bias zero."""
@@ -128,7 +125,7 @@ class Float8Linear(nn.Linear):
         if not in_float8(self):
             return F.linear(x, weight, bias)
         frozen = self._frozen.get(weight, self.float8)
-        return ops.float8_linear(x, weight, bias, recipe=self.float8, frozen=frozen, computed=computed.get())
+        return ops.float8_linear(x, weight, bias, recipe=self.float8, frozen=frozen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._frozen.clear()

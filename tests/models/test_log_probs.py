@@ -46,7 +46,7 @@ def test_log_probs_and_entropies_and_any_gradient_of_them(name: str, frozen: boo
     if frozen and not tied:
         hf.lm_head.requires_grad_(False)
         model.head.requires_grad_(False)
-    out = model(**batch, return_log_probs=True, return_entropy=True, entropy_in_loss=frozen)
+    out = model.log_probs(**batch, return_entropy=True, entropy_in_loss=frozen)
     assert out.loss is None and out.logits is None
     log_probs, entropy = wanted(hf, batch)
     assert_close(out.log_probs.double(), log_probs, rtol=1e-4, atol=1e-4)
@@ -65,18 +65,18 @@ def test_log_probs_and_entropies_and_any_gradient_of_them(name: str, frozen: boo
 def test_they_are_the_loss_and_an_objective_trains_the_model() -> None:
     hf, batch = make("llama-3"), inputs()
     model = lm.from_transformers(hf)
-    log_probs = model(**batch, return_log_probs=True).log_probs
+    log_probs = model.log_probs(**batch).log_probs
     assert_close(-log_probs, model(**batch, reduction="none").loss)
     assert_close(-log_probs.sum() / model.num_targets(batch["labels"]), model(**batch).loss)
 
     pair = {name: x[[0, 1, 2, 2]] for name, x in batch.items()}  # the third is rejected twice
     mask = torch.nn.functional.pad(pair["labels"][:, 1:] != -100, (0, 1))
     with torch.no_grad():
-        reference = model(**pair, return_log_probs=True).log_probs
+        reference = model.log_probs(**pair).log_probs
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = []
     for _ in range(3):
-        result = losses.dpo_loss(model(**pair, return_log_probs=True).log_probs, reference, mask, beta=1.0)
+        result = losses.dpo_loss(model.log_probs(**pair).log_probs, reference, mask, beta=1.0)
         result.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -110,7 +110,7 @@ def test_predicted_tokens_and_the_z_loss_beside_the_loss(packed: bool) -> None:
         assert_close(out.z_loss.double(), z_loss, rtol=1e-4, atol=1e-5)
         assert_close(out.loss - out.z_loss, loss, rtol=1e-4, atol=1e-5)
         assert out.loss.requires_grad and not out.z_loss.requires_grad
-    out = model(**batch, return_log_probs=True, return_predicted=True)
+    out = model.log_probs(**batch, return_predicted=True)
     assert torch.equal(out.predicted, predicted) and out.entropy is None and out.z_loss is None
     assert model(**batch).predicted is None
 
