@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,6 +63,16 @@ class HeadLoss(NamedTuple):
     entropy: Tensor | None = None
 
 
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "token_weights": check_plain,
+    "class_weights": check_plain,
+    "token_scaling": check_flag,
+    "label_smoothing": check_number,
+    "z_loss": check_number,
+    "memory_budget": partial(check_number, positive=True),
+}
+
+
 def check_loss_options(
     options: Mapping[str, Any], needed: Tensor | None, needs: str = "labels", *, of_heads: bool = False
 ) -> None:
@@ -81,14 +92,8 @@ def check_loss_options(
             raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
         if needed is None and value is not None:
             raise InputError(f"{name}: is an option of a loss, which needs {needs}")
-        if name in ("label_smoothing", "z_loss") and value is not None:
-            check_number(name, value)
-        elif name == "memory_budget" and value is not None:
-            check_number(name, value, positive=True)
-        elif name in ("token_weights", "class_weights") and value is not None:
-            check_plain(name, value)
-        elif name == "token_scaling" and value is not None:
-            check_flag(name, value)
+        if value is not None and name in _CHECKS:
+            _CHECKS[name](name, value)
     items = options.get("num_items_in_batch")
     if items is not None and not isinstance(items, Tensor):
         for each in items if of_heads and isinstance(items, list | tuple) else [items]:
@@ -145,15 +150,15 @@ def head_loss(
     Returns:
         The op's results by name.
     """
-    scaling = {"softcap": config.softcap, "logit_scale": config.logit_scale}
+    scaling: dict[str, Any] = {"softcap": config.softcap, "logit_scale": config.logit_scale}
     if log_probs:
-        result = ops.linear_log_probs(hidden, weight, targets, bias, **scaling, **options)
-        if isinstance(result, Tensor):
-            return HeadLoss(log_probs=result)
-        return HeadLoss(log_probs=result.log_probs, entropy=result.entropy, predicted=result.predicted)
+        numbers = ops.linear_log_probs(hidden, weight, targets, bias, **scaling, **options)
+        if isinstance(numbers, Tensor):
+            return HeadLoss(log_probs=numbers)
+        return HeadLoss(log_probs=numbers.log_probs, entropy=numbers.entropy, predicted=numbers.predicted)
     result = ops.linear_cross_entropy(hidden, weight, targets, bias, **scaling, **options)
-    extra = [field for option, field in LOSS_RETURNS.items() if options.get(option)]
-    return HeadLoss(**dict(zip(("loss", *extra), result, strict=True))) if extra else HeadLoss(loss=result)
+    names = ["loss", *(field for option, field in LOSS_RETURNS.items() if options.get(option))]
+    return HeadLoss(**dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True)))
 
 
 def scaled_logits(config: HeadConfig, logits: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class SelectedTokens(Tokens):
         return x[0].index_select(0, self.indices % self.length)[None]
 
     def wait_for_needed(self) -> SelectedTokens:
-        """Itself: the indices are known already, unlike those of `Targets`."""
+        """Itself: unlike in `Targets`, the indices are known already."""
         return self
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:

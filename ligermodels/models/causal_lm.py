@@ -4,52 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.export_spec import ExportSpec
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState
 from ligermodels.generation.step import rope_thresholds
-from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
+from ligermodels.layers import LMHead, Targets, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing
-from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
+from ligermodels.layers.initialization import fill_meta_buffers, initialize
 from ligermodels.layers.lm_head import HeadLoss, check_log_prob_options, check_loss_options
-from ligermodels.layers.lora import check_exportable
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, Unpadding, token_layout
 from ligermodels.models.decoder import Decoder, DecoderConfig
-from ligermodels.models.differences import first_difference, module_difference
 from ligermodels.models.export import ExportMixin
-from ligermodels.models.families import family_of
 from ligermodels.models.generation import GenerationMixin
-from ligermodels.models.inputs import (
-    ModelInputs,
-    check_head_inputs,
-    check_inputs,
-    check_returns,
-    prefill_lengths,
-    warn_deprecated,
-)
+from ligermodels.models.inputs import ModelInputs, check_head_inputs, check_returns, warn_deprecated
 from ligermodels.models.output import CausalLMOutput
-
-
-class _Decoded(NamedTuple):
-    """The result of the decoder.
-
-    hidden: states after the final norm, (rows, length, H) in the `layout`; or (1, n, H) of the tokens with a target.
-    layout: layout of the states.
-    targets: the targets of the labels, or None.
-    aux_loss: load-balancing loss of mixtures of experts, or None.
-    """
-
-    hidden: Tensor
-    layout: TokenLayout
-    targets: Targets | None
-    aux_loss: Tensor | None
+from ligermodels.models.passes import decode, output_of
 
 
 class CausalLM(GenerationMixin, ExportMixin, nn.Module):
@@ -210,7 +186,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         inputs = ModelInputs(
             input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, state, tree, token_indices
         )
-        returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+        returns: dict[str, Any] = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
         check_returns(returns, labels if last_hidden_state is None else targets)
         if last_hidden_state is not None or targets is not None:
             check_head_inputs(inputs, last_hidden_state, return_log_probs or return_entropy)
@@ -226,15 +202,15 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         check_loss_options(options, labels)
 
         with_logits = labels is None and not return_last_hidden_state if return_logits is None else return_logits
-        decoded = self._decode(inputs, with_logits or return_last_hidden_state, loss_options.get("token_weights"))
-        output = self._output(decoded, with_logits, return_last_hidden_state)
+        decoded = decode(self, inputs, with_logits or return_last_hidden_state, loss_options.get("token_weights"))
+        output = output_of(self, decoded, with_logits, return_last_hidden_state)
         if decoded.targets is not None:
             result = decoded.targets.loss(0, self.head, decoded.hidden, **options, **returns)
             output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
-            weight = self.config.router_aux_loss_coef
+            loss, weight = cast(Tensor, result.loss), self.config.router_aux_loss_coef
             # A loss for each token has no share of the load-balancing loss.
-            if weight and output.aux_loss is not None and result.loss.ndim == 0:
-                output.loss = result.loss + weight * decoded.targets.share(num_items_in_batch) * output.aux_loss
+            if weight and output.aux_loss is not None and loss.ndim == 0:
+                output.loss = loss + weight * decoded.targets.share(num_items_in_batch) * output.aux_loss
         return output
 
     if TYPE_CHECKING:
@@ -350,61 +326,11 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             )
         return layout
 
-    def _decode(self, inputs: ModelInputs, every_token: bool, token_weights: Tensor | None = None) -> _Decoded:
-        """Run the decoder.
-
-        Args:
-            inputs: the tokens, checked here, and everything that belongs to them.
-            every_token: whether the states of all tokens are needed, also of those without a target.
-            token_weights: (B, T), checked here too, or None.
-        """
-        shape = check_inputs(self, inputs, token_weights)
-        if inputs.state is None:
-            documents = {name: getattr(inputs, name) for name in ("attention_mask", "position_ids", "cu_seqlens")}
-            layout = self.layout(shape, **documents)
-        else:
-            layout = TokenLayout(shape)
-        needed, targets = inputs.token_indices, None
-        if inputs.labels is not None:
-            vocab_size = self.config.vocab_size
-            needed = targets = Targets(
-                inputs.labels, (1,), vocab_size=vocab_size, layout=layout, every_token=every_token
-            )
-        selects = inputs.token_indices is not None  # the caller's tokens: the decoder returns them alone
-        router_outputs: list[RouterOutput] = []
-        hidden = self.decoder(
-            inputs.input_ids,
-            inputs_embeds=inputs.inputs_embeds,
-            position_ids=inputs.position_ids,
-            cu_seqlens=layout.cu_seqlens,
-            state=inputs.state,
-            seq_lens=prefill_lengths(inputs.attention_mask, inputs.state),
-            tree=inputs.tree,
-            token_indices=needed,
-            router_outputs=router_outputs,
-            layout=None if selects else layout,
-        )
-        aux_loss = None
-        if router_outputs and isinstance(needed, Targets):
-            aux_loss = load_balancing_loss(router_outputs, shard=layout.shard)
-        return _Decoded(hidden, TokenLayout(shape) if selects else layout, targets, aux_loss)
-
-    def _output(self, decoded: _Decoded, with_logits: bool, with_last_hidden_state: bool) -> CausalLMOutput:
-        """The output of a pass without a loss: (B, T, ...), with zeros on padding."""
-        output, layout, hidden = CausalLMOutput(aux_loss=decoded.aux_loss), decoded.layout, decoded.hidden
-        if layout.shard is not None and (with_logits or with_last_hidden_state):
-            hidden = layout.shard.restore(hidden)
-        if with_last_hidden_state:
-            output.last_hidden_state = layout.rows.restore(hidden)
-        if with_logits:
-            output.logits = layout.rows.restore(self.head(hidden))
-        return output
-
     def _log_probs(
         self, inputs: ModelInputs, with_logits: bool, with_last_hidden_state: bool, **options: Any
     ) -> CausalLMOutput:
-        decoded = self._decode(inputs, with_logits or with_last_hidden_state)
-        output = self._output(decoded, with_logits, with_last_hidden_state)
+        decoded = decode(self, inputs, with_logits or with_last_hidden_state)
+        output = output_of(self, decoded, with_logits, with_last_hidden_state)
         result = cast(Targets, decoded.targets).log_probs(0, self.head, decoded.hidden, **options)
         output.log_probs, output.entropy, output.predicted = result.log_probs, result.entropy, result.predicted
         return output
@@ -444,36 +370,6 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
         return self.decoder.new_state(batch_size, max_length)
-
-    # -- export --------------------------------------------------------------------------------------------------------
-
-    def checked_export_spec(self) -> ExportSpec:
-        """The `export_spec`; ConfigError when the checkpoint that it writes would be of another model than this, and
-        InputError when the model has LoRA or quantised weights."""
-        check_exportable(self)
-        spec = self.require_export_spec()
-        composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
-        difference = first_difference(self.config, composed, "config")
-        if difference is None:
-            with torch.device("meta"), skip_init():
-                difference = module_difference(self, CausalLM(composed, spec))
-        if difference is not None:
-            where, ours, theirs = difference
-            raise ConfigError(
-                f"model.{where} is {ours}, but the model's config.json composes to {theirs}: it would be loaded "
-                "as another model. Change model.hf_config so that it says the same, or change the config back"
-            )
-        return spec
-
-    def require_export_spec(self) -> ExportSpec:
-        """The `export_spec`; ConfigError when there is none."""
-        if (other := getattr(self.decoder, "exported_by", None)) is not None:
-            raise ConfigError(f"this model computes by the modules of another one: export it by {other}")
-        if self.export_spec is None:
-            raise ConfigError(
-                "this model was composed by hand: set model.export_spec (hf_config and weight map) to export it"
-            )
-        return self.export_spec
 
 
 _RECOMPUTE: dict[str, ActivationCheckpointing] = {"nothing": "none", "activations": "selective", "blocks": "full"}

@@ -179,18 +179,16 @@ class Decoder(nn.Module):
         """
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         shape = (inputs.shape[0], inputs.shape[1])
-        if state is not None:
-            state.check(*shape)
         tokens = self.layout(shape, cu_seqlens, state) if layout is None else layout
         needed = SelectedTokens(token_indices, *shape) if isinstance(token_indices, Tensor) else token_indices
-        # The caller's indices are of the tokens before they are divided over ranks.
-        narrows = needed is not None and (layout is not None or tokens.shard is None)
+        # A caller without a layout knows only the tokens before they are divided over ranks.
+        early = needed if layout is not None or tokens.shard is None else None
         x, per_layer_inputs = self._embed(tokens, input_ids, inputs_embeds, per_layer_inputs)
         context = self._context(tokens, x, position_ids, state, seq_lens, tree, per_layer_inputs)
-        narrow_at = first_token_wise(self.blocks) if narrows else len(self.blocks)
+        narrow_at = len(self.blocks) if early is None else first_token_wise(self.blocks)
 
         x = self._run(range(narrow_at), x, context, state, router_outputs)
-        if narrows and (selected := needed.wait_for_needed()) is not None:  # with all blocks so far queued on the GPU
+        if early is not None and (selected := early.wait_for_needed()) is not None:  # the GPU has its blocks queued
             x, context = selected.take(x), context.of_tokens(selected)
         x = self._run(range(narrow_at, len(self.blocks)), x, context, state, router_outputs)
         if state is not None:
@@ -199,8 +197,8 @@ class Decoder(nn.Module):
         if layout is not None or context.needed is not None:
             return x
         x = tokens.restore(x)
-        selected = None if narrows or needed is None else needed.wait_for_needed()
-        return x if selected is None else selected.take(x)
+        late = None if needed is early or needed is None else needed.wait_for_needed()
+        return x if late is None else late.take(x)
 
     def layout(
         self, shape: tuple[int, int], cu_seqlens: Tensor | None = None, state: DecodingState | None = None
@@ -239,6 +237,8 @@ class Decoder(nn.Module):
         per_layer_inputs: Tensor | None,
     ) -> ForwardContext:
         """Positions, rotary tables and the layout, for the blocks."""
+        if state is not None:
+            state.check(x.shape[0], x.shape[1])
         cache_seqlens, shard = None if state is None else state.cache_seqlens, tokens.shard
         if position_ids is None:
             length = x.shape[1] if shard is None else shard.length

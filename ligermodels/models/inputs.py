@@ -72,15 +72,21 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
         _check_state(model, inputs)
     if inputs.tree is not None and inputs.state is None:
         raise InputError("tree: is for decoding, and needs a state")
-    if inputs.token_indices is None:
-        return shape
-    if inputs.labels is not None:
-        raise InputError("token_indices: with labels, the tokens are those that have one; give one of the two")
-    if inputs.state is None and inputs.attention_mask is not None:
-        raise InputError("attention_mask: give no token_indices with it")
-    if inputs.state is None and not isinstance(inputs.token_indices, Targets):
-        check_token_indices(inputs.token_indices, shape[0] * shape[1])
+    if inputs.token_indices is not None:
+        _check_needed(inputs, inputs.token_indices, shape[0] * shape[1])
     return shape
+
+
+def _check_needed(inputs: ModelInputs, token_indices: Tensor | Targets, count: int) -> None:
+    """Check the `token_indices` of a pass over `count` tokens."""
+    if inputs.labels is not None:
+        raise InputError("token_indices: with labels, the tokens with a target are taken; give one of the two")
+    if inputs.state is not None:
+        return
+    if inputs.attention_mask is not None:
+        raise InputError("attention_mask: give no token_indices with it")
+    if not isinstance(token_indices, Targets):
+        check_token_indices(token_indices, count)
 
 
 def _check_tokens(

@@ -36,7 +36,7 @@ def start_all_gather(x: Tensor, ranks: int, group: str) -> tuple[Tensor, Callabl
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, group: str) -> Callable[[], Any]:
-    """Start to sum x over the ranks, of which each gets its rows.
+    """Start to sum x over the ranks; each rank gets its rows of the sum.
 
     Args:
         out: (n, ...), filled with this rank's rows of the sum.
@@ -52,7 +52,7 @@ def start_reduce_scatter(out: Tensor, x: Tensor, group: str) -> Callable[[], Any
 
 @custom_op()
 def all_gather_rows(x: Tensor, ranks: int, group: str) -> Tensor:
-    """x (n, ...) of each rank -> (ranks * n, ...)."""
+    """x (n, ...) of each of the `ranks` of the `group` -> (ranks * n, ...)."""
     if is_fake(x):
         return x.new_empty(ranks * x.shape[0], *x.shape[1:])
     rows, wait = start_all_gather(x, ranks, group)
@@ -62,7 +62,7 @@ def all_gather_rows(x: Tensor, ranks: int, group: str) -> Tensor:
 
 @custom_op()
 def reduce_scatter_rows(x: Tensor, ranks: int, group: str) -> Tensor:
-    """This rank's rows (n, ...) of the sum over ranks of x (ranks * n, ...)."""
+    """This rank's rows (n, ...) of the sum of x (ranks * n, ...) over the `ranks` of the `group`."""
     rows = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
     if not is_fake(x):
         start_reduce_scatter(rows, x, group)()
@@ -100,15 +100,16 @@ class Ranks(NamedTuple):
         return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
 
     def take(self, x: Tensor) -> Tensor:
-        """This rank's rows of x, which all ranks have alike. The gradient is gathered."""
+        """This rank's rows of an x that all ranks have alike. The gradient is gathered."""
         return _Exchange.apply(x, "own", "gather", self)
 
     def whole(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, which all ranks use alike. The gradient, the same on all ranks, is cut."""
+        """The rows of all ranks, for uses that are the same on all ranks, as is the gradient, of which each keeps its
+        rows."""
         return _Exchange.apply(x, "gather", "own", self)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, which each rank uses in its own way. The gradient is summed over ranks."""
+        """The rows of all ranks, for uses that differ between ranks. The gradient is summed over ranks."""
         return _Exchange.apply(x, "gather", "scatter", self)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -116,11 +117,11 @@ class Ranks(NamedTuple):
         return _Exchange.apply(x, "scatter", "gather", self)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x over ranks, which each rank uses in its own way. The gradient is summed over ranks."""
+        """The sum of x over ranks, for uses that differ between ranks. The gradient is summed over ranks."""
         return _Exchange.apply(x, "sum", "sum", self)
 
     def sum_gradients(self, x: Tensor) -> Tensor:
-        """x itself, which all ranks have alike and each rank uses in its own way. The gradient is summed over ranks."""
+        """x itself, the same on all ranks, for uses that differ between ranks. The gradient is summed over ranks."""
         return _Exchange.apply(x, "same", "sum", self)
 
 

@@ -1,5 +1,5 @@
-"""Between plain tensors and parameters that are DTensors: what modules compute with on each rank of a mesh, and sums
-over its ranks, in either direction. Imported when the first DTensor is seen."""
+"""Conversions between plain tensors and parameters that are DTensors, with sums over the ranks of their mesh, forward
+or backward. Imported when the first DTensor is seen."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
 
 
 def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:
-    """x whole, as an operand of each rank's part of the DTensor `parameter`: its gradient is the sum of all ranks'.
+    """x whole, as an operand of each rank's part of the DTensor `parameter`: its gradient is summed over ranks.
 
-    x: a plain tensor that is the same on all ranks, or a DTensor, which is gathered if need be."""
+    x: a plain tensor that is the same on all ranks, or a DTensor, gathered if need be."""
     assert isinstance(parameter, DTensor)
     everywhere = [Replicate()] * parameter.device_mesh.ndim
     if not isinstance(x, DTensor):
@@ -71,18 +71,30 @@ def gather_last(x: Tensor, parameter: Tensor, *, partial: bool = False) -> Tenso
 
 
 def _with_summed_gradient(parameter: Tensor) -> DTensor:
-    """The DTensor itself; its gradient passes the redistribution, which brings it to the parameter's placements."""
+    """The DTensor itself. The redistribution brings its gradient to the parameter's placements."""
     assert isinstance(parameter, DTensor)
     return parameter.redistribute(placements=parameter.placements)
 
 
 def dropout(x: Tensor, p: float, mesh: DeviceMesh, dim: int | None) -> Tensor:
-    """x after dropout with probability p: by torch's random numbers of DTensors, which on GPUs are the same on all
-    ranks where these have the same x, and others where each has its part of `dim`. Its gradient is this rank's own."""
+    """Dropout by torch's random numbers of DTensors.
+
+    On GPUs ranks with the same x draw the same numbers, and ranks with parts of x draw different numbers. The gradient
+    is this rank's own.
+
+    Args:
+        x: a plain tensor.
+        p: probability of dropping an element.
+        mesh: mesh of the ranks.
+        dim: the dimension in which x is this rank's part; None if all ranks have the same x.
+
+    Returns:
+        A plain tensor.
+    """
     placement = Replicate() if dim is None else Shard(dim)
-    found = F.dropout(DTensor.from_local(x, mesh, [placement], run_check=False), p)
-    assert isinstance(found, DTensor)
-    return _to_local(found, [placement])
+    dropped = F.dropout(DTensor.from_local(x, mesh, [placement], run_check=False), p)
+    assert isinstance(dropped, DTensor)
+    return _to_local(dropped, [placement])
 
 
 def is_first_rank(parameter: Tensor) -> bool:
@@ -92,5 +104,5 @@ def is_first_rank(parameter: Tensor) -> bool:
 
 
 def _to_local(x: DTensor, grad_placements: Sequence[Placement]) -> Tensor:
-    found: Tensor = x.to_local(grad_placements=grad_placements)
-    return found
+    local_tensor: Tensor = x.to_local(grad_placements=grad_placements)
+    return local_tensor
