@@ -53,11 +53,18 @@ class BlockConfig:
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """How the block's tensors are stored; see `LayerConfig.weight_mappings`."""
-        there = dict(self.NAMES)
+        """How checkpoints store the block's tensors.
+
+        Args:
+            hidden_size: hidden size of the model.
+            native: name of the block in the model.
+            checkpoint: name of the block in the checkpoint.
+            names: the family's names of parts of a layer, where they differ from `NAMES`.
+        """
+        own_names = dict(self.NAMES)
         if not self.post_norm:
-            there["norm.mlp_norm"] = "post_attention_layernorm"
-        there |= names
+            own_names["norm.mlp_norm"] = "post_attention_layernorm"
+        own_names |= names
         norms = [f"{part}_norm" for part in ("mixer", "mlp") if self.pre_norm and not self._own_norm(part)]
         norms += [f"{part}_post_norm" for part in ("mixer", "mlp") if self.post_norm]
         kinds = ("weight", "bias") if self.norm.bias else ("weight",)
@@ -71,7 +78,7 @@ class BlockConfig:
             *self.mixer.weight_mappings(hidden_size, f"{native}.mixer", checkpoint, names),
             *self.mlp.weight_mappings(hidden_size, f"{native}.mlp", checkpoint, names),
             *(
-                rename(f"{native}.{norm}.{kind}", f"{checkpoint}.{there[f'norm.{norm}']}.{kind}")
+                rename(f"{native}.{norm}.{kind}", f"{checkpoint}.{own_names[f'norm.{norm}']}.{kind}")
                 for norm in norms
                 for kind in kinds
             ),
@@ -138,7 +145,7 @@ class Block(nn.Module):
             nn.init.ones_(self.layer_scalar)
 
     def declarations(self) -> dict[str, Layer]:
-        """What the layers of the block declare, by the layers' names: see `Layer`."""
+        """The declarations of the block's layers, by name: see `Layer`."""
         layers = {"mixer": self.mixer, "mlp": self.mlp, "after": self.after}
         return {name: declared(layer) for name, layer in layers.items() if layer is not None}
 
@@ -152,7 +159,7 @@ class Block(nn.Module):
 
         Args:
             x: hidden states (B, T, H); if the block is `token_wise`, also the needed tokens alone, (1, n, H).
-            context: what the layers read about this pass.
+            context: the context of this pass.
             state: the mixer's decoding state, or None.
 
         Returns:

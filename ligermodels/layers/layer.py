@@ -1,4 +1,4 @@
-"""The base class of token mixers and feed-forward layers: what a layer declares about itself."""
+"""The base class of token mixers and feed-forward layers, with a layer's declarations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Layer(nn.Module):
 
     A subclass defines `forward(x, context, state)` as a token mixer, or `forward(x, context)` as a feed-forward layer.
     Both map hidden states (B, T, H) to hidden states of the same shape; `context` is a `ForwardContext`. The attributes
-    below say what the layer supports beyond that. Every default is safe: the layer is then given all tokens, and a
+    below declare further features of the layer. Every default is safe: the layer is then given all tokens, and a
     feature that it would have to support is refused with an error that names it.
     """
 
@@ -49,8 +49,8 @@ _DEFAULTS = Layer()
 
 
 def declared(module: nn.Module) -> Layer:
-    """What a layer of a block declares; the defaults of `Layer` for a module that replaced the layer after it was built
-    and is no `Layer` itself."""
+    """The declarations of a layer of a block: the module itself, or the defaults of `Layer` for a module that replaced
+    the layer after it was built and is no `Layer`."""
     return module if isinstance(module, Layer) else _DEFAULTS
 
 

@@ -27,7 +27,13 @@ def assert_async(condition: Tensor, message: str) -> None:
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
-    """InputError unless `ids` is an integer tensor (B, T) with T > 0 and values in [0, vocab_size)."""
+    """InputError unless the token ids are usable.
+
+    Args:
+        ids: int64 or int32 (B, T), with T > 0 and values in [0, vocab_size).
+        vocab_size: number of tokens in the vocabulary.
+        name: name of the argument, for the error.
+    """
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{name}: must be int64 or int32, got {ids.dtype}")
     if ids.ndim != 2 or ids.numel() == 0:

@@ -47,8 +47,9 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
     """
     shape = check_inputs(model, inputs, token_weights)
     if inputs.state is None:
-        documents = {name: getattr(inputs, name) for name in ("attention_mask", "position_ids", "cu_seqlens")}
-        layout = model.layout(shape, **documents)
+        layout = model.layout(
+            shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
+        )
     else:
         layout = TokenLayout(shape)
     needed, targets = inputs.token_indices, None

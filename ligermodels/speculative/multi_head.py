@@ -72,7 +72,13 @@ class MultiHeadModel(nn.Module):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """Write the base model's checkpoint with the heads in it."""
+        """Write the base model's checkpoint with the heads in it.
+
+        Args:
+            folder: created if need be.
+            max_shard_size: largest size of a safetensors file, such as "5GB".
+            overwrite: replace a checkpoint in the folder.
+        """
         raise NotImplementedError
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def shard_of_head(
         if getattr(bias, "placements", None) != getattr(weight, "placements", None):
             raise InputError(f"{op}: bias must be a DTensor on the mesh of weight, and sharded as it is")
         own_bias = shard_of_classes(op, "bias", bias, 0)[0]
-    return on_all_ranks(hidden, weight), own, own_bias, shard
+    return on_all_ranks(hidden, cast(DTensor, weight)), own, own_bias, shard
 
 
 def _refusal(op: str, name: str, x: Tensor, dim: int) -> str:

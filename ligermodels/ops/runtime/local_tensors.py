@@ -4,6 +4,7 @@ or backward. Imported when the first DTensor is seen."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,25 +15,23 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ligermodels.ops.runtime.collectives import Ranks
 
 
-def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
+def local(parameter: DTensor, *, partial: bool = False) -> Tensor:
     """This rank's part of a DTensor. Its gradient is placed as the parameter is.
 
     partial: the gradient that each rank computes of a replicated parameter is its part of a sum."""
-    assert isinstance(parameter, DTensor)
     if not partial or not all(placement.is_replicate() for placement in parameter.placements):
         return _to_local(parameter, parameter.placements)
     return _to_local(_with_summed_gradient(parameter), [Partial()] * parameter.device_mesh.ndim)
 
 
-def on_all_ranks(x: Tensor, parameter: Tensor) -> Tensor:
+def on_all_ranks(x: Tensor, parameter: DTensor) -> Tensor:
     """x whole, as an operand of each rank's part of the DTensor `parameter`: its gradient is summed over ranks.
 
     x: a plain tensor that is the same on all ranks, or a DTensor, gathered if need be."""
-    assert isinstance(parameter, DTensor)
     everywhere = [Replicate()] * parameter.device_mesh.ndim
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, parameter.device_mesh, everywhere, run_check=False)
-    parts = [Partial() if isinstance(p, Shard) else Replicate() for p in parameter.placements]
+    parts = [Partial() if p.is_shard() else Replicate() for p in parameter.placements]
     return _to_local(x.redistribute(placements=everywhere), parts)
 
 
@@ -47,21 +46,19 @@ def mean_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return Ranks.of(mesh).all_reduce(x) / mesh.size()
 
 
-def sum_over_ranks(x: Tensor, parameter: Tensor) -> Tensor:
+def sum_over_ranks(x: Tensor, parameter: DTensor) -> Tensor:
     """The sum of the plain tensors x that ranks computed with their parts of the DTensor `parameter`; a plain one."""
-    assert isinstance(parameter, DTensor)
-    parts = [Partial() if isinstance(p, Shard) else Replicate() for p in parameter.placements]
+    parts = [Partial() if p.is_shard() else Replicate() for p in parameter.placements]
     whole = DTensor.from_local(x, parameter.device_mesh, parts, run_check=False).full_tensor()
     return whole
 
 
-def gather_last(x: Tensor, parameter: Tensor, *, partial: bool = False) -> Tensor:
+def gather_last(x: Tensor, parameter: DTensor, *, partial: bool = False) -> Tensor:
     """x (..., n), of this rank's rows of the DTensor `parameter`, of all: (..., len(parameter)), a plain tensor.
 
     partial: each rank uses it in its own way, so that the ranks' gradients are to be summed."""
-    assert isinstance(parameter, DTensor)
     shape = torch.Size((*x.shape[:-1], parameter.shape[0]))
-    placements = [Shard(x.ndim - 1) if isinstance(p, Shard) else Replicate() for p in parameter.placements]
+    placements = [Shard(x.ndim - 1) if p.is_shard() else Replicate() for p in parameter.placements]
     stride = torch.empty(shape, device="meta").stride()
     mesh = parameter.device_mesh
     parts = DTensor.from_local(x.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -70,9 +67,8 @@ def gather_last(x: Tensor, parameter: Tensor, *, partial: bool = False) -> Tenso
     return _to_local(parts.redistribute(placements=[Replicate()] * mesh.ndim), [Partial()] * mesh.ndim)
 
 
-def _with_summed_gradient(parameter: Tensor) -> DTensor:
+def _with_summed_gradient(parameter: DTensor) -> DTensor:
     """The DTensor itself. The redistribution brings its gradient to the parameter's placements."""
-    assert isinstance(parameter, DTensor)
     return parameter.redistribute(placements=parameter.placements)
 
 
@@ -93,13 +89,11 @@ def dropout(x: Tensor, p: float, mesh: DeviceMesh, dim: int | None) -> Tensor:
     """
     placement = Replicate() if dim is None else Shard(dim)
     dropped = F.dropout(DTensor.from_local(x, mesh, [placement], run_check=False), p)
-    assert isinstance(dropped, DTensor)
-    return _to_local(dropped, [placement])
+    return _to_local(cast(DTensor, dropped), [placement])
 
 
-def is_first_rank(parameter: Tensor) -> bool:
+def is_first_rank(parameter: DTensor) -> bool:
     """Whether this rank is the first of the mesh of a DTensor."""
-    assert isinstance(parameter, DTensor)
     return not any(parameter.device_mesh.get_coordinate() or ())
 
 
