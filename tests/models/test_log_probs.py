@@ -138,3 +138,18 @@ def test_what_does_not_go_together_is_an_error(arguments: dict[str, Any], messag
         model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_z_loss=True)
     with pytest.raises(InputError, match="return_log_probs: is of labels, not of last_hidden_state"):
         model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_log_probs=True)
+
+
+def test_keywords_that_methods_replace() -> None:
+    model, batch = lm.from_transformers(make("llama-3")), inputs()
+    with pytest.warns(DeprecationWarning, match=r"return_log_probs=True\) is now model.log_probs") as record:
+        old = model(**batch, return_log_probs=True, return_entropy=True)
+    assert record[0].filename == __file__
+    new = model.log_probs(**batch, return_entropy=True)
+    assert torch.equal(old.log_probs, new.log_probs) and torch.equal(old.entropy, new.entropy)
+    hidden, targets = torch.randn(1, 3, model.config.hidden_size), torch.tensor([[4, -100, 6]])
+    with pytest.warns(DeprecationWarning, match=r"model.logits\(hidden\) or model.head_loss"):
+        assert torch.equal(model(last_hidden_state=hidden).logits, model.logits(hidden))
+        old = model(last_hidden_state=hidden, targets=targets, return_z_loss=True, z_loss=0.1)
+    result = model.head_loss(hidden, targets, return_z_loss=True, z_loss=0.1)
+    assert torch.equal(old.loss, result.loss) and torch.equal(old.z_loss, result.z_loss) and result.ranks is None
