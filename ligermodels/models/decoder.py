@@ -180,7 +180,8 @@ class Decoder(nn.Module):
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         shape = (inputs.shape[0], inputs.shape[1])
         tokens = self.layout(shape, cu_seqlens, state) if layout is None else layout
-        needed = SelectedTokens(token_indices, *shape) if isinstance(token_indices, Tensor) else token_indices
+        rows = shape if tokens.cu_seqlens is None else (1, shape[0] * shape[1])
+        needed = SelectedTokens(token_indices, *rows) if isinstance(token_indices, Tensor) else token_indices
         # A caller without a layout knows only the tokens before they are divided over ranks.
         early = needed if layout is not None or tokens.shard is None else None
         x, per_layer_inputs = self._embed(tokens, input_ids, inputs_embeds, per_layer_inputs)
@@ -196,9 +197,9 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if layout is not None or context.needed is not None:
             return x
-        x = tokens.restore(x)
+        x = x if tokens.shard is None else tokens.shard.restore(x)
         late = None if needed is early or needed is None else needed.wait_for_needed()
-        return x if late is None else late.take(x)
+        return tokens.rows.restore(x) if late is None else late.take(x)
 
     def layout(
         self, shape: tuple[int, int], cu_seqlens: Tensor | None = None, state: DecodingState | None = None

@@ -220,6 +220,14 @@ def test_a_mixture_sees_every_token() -> None:
     assert torch.equal(found.aux_loss, model(ids, labels=ids, return_logits=True).aux_loss)
 
 
+def test_chosen_tokens_of_packed_rows() -> None:
+    model, some = make("llama-3.1"), torch.tensor([3, 20, 30])
+    ids, positions = draw(2, 19)[0], CASES["restarts"]["position_ids"]
+    for options in ({}, {"position_ids": positions}):
+        logits = model(ids, **options).logits.flatten(0, 1)
+        torch.testing.assert_close(model(ids, token_indices=some, **options).logits, logits[some][None])
+
+
 class Own(nn.Module):
     """In the place of a layer, of a class that is no `Layer`."""
 
