@@ -17,7 +17,7 @@ from ligermodels.layers import LMHead, Targets, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.initialization import fill_meta_buffers, initialize
 from ligermodels.layers.lm_head import HeadLoss, check_log_prob_options, check_loss_options
-from ligermodels.layers.sharding import TensorSharding
+from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, Unpadding, token_layout
 from ligermodels.models.decoder import Decoder, DecoderConfig
@@ -266,12 +266,11 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         check_log_prob_options(options, labels)
         inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens)
         asked = {"return_entropy": return_entropy, "return_predicted": return_predicted}
-        return self._log_probs(inputs, return_logits, return_last_hidden_state, **asked, **options)
+        return self._gathered(self._log_probs, inputs, return_logits, return_last_hidden_state, **asked, **options)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
         """Logits (..., V) of states (..., H) after the final norm."""
-        logits: Tensor = self.head(last_hidden_state)
-        return logits
+        return cast(Tensor, self._gathered(self.head, last_hidden_state))
 
     def head_loss(self, last_hidden_state: Tensor, targets: Tensor, **options: Any) -> HeadLoss:
         """The loss of the language-model head alone; logits are never materialised.
@@ -284,8 +283,14 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         Returns:
             The loss, and what the options ask for beside it.
         """
-        result: HeadLoss = self.head(last_hidden_state, targets, **options)
-        return result
+        return cast(HeadLoss, self._gathered(self.head, last_hidden_state, targets, **options))
+
+    def _gathered(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function outside of `forward`, with the parameters that FSDP2 gathers for `forward`."""
+        output = call_gathered(self, function, *args, **options)
+        if not torch.is_grad_enabled():  # no backward pass will release them, and an optimizer would not find its own
+            reshard(self)
+        return output
 
     def layout(
         self,

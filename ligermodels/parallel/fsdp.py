@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ligermodels.errors import InputError
 from ligermodels.layers import FullPrecision, LMHead
@@ -75,26 +74,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
         if not isinstance(each, FSDPModule):
             group(each)
             each.register_forward_hook(_reshard_without_gradients)
-            for method in FORWARD_METHODS if isinstance(each, CausalLM) else ():
-                _register_forward_method(each, method)
             vars(each)["__deepcopy__"] = _no_deepcopy  # torch's own says no more than that there is none
-
-
-FORWARD_METHODS = ("log_probs", "logits", "head_loss")
-"""Methods of `CausalLM` for which FSDP2 gathers parameters, as it does for `forward`."""
-
-
-def _register_forward_method(model: nn.Module, name: str) -> None:
-    register_fsdp_forward_method(model, name)
-    method = getattr(model, name)
-
-    @functools.wraps(method)
-    def call(*args: Any, **options: Any) -> Any:
-        output = method(*args, **options)
-        _reshard_without_gradients(model)
-        return output
-
-    vars(model)[name] = call
 
 
 def _no_deepcopy(_: Any) -> None:
