@@ -22,7 +22,8 @@ import ligermodels as lm
 from benchmarks import measure
 from benchmarks.models import CONFIGS
 from ligermodels.generation.step import prefill
-from ligermodels.layers.targets import shift_labels, take_tokens
+from ligermodels.layers.targets import shift_labels
+from ligermodels.layers.tokens import take_tokens
 from ligermodels.models.causal_lm import CausalLM
 
 MODELS = ("gemma-4-e2b", "gemma-4-e4b")
@@ -64,7 +65,7 @@ def training_ways(model: CausalLM, ids: Tensor, labels: Tensor) -> list[Callable
     def without() -> Tensor:
         states = model(ids, return_last_hidden_state=True).last_hidden_state
         taken = targets.flatten()[places][None]
-        return backward(model(last_hidden_state=take_tokens(cast(Tensor, states), places), targets=taken).loss)
+        return backward(model.head_loss(take_tokens(cast(Tensor, states), places), taken).loss)
 
     def backward(loss: Tensor | None) -> Tensor:
         loss = cast(Tensor, loss)

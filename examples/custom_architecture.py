@@ -9,10 +9,19 @@ from torch import nn
 
 import ligermodels as lm
 from ligermodels.archs import Family, register
-from ligermodels.layers import AttentionConfig, BlockConfig, LayerConfig, NormConfig, RecurrentState, RopeConfig
+from ligermodels.layers import (
+    AttentionConfig,
+    BlockConfig,
+    Layer,
+    LayerConfig,
+    Linear,
+    NormConfig,
+    RecurrentState,
+    RopeConfig,
+)
 
 
-class SquaredReLU(nn.Sequential):
+class SquaredReLU(Layer, nn.Sequential):
     def forward(self, x, context):
         return self[1](self[0](x).relu().square())
 
@@ -22,10 +31,10 @@ class SquaredReLUConfig(LayerConfig):
     size: int
 
     def build(self, hidden_size):
-        return SquaredReLU(nn.Linear(hidden_size, self.size), nn.Linear(self.size, hidden_size))
+        return SquaredReLU(Linear(hidden_size, self.size), Linear(self.size, hidden_size))
 
 
-class Decay(nn.Linear):  # h[t] = h[t - 1] / 2 + v(x[t])
+class Decay(Layer, nn.Linear):  # h[t] = h[t - 1] / 2 + v(x[t])
     def forward(self, x, context, state=None):
         distance, before = context.paths(x.shape[1], x.device)
         h = (0.5 ** (distance[:, None] - distance).clamp(min=0) * before).to(x) @ super().forward(x)

@@ -22,11 +22,11 @@ labels[:, : len(prompt)] = -100
 mask = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))  # log_probs[:, t] belongs to labels[:, t + 1]
 
 with torch.no_grad():
-    ref_log_probs = reference(input_ids, labels=labels, return_log_probs=True).log_probs
+    ref_log_probs = reference.log_probs(input_ids, labels).log_probs
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(5):
     optimizer.zero_grad()
-    log_probs = model(input_ids, labels=labels, return_log_probs=True).log_probs
+    log_probs = model.log_probs(input_ids, labels).log_probs
     result = dpo_loss(log_probs, ref_log_probs, mask, beta=0.1)
     result.loss.backward()
     optimizer.step()

@@ -24,6 +24,9 @@ class DecodingModel(ModuleLike, Protocol):
     def __call__(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         """Tokens (B, T) -> `logits` and `last_hidden_state` of all of them, or of `token_indices`."""
 
+    def logits(self, last_hidden_state: Tensor) -> Tensor:
+        """Logits (..., V) of states (..., H) after the final norm."""
+
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state on the model's device."""
 
@@ -138,7 +141,7 @@ def prefill(
     if every_state:
         states = model(ids, attention_mask=mask, state=state, return_last_hidden_state=True).last_hidden_state
         hidden = states.flatten(0, 1)[last]
-        return Prefilled(hidden, model(last_hidden_state=hidden).logits, states)
+        return Prefilled(hidden, model.logits(hidden), states)
     out = model(
         ids, attention_mask=mask, state=state, token_indices=last, return_logits=True, return_last_hidden_state=True
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,34 +12,23 @@ from torch import Tensor, nn
 
 from ligermodels.integrations.modules import BlockView, native_of
 from ligermodels.integrations.views import AddedFeatures, PerLayerInputsView
-from ligermodels.layers import SharedKVAttentionConfig
+from ligermodels.layers import BlockOutput, SharedKVAttentionConfig
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.models.decoder import Decoder
 
 
-@dataclass
-class _Mixer:
-    """What a decoder reads of a block's mixer."""
-
-    token_wise: bool
-
-
 class _LayerCall:
-    """A transformers layer, called as a native block, and whether its parts are `token_wise`; to its result `add`, of
-    all tokens of the pass, is added."""
+    """A transformers layer, called as a native block, and whether it is `token_wise`; the features `add`, of all tokens
+    of the pass, are added to its result."""
 
     def __init__(self, layer: nn.Module, add: AddedFeatures | None = None) -> None:
         self._layer, self._add, config = layer, add, native_of(layer).config
-        self.mixer = _Mixer(isinstance(config.mixer, SharedKVAttentionConfig))
-        self.mlp = BlockView(layer).mlp
+        shares = isinstance(config.mixer, SharedKVAttentionConfig)
+        self.token_wise = shares and getattr(BlockView(layer).mlp, "token_wise", False)
 
-    def __call__(self, *args: Any) -> Any:
-        found = self._layer(*args)
-        if self._add is None:
-            return found
-        x, *more = found if isinstance(found, tuple) else (found,)
-        x = self._add.to(x)
-        return (x, *more) if more else x
+    def __call__(self, *args: Any) -> BlockOutput:
+        output = BlockOutput(*self._layer(*args))  # gradient checkpointing makes it a plain tuple
+        return output if self._add is None else output._replace(hidden=self._add.to(output.hidden))
 
 
 class DecoderView:
@@ -59,6 +47,9 @@ class DecoderView:
         self.per_layer_inputs = None if inputs is None else PerLayerInputsView(inputs, backbone)
         self.ropes = backbone.native.ropes
         self._activation_checkpointing = activation_checkpointing  # beside that of transformers' layers themselves
+
+    _context_mesh = _token_mesh = None
+    layout, _embed, _context, _run = Decoder.layout, Decoder._embed, Decoder._context, Decoder._run
 
     def __call__(self, input_ids: Tensor | None = None, **inputs: Any) -> Tensor:
         """As `Decoder.forward`."""

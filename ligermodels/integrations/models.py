@@ -31,8 +31,8 @@ from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.integrations.views import AddedFeatures, GridRope, text_positions
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
 from ligermodels.layers.lm_head import head_loss
-from ligermodels.layers.packing import Unpadding, bounds_of
-from ligermodels.layers.targets import take_tokens
+from ligermodels.layers.packing import bounds_of
+from ligermodels.layers.tokens import TokenLayout, Unpadding
 
 Inputs = dict[str, Any]
 """input_ids, inputs_embeds, position_ids (each a tensor or None), of one batch or packed row."""
@@ -149,7 +149,7 @@ def backbone_forward(
         token_indices=token_indices,
         per_layer_inputs=per_layer_inputs,
     )
-    hidden = hidden if unpad is None or token_indices is not None else unpad.put_back(hidden)
+    hidden = hidden if unpad is None or token_indices is not None else unpad.restore(hidden)
     kind = MoeModelOutputWithPast if _gives_router_logits(backbone) else BaseModelOutputWithPast
     kind = backbone.native.output or kind
     return kind(last_hidden_state=hidden, past_key_values=_no_cache(backbone, use_cache))
@@ -293,7 +293,8 @@ def _taken(hidden: Tensor, padding: Padding, targets: Targets) -> Tensor:
     """hidden (B, T, H), with padding -> the states that the native pass gives for `targets`."""
     unpad = padding.unpadding()
     hidden = hidden if unpad is None else unpad.take(hidden)
-    return hidden if targets.token_indices is None else take_tokens(hidden, targets.token_indices)
+    needed = targets.wait_for_needed()
+    return hidden if needed is None else needed.take(hidden)
 
 
 def check_checkpointing(backbone: Any) -> None:
@@ -352,9 +353,9 @@ def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options:
     if not whole and unpad is not None:
         labels, bounds = unpad.take(labels), unpad.cu_seqlens
     # Of documents that a caller packed, transformers lets the last token predict the next one's first label.
-    targets = Targets(labels, (1,), vocab_size=text_config(model).vocab_size, cu_seqlens=bounds, every_token=whole)
+    layout = TokenLayout((labels.shape[0], labels.shape[1]), cu_seqlens=bounds)
+    targets = Targets(labels, (1,), vocab_size=text_config(model).vocab_size, layout=layout, every_token=whole)
     if not beside:
         options |= {"token_indices": targets, "padding": padding, "native": natively}
     hidden = part(model, "inner")(**inputs, attention_mask=padding.mask, **options).last_hidden_state
-    loss: Tensor = targets.loss(0, model.lm_head, hidden, num_items_in_batch=num_items)
-    return loss
+    return cast(Tensor, targets.loss(0, model.lm_head, hidden, num_items_in_batch=num_items).loss)

@@ -182,10 +182,10 @@ def mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _attend(
     module: nn.Module, x: Tensor, context: ForwardContext, state: LayerKV | None = None
-) -> Tensor | tuple[Tensor, KeysValues]:
+) -> Tensor | tuple[Tensor, KeysValues | None]:
     native = native_of(module)
     config: AttentionConfig = native.config
-    shared = None
+    shared: KeysValues | None = None
     tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
     if "attention.qkv" in native.names:
         sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
@@ -228,10 +228,10 @@ def _attend(
         if state is not None:
             state.fill(k, v)
         out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
-        shared = KeysValues(k, v) if config.shares_kv else None
+        shared = KeysValues(k, v)
     out = out.flatten(2)
     y: Tensor = part(module, "attention.o")(out if gate is None else out * gate.sigmoid())
-    return y if shared is None else (y, shared)
+    return (y, shared) if config.shares_kv else y
 
 
 class _FusedNorm:
@@ -267,6 +267,8 @@ class BlockView:
         self.residual_scale = native.config.residual_scale
 
     forward, _add = Block.forward, Block._add
+    mlp_has_extra_output = False
+    mixer_has_extra_output = property(lambda self: self._config.mixer.has_extra_output)
     layer_scalar = property(
         lambda self: self._layer.layer_scalar if native_of(self._layer).config.layer_scalar else None
     )
@@ -335,7 +337,7 @@ def _first(found: Any) -> Any:
 
 
 def layer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """(x, ForwardContext, state, token_indices), as a native block; else the class's own forward."""
+    """(x, ForwardContext, state), as a native block; else the class's own forward."""
     if len(args) > 1 and isinstance(args[1], ForwardContext):
         return BlockView(module).forward(*args)  # type: ignore[misc]
     return type(module).forward(module, *args, **kwargs)

@@ -217,14 +217,14 @@ def _fused_outputs(
         **inputs, attention_mask=attention_mask, padding=padding, native=not padding.is_labelled, **kwargs
     )
     hidden, shifted, cast = found.last_hidden_state, targets.values[0], options.cast_lm_head_to_fp32
-    hidden = hidden.float() if cast else hidden
+    hidden, counts = hidden.float() if cast else hidden, targets.wait_for_counts()
     with torch.autocast(hidden.device.type, enabled=False) if cast else nullcontext():
         statistics = model.lm_head(
             hidden,
             shifted,
             outputs=options.outputs,
             temperature=options.temperature,
-            num_targets=None if targets.counts is None else targets.counts[0],
+            num_targets=None if counts is None else counts[0],
         )
     statistics = {name: each[:, :-1] for name, each in statistics.items()}
     mask = shifted[:, :-1] != IGNORE_INDEX

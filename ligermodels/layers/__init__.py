@@ -2,7 +2,7 @@
 
 from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.attention import Attention, AttentionConfig
-from ligermodels.layers.block import Block, BlockConfig
+from ligermodels.layers.block import Block, BlockConfig, BlockOutput
 from ligermodels.layers.config import LayerConfig, LayerState
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput, TreeTokens
 from ligermodels.layers.dense_moe import DenseMoEConfig
@@ -12,9 +12,10 @@ from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfi
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from ligermodels.layers.latent_cache import LatentCache
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.linear_parts import Compute, Update
-from ligermodels.layers.lm_head import HeadConfig, LMHead
+from ligermodels.layers.lm_head import HeadConfig, HeadLoss, LMHead
 from ligermodels.layers.mlp import GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
@@ -46,6 +47,7 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "BlockOutput",
     "Compute",
     "DenseMoEConfig",
     "DynamicScaling",
@@ -57,12 +59,14 @@ __all__ = [
     "GatedDeltaNetConfig",
     "GatedMLP",
     "HeadConfig",
+    "HeadLoss",
     "KVCache",
     "KeysValues",
     "LMHead",
     "LatentAttention",
     "LatentAttentionConfig",
     "LatentCache",
+    "Layer",
     "LayerConfig",
     "LayerNorm",
     "LayerState",

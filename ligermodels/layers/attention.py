@@ -17,6 +17,7 @@ from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import attention
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import KVCache, LayerKV
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.qkv import ProjectionNormSplitQKV, QKNormConfig, SplitQKV, Tables, ValueConfig
 from ligermodels.layers.query_scaling import QueryScaling
@@ -82,6 +83,10 @@ class AttentionConfig(LayerConfig):
     def _heads_of_group(self) -> int:
         """Heads that the projection has for each key/value head: queries, key, value, and output gates."""
         return self.group_size * (1 + self.output_gate) + (1 if self._values_from_keys else 2)
+
+    @property
+    def has_extra_output(self) -> bool:
+        return self.shares_kv
 
     @property
     def ropes(self) -> Sequence[RopeConfig]:
@@ -161,7 +166,7 @@ class AttentionConfig(LayerConfig):
         return {"heads": self.num_heads, "kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value, then
     the output gates of its query heads if there are any.
 
@@ -192,9 +197,11 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, context: ForwardContext, state: LayerKV | None = None
-    ) -> Tensor | tuple[Tensor, KeysValues]:
-        """x (B, T, H) -> (B, T, H), with its keys and values where it `shares_kv`, but not in a decoding
-        pass. With a `state`, keys and values of x are added to it."""
+    ) -> Tensor | tuple[Tensor, KeysValues | None]:
+        """x (B, T, H) -> (B, T, H).
+
+        If the config has `shares_kv`, the result is (hidden states, `KeysValues`), with None in a decoding pass. The
+        keys and values of x are added to a `state`."""
         config = self.config
         tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
         options: dict[str, Any] = {
@@ -221,7 +228,7 @@ class Attention(nn.Module):
             if state is not None:
                 state.fill(k, v)
             out = attention(q, k, v, context.cu_seqlens, context.shard, backend=config.backend, **options)
-            shared = KeysValues(k, v) if config.shares_kv else None
+            shared = KeysValues(k, v)
         out = out.flatten(2)
         out = self.o(out if gate is None else out * gate.sigmoid())
-        return out if shared is None else (out, shared)
+        return (out, shared) if config.shares_kv else out

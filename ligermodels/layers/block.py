@@ -1,31 +1,36 @@
-"""Decoder block: a token mixer and a feed-forward layer, each with its norms and beside a residual."""
+"""Decoder block: a token mixer and a feed-forward layer, each with its norms and a residual connection."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
-from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput
 from ligermodels.layers.float8 import float8_input, produce
+from ligermodels.layers.layer import Layer, checked_layer, declared
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding
-from ligermodels.layers.targets import take_tokens
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """The parts of one decoder block: any token mixer, any feed-forward layer.
+    """The parts of one decoder block: any token mixer and any feed-forward layer.
 
-    Each of the two is normalised before (`pre_norm`), after (`post_norm`; Gemma 2 has both, OLMo 2 only this), and
-    multiplied by `residual_scale` (Granite) before it is added to the residual. A feed-forward layer whose config says
-    `normalizes` is given the residual as it is. `after` is a further layer, which maps the residual to the residual;
-    with `layer_scalar` all of that is multiplied by a stored number, which is not trained (both Gemma 4).
+    Args:
+        mixer: config of the token mixer.
+        mlp: config of the feed-forward layer. If it `normalizes`, the block passes it the residual stream as it is.
+        norm: config of the norms.
+        pre_norm: normalise the inputs of the two layers.
+        post_norm: normalise their outputs (Gemma 2 has both norms, OLMo 2 only this one).
+        residual_scale: factor of each layer's output before it is added to the residual stream (Granite).
+        after: config of a third layer, which maps the residual stream to the residual stream (Gemma 4).
+        layer_scalar: multiply the block's result by a stored number, which is not trained (Gemma 4).
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -47,11 +52,18 @@ class BlockConfig:
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """How the block's tensors are stored; see `LayerConfig.weight_mappings`."""
-        there = dict(self.NAMES)
+        """How checkpoints store the block's tensors.
+
+        Args:
+            hidden_size: hidden size of the model.
+            native: name of the block in the model.
+            checkpoint: name of the block in the checkpoint.
+            names: the family's names of parts of a layer, where they differ from `NAMES`.
+        """
+        own_names = dict(self.NAMES)
         if not self.post_norm:
-            there["norm.mlp_norm"] = "post_attention_layernorm"
-        there |= names
+            own_names["norm.mlp_norm"] = "post_attention_layernorm"
+        own_names |= names
         norms = [f"{part}_norm" for part in ("mixer", "mlp") if self.pre_norm and not self._own_norm(part)]
         norms += [f"{part}_post_norm" for part in ("mixer", "mlp") if self.post_norm]
         kinds = ("weight", "bias") if self.norm.bias else ("weight",)
@@ -65,7 +77,7 @@ class BlockConfig:
             *self.mixer.weight_mappings(hidden_size, f"{native}.mixer", checkpoint, names),
             *self.mlp.weight_mappings(hidden_size, f"{native}.mlp", checkpoint, names),
             *(
-                rename(f"{native}.{norm}.{kind}", f"{checkpoint}.{there[f'norm.{norm}']}.{kind}")
+                rename(f"{native}.{norm}.{kind}", f"{checkpoint}.{own_names[f'norm.{norm}']}.{kind}")
                 for norm in norms
                 for kind in kinds
             ),
@@ -75,10 +87,27 @@ class BlockConfig:
         return part == "mlp" and self.mlp.normalizes
 
 
+class BlockOutput(NamedTuple):
+    """The result of a block.
+
+    hidden: hidden states, of the shape of the block's input.
+    keys_values: keys and values that later layers attend to, or None.
+    router: the router's output of a mixture of experts, or None.
+    """
+
+    hidden: Tensor
+    keys_values: KeysValues | None = None
+    router: RouterOutput | None = None
+
+
 class Block(nn.Module):
-    """x + post_norm(mixer(pre_norm(x))), then the same with the feed-forward layer, and what else the config has.
+    """x + post_norm(mixer(pre_norm(x))), then the same with the feed-forward layer; then `after` and `layer_scalar` of
+    the config, if it has them.
 
     Buffer `layer_scalar` (1,), if there is one: as in transformers it is no parameter, and optimizers leave it alone.
+
+    Raises:
+        ConfigError: a config builds a module that does not derive from `Layer`.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
@@ -94,14 +123,19 @@ class Block(nn.Module):
         def after() -> nn.Module | None:
             return config.norm.build_after(hidden_size) if config.post_norm else None
 
+        def layer(field: str, layer_config: LayerConfig) -> nn.Module:
+            return checked_layer(field, layer_config, layer_config.build(hidden_size))
+
         self.residual_scale = config.residual_scale
+        self.mixer_has_extra_output = config.mixer.has_extra_output
+        self.mlp_has_extra_output = config.mlp.has_extra_output
         self.mixer_norm = before("mixer")
-        self.mixer = config.mixer.build(hidden_size)
+        self.mixer = layer("mixer", config.mixer)
         self.mixer_post_norm = after()
         self.mlp_norm = before("mlp")
-        self.mlp = config.mlp.build(hidden_size)
+        self.mlp = layer("mlp", config.mlp)
         self.mlp_post_norm = after()
-        self.after = None if config.after is None else config.after.build(hidden_size)
+        self.after = None if config.after is None else layer("after", config.after)
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def init_weights(self, std: float = 0.0) -> None:
@@ -109,55 +143,59 @@ class Block(nn.Module):
         if self.layer_scalar is not None:
             nn.init.ones_(self.layer_scalar)
 
-    def forward(
-        self, x: Tensor, context: ForwardContext, state: Any = None, token_indices: Tensor | None = None
-    ) -> Tensor | tuple[Any, ...]:
-        """x (B, T, H) -> (B, T, H); where there are any, with the `KeysValues` that the mixer shares and then the
-        `RouterOutput` of a mixture of experts.
+    def declarations(self) -> dict[str, Layer]:
+        """The declarations of the block's layers, by name: see `Layer`."""
+        layers = {"mixer": self.mixer, "mlp": self.mlp, "after": self.after}
+        return {name: declared(layer) for name, layer in layers.items() if layer is not None}
+
+    @property
+    def token_wise(self) -> bool:
+        """Whether the result for a token depends on no other token of the block's input."""
+        return all(layer.token_wise for layer in self.declarations().values())
+
+    def forward(self, x: Tensor, context: ForwardContext, state: Any = None) -> BlockOutput:
+        """Run the block.
 
         Args:
-            state: the mixer's decoding state, if there is one.
-            token_indices: long (n,), indices of the flattened B * T: the result is (1, n, H), of these tokens alone.
-                The mixer sees all tokens, and so does a feed-forward layer that is not `token_wise`.
+            x: hidden states (B, T, H); if the block is `token_wise`, also the needed tokens alone, (1, n, H).
+            context: the context of this pass.
+            state: the mixer's decoding state, or None.
+
+        Returns:
+            The hidden states, and the keys and values and the router's output where the layers give them. All of them
+            leave by the return value, because FSDP2's hooks see only the gradients of returned tensors.
         """
-        y, x = _add_and_norm(self.mixer_norm, x, None, self.mixer)
-        batch, length = x.shape[:2]
-        y, keys_values = _parts(self.mixer(y, context, state))
-        needed = token_indices
-        if token_indices is not None and getattr(self.mlp, "token_wise", False):
-            y, x = take_tokens(y, token_indices), take_tokens(x, token_indices)
-            token_indices = None
-        x, branch = self._add(self.mixer_post_norm, x, y)
-        y, x = _add_and_norm(self.mlp_norm, x, branch, self.mlp)
-        y, router = _parts(self.mlp(y, context))
-        x, branch = self._add(self.mlp_post_norm, x, y)
-        x = x if branch is None else x + branch
-        x = x if token_indices is None else take_tokens(x, token_indices)
+        normed, residual = _add_and_norm(self.mixer_norm, x, None, self.mixer)
+        mixed = self.mixer(normed, context, state)
+        branch, keys_values = mixed if self.mixer_has_extra_output else (mixed, None)
+        residual, pending = self._add(self.mixer_post_norm, residual, branch)
+        normed, residual = _add_and_norm(self.mlp_norm, residual, pending, self.mlp)
+        fed = self.mlp(normed, context)
+        branch, router = fed if self.mlp_has_extra_output else (fed, None)
+        residual, pending = self._add(self.mlp_post_norm, residual, branch)
+        hidden = residual if pending is None else residual + pending
         if self.after is not None:
-            x = self.after(x, context if needed is None else context.of_tokens(needed, batch, length))
+            hidden = self.after(hidden, context)
         if self.layer_scalar is not None:
-            x = x * self.layer_scalar.to(x.dtype)
-        # These leave by the return value: FSDP2's hooks see their gradients only there.
-        more = [each for each in (keys_values, router) if each is not None]
-        return (x, *more) if more else x
+            hidden = hidden * self.layer_scalar.to(hidden.dtype)
+        return BlockOutput(hidden, keys_values, router)
 
-    def _add(self, post_norm: nn.Module | None, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and what is still to be added to it; without a post-norm the next norm adds that."""
+    def _add(self, post_norm: nn.Module | None, residual: Tensor, branch: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Add a branch to the residual stream; or, without a post-norm, leave the addition to the next norm.
+
+        Returns:
+            The residual stream, and the branch that the next norm still has to add, or None.
+        """
         if self.residual_scale == 1.0 and getattr(post_norm, "fused_add", False):
-            return cast(nn.Module, post_norm)(branch, x), None
+            return cast(nn.Module, post_norm)(branch, residual), None
         branch = branch if post_norm is None else post_norm(branch)
-        return x, branch if self.residual_scale == 1.0 else self.residual_scale * branch
-
-
-def _parts(output: Any) -> tuple[Tensor, Any]:
-    """What a layer returns for the hidden states, and what it returns beside them, or None."""
-    return output if isinstance(output, tuple) else (output, None)
+        return residual, branch if self.residual_scale == 1.0 else self.residual_scale * branch
 
 
 def _add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """The norm of x + branch, in the form that `layer` wants its input in, and x + branch."""
+    """The norm of x + branch, in the form in which `layer` takes its input, and x + branch."""
     if getattr(norm, "fused_add", False):
         return cast("tuple[Tensor, Tensor]", produce(norm, float8_input(layer), x, branch))
-    x = x if branch is None else x + branch.to(x.dtype)
-    y = norm(x)
-    return y if isinstance(y, tuple) else (y, x)  # a module around a fused norm gives both
+    total = x if branch is None else x + branch.to(x.dtype)
+    normed = norm(total)
+    return normed if isinstance(normed, tuple) else (normed, total)  # a module around a fused norm gives both

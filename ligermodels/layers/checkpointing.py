@@ -1,8 +1,7 @@
-"""Activation checkpointing: what a backward pass computes again instead of keeping it in memory."""
+"""Activation checkpointing: computing activations again in the backward pass instead of keeping them in memory."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -11,56 +10,47 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.layers.token_parts import TokenParts
-from ligermodels.ops.float8.mm import widens
+from ligermodels.ops.runtime.library import keeps_results
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
-_GEMMS = ("mm", "addmm", "_grouped_mm", "grouped_mm", "bmm")
+_PRODUCTS = {"mm": 1, "addmm": 2, "_grouped_mm": 1, "grouped_mm": 1, "bmm": 1}
+"""torch's matrix products, and the position of their right operand (..., K, N)."""
 _ATTENTION = ("attention", "flash_attn")
-_SCALARS = ("float8_amax", "float8_glu_amax")
+"""Parts of the names of attention ops of torch and of flash-attn."""
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep results of attention, and of matrix products that are at least as wide as their operand; and maxima of
-    tensors that are cast to float8.
+    """Keep the results of attention, and of matrix products whose output is at least as wide as their input.
 
-    A narrower product (the down projection) is computed again if the backward pass needs it; the last one of a block
-    never is.
+    Our own ops declare in their registration which results are kept (`ops.runtime.library.custom_op`). A narrower
+    product (the down projection) is computed again if the backward pass needs it; the last product of a block never is.
     """
     name = op.__name__.partition(".")[0]
-    if any(word in name for word in _ATTENTION) or name in _SCALARS:
-        return CheckpointPolicy.MUST_SAVE
-    if name in _GEMMS:
-        weight = args[2] if name == "addmm" else args[1]
-        if weight.shape[-1] >= weight.shape[-2]:
-            return CheckpointPolicy.MUST_SAVE
-    if name == "float8_mm" and widens(args[1]):
-        return CheckpointPolicy.MUST_SAVE
-    if name == "float8_lora_forward" and args[3].shape[0] >= args[6].shape[1]:  # the weight's own columns
-        return CheckpointPolicy.MUST_SAVE
-    if name == "all_gather_linear_forward" and args[1].shape[0] * args[4] >= args[1].shape[1]:
-        return CheckpointPolicy.MUST_SAVE
-    if name == "linear_reduce_scatter_forward" and args[1].shape[0] >= args[1].shape[1] * args[2]:
-        return CheckpointPolicy.MUST_SAVE
-    if name == "lora_linear_forward" and args[2].shape[0] >= args[2].shape[1]:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    kept = keeps_results(op, args) or any(part in name for part in _ATTENTION)
+    if name in _PRODUCTS:
+        weight = args[_PRODUCTS[name]]
+        kept = weight.shape[-1] >= weight.shape[-2]
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: TokenParts | None = None) -> Any:
-    """`module(*args)`; for the backward pass "selective" keeps results of expensive ops, "full" the inputs alone.
+    """`module(*args)`, with activation checkpointing where gradients are recorded.
 
-    parts: how the tokens that it is given are divided over ranks, also where it is computed again.
+    Args:
+        mode: "none"; "selective" keeps the results of expensive ops for the backward pass; "full" keeps only the
+            inputs.
+        module: the module to run.
+        args: its arguments.
+        parts: how its tokens are divided over ranks, also where it is computed again; None where they are not.
+
+    Returns:
+        The module's output.
     """
     function = module if parts is None else partial(parts.call, module)
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, context_fn=partial(_contexts, mode))
-
-
-def _contexts(mode: ActivationCheckpointing) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Of the first forward pass, and of the one in the backward pass, which with "full" keeps no results."""
     if mode == "full":
-        return nullcontext(), nullcontext()
-    first, again = create_selective_checkpoint_contexts(_policy)
-    return first, again
+        return checkpoint(function, *args, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)

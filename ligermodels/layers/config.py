@@ -1,4 +1,4 @@
-"""What a block asks of the config of each of its two layers, the token mixer and the feed-forward layer."""
+"""The base class of the configs of layers: of token mixers and of feed-forward layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Self = TypeVar("Self", bound="LayerConfig")
 
 
 class LayerState(Protocol):
-    """What all layers of one config keep while decoding; tensors of fixed addresses, so that CUDA graphs hold them.
+    """The decoding state of all layers of one config. Its tensors keep their addresses, as CUDA graphs require.
 
     A pass is a prefill, into a state that is empty, or a decoding pass, after `ForwardContext.cache_seqlens` tokens.
     """
 
     def layer(self, index: int) -> Any:
-        """What the `index`-th of these layers gets as the `state` argument of its `forward`."""
+        """The `state` argument for the `forward` of layer `index`, counted among the layers of this config."""
 
     def reset(self) -> None:
         """Become empty."""
@@ -32,8 +32,9 @@ class LayerState(Protocol):
     def commit(self, slots: Tensor) -> None:
         """After a decoding pass over a tree: keep the accepted path and drop the other nodes.
 
-        slots: long (B, P). Node n of sequence b was given slot cache_seqlens[b] + n; slots[b] are those of the path
-        from the root, node 0, to the last accepted node, which is repeated to the end.
+        Args:
+            slots: long (B, P), the slots of the nodes on the path from the root, node 0, to the last accepted node,
+                whose slot is repeated to the end. Node n of sequence b has slot cache_seqlens[b] + n.
         """
 
 
@@ -44,26 +45,31 @@ class LayerConfig(ABC):
     """
 
     place: ClassVar[str] = ""
-    """Where checkpoints have the layer, within its block; by default the name that the block has it under."""
+    """Name of the layer within its block in checkpoints; by default its name in the native block."""
     normalizes: ClassVar[bool] = False
-    """Whether the layer, a feed-forward one, normalises its input itself: it is given the residual as it is."""
+    """Whether a feed-forward layer normalises its input itself. The block then passes it the residual stream."""
 
     @abstractmethod
     def build(self, hidden_size: int) -> nn.Module:
-        """The layer, on hidden states of `hidden_size` channels.
+        """The layer, a `Layer`, on hidden states of `hidden_size` channels.
 
         A mixer's `forward(x, context, state)` and a feed-forward layer's `forward(x, context)` map hidden states
-        (B, T, H) to the same shape; `context` is a `ForwardContext`, `state` what `LayerState.layer` gives, or None. A
-        mixture of experts gives (hidden states, `RouterOutput`).
-        A layer whose result for a token depends on no other token that it is given says so by the attribute
-        `token_wise = True`: a feed-forward layer, or a mixer that sees others only as earlier layers hand them on. It
-        is then only given the tokens that are needed, (1, n, H); for a mixer `ForwardContext.needed` says which.
-        A mixer that shares keys and values with later layers gives (hidden states, `KeysValues`).
+        (B, T, H) to the same shape. `context` is a `ForwardContext`; `state` is the result of `LayerState.layer`,
+        or None.
         """
 
     @property
+    def has_extra_output(self) -> bool:
+        """Whether the layer's `forward` returns a pair (hidden states, extra output) instead of hidden states.
+
+        The extra output of a mixer is the `KeysValues` that later layers attend to, or None in a decoding pass. The
+        extra output of a feed-forward layer is the `RouterOutput` of a mixture of experts.
+        """
+        return False
+
+    @property
     def state_from(self) -> int | None:
-        """Number of the earlier layer whose decoding state the layer is given, for one that has none of its own."""
+        """Number of an earlier layer: this layer has no decoding state of its own and reads that layer's state."""
         return None
 
     @property
@@ -81,13 +87,20 @@ class LayerConfig(ABC):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerState | None:
-        """An empty decoding state of `num_layers` layers of this config; None if these keep nothing of earlier tokens.
+        """An empty decoding state for `num_layers` layers of this config; None if they keep nothing of earlier tokens.
 
-        Every mixer that is to generate text defines it.
+        Every mixer that generates text defines it.
 
         Args:
-            batch_size, max_length: sequences, and the most tokens of each.
-            hidden_size, dtype, device: the model's.
+            num_layers: number of layers of this config in the model.
+            batch_size: number of sequences.
+            max_length: maximum number of tokens in each sequence.
+            hidden_size: hidden size of the model.
+            dtype: dtype of the model's parameters.
+            device: device of the model's parameters.
+
+        Raises:
+            ConfigError: the layer defines no decoding state.
         """
         raise ConfigError(
             f"{type(self).__name__} has no decoding state: define new_state(), which may return None if a token's "
@@ -97,12 +110,13 @@ class LayerConfig(ABC):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """How the layer's tensors are stored: here each under its own name.
+        """How checkpoints store the layer's tensors; by default each under its own name.
 
         Args:
+            hidden_size: hidden size of the model.
             native: name of the layer in the model.
             checkpoint: name of its block in the checkpoint.
-            names: a family's own names of parts of a layer, for those of `NAMES` that differ.
+            names: the family's names of parts of a layer, where they differ from `NAMES`.
         """
         with torch.device("meta"), skip_init():
             tensors = persistent_tensors(self.build(hidden_size))
@@ -110,27 +124,34 @@ class LayerConfig(ABC):
         return [rename(f"{native}.{name}", f"{checkpoint}.{place}.{name}") for name in tensors]
 
     def unused(self, checkpoint: str, names: Mapping[str, str]) -> list[str]:
-        """Patterns of tensors that checkpoints may have of such a layer, and that it does not need; arguments as of
-        `weight_mappings`."""
+        """Patterns of tensors that checkpoints may have for such a layer and that it does not need.
+
+        Args:
+            checkpoint: name of its block in the checkpoint.
+            names: the family's names of parts of a layer, where they differ from `NAMES`.
+        """
         return []
 
     def tensor_shard(self: Self, ranks: int) -> Self:
-        """The config of what each of several ranks has of the layer under tensor parallelism (see `layers.sharding`):
-        its decoding state is that of this config. Raises ConfigError, naming the field, where the layer cannot be
-        split so."""
+        """The config of one rank's shard of the layer under tensor parallelism (see `layers.sharding`). The rank's
+        decoding state is built from it.
+
+        Raises:
+            ConfigError: the layer cannot be split over so many ranks; the message names the field.
+        """
         raise ConfigError(
             f"{type(self).__name__}: has no rule for tensor parallelism; define tensor_shard(ranks), and "
             "tensor_parallel of the module, or shard such models by FSDP2 alone"
         )
 
     def with_attention_backend(self: Self, name: str) -> Self:
-        """The config with attention on the backend of this name, if the layer attends."""
+        """The config with another attention backend; itself if the layer has no attention."""
         return self
 
     def state_elements(self, max_length: int) -> int:
-        """Elements that the decoding state of one such layer holds for a sequence of up to `max_length` tokens."""
+        """Number of elements in the decoding state of one layer for a sequence of up to `max_length` tokens."""
         return 0
 
     def info(self) -> dict[str, Any]:
-        """Sizes for people: what `ligermodels info` shows of the layer."""
+        """Sizes of the layer that `ligermodels info` shows."""
         return {}

@@ -12,6 +12,7 @@ from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.errors import ConfigError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig
 from ligermodels.layers.norm import NormConfig
@@ -66,10 +67,10 @@ def _counts(experts: MoEConfig) -> dict[str, Any]:
     return {name: value for name, value in experts.info().items() if name != "mlp_size"}
 
 
-class DenseMoE(nn.Module):
+class DenseMoE(Layer):
     """dense_post_norm(dense(dense_norm(x))) + experts_post_norm(experts(experts_norm(x))), routed by x itself."""
 
-    token_wise: ClassVar[bool] = True
+    token_wise = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def __init__(self, hidden_size: int, config: DenseMoEConfig) -> None:

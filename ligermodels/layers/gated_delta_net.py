@@ -16,6 +16,7 @@ from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.full_precision import FullPrecision
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_part_of_each, split_evenly
 
@@ -141,7 +142,7 @@ class GatedDeltaNetConfig(LayerConfig):
         }
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Layer):
     """The gated delta rule over convolved queries, keys and values; its output is normalised and gated.
 
     The rows of `in_proj` are those of q, k and v, of the gate z, of b (how far the state moves to a value) and a (its

@@ -14,8 +14,10 @@ from ligermodels.convert.mappings import WeightMapping, rename, rotated_first
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.latent_cache import LatentCache, LayerLatents
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.query_scaling import QueryScaling
@@ -138,7 +140,7 @@ class LatentAttentionConfig(LayerConfig):
         return {"heads": self.num_heads, "head_dim": self.key_dim, "value_head_dim": self.value_dim, **ranks}
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Layer):
     """Multi-head latent attention.
 
     Rows of `kv_a` are those of the rotated channels of keys, then those of the latent; of each head `q` (or `q_b`) has
@@ -200,8 +202,11 @@ class LatentAttention(nn.Module):
         plain, v = heads.split([config.plain_dim, config.value_dim], dim=-1)
         k = torch.cat([rotated.to(plain.dtype).expand(-1, -1, plain.shape[2], -1), plain], dim=-1)
         options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "backend": config.backend}
-        attend = ops.attention if context.shard is None else context.shard.attention
-        return cast(Tensor, self.o(attend(q, k, v, cu_seqlens=context.cu_seqlens, **options).flatten(2)))
+        if context.shard is None:
+            out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
+        else:
+            out = shard_attention(q, k, v, context.cu_seqlens, context.shard, **options)
+        return cast(Tensor, self.o(out.flatten(2)))
 
     def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (B, T, H) -> (B, T, heads, key_dim), rotated and scaled; InputError without the positions that scale."""

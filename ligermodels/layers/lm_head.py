@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,34 +41,61 @@ LOSS_OPTIONS = (
 )
 """What a caller of a model may choose of its loss: see `ops.linear_cross_entropy`."""
 
-LOSS_RETURNS = ("return_rank", "return_z_loss", "return_predicted")
-"""What the loss of a head may return after the loss, in this order."""
+LOSS_RETURNS = {"return_rank": "ranks", "return_z_loss": "z_loss", "return_predicted": "predicted"}
+"""Options of `ops.linear_cross_entropy` that add a result, in the order of the results, and their fields in
+`HeadLoss`."""
 
 
-def named_results(found: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a head's loss gave with these options: "loss", and those of LOSS_RETURNS that were asked for."""
-    names = ["loss", *(name for name in LOSS_RETURNS if options.get(name))]
-    return dict(zip(names, found if len(names) > 1 else (found,), strict=True))
+class HeadLoss(NamedTuple):
+    """The loss of a head, or the log-probabilities of its targets; None where a result was not asked for.
+
+    loss: the cross entropy, a scalar, or of the targets' shape with the reduction "none".
+    ranks: long, of the targets' shape: how many tokens are likelier than the target, -1 without a target.
+    z_loss: the z-loss within the loss, reduced alike, without a gradient.
+    predicted: long, of the targets' shape: the likeliest token, -1 without a target.
+    log_probs: of the targets' shape, fp32 or wider; 0 without a target.
+    entropy: of the targets' shape, fp32 or wider; 0 without a target.
+    """
+
+    loss: Tensor | None = None
+    ranks: Tensor | None = None
+    z_loss: Tensor | None = None
+    predicted: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "token_weights": check_plain,
+    "class_weights": check_plain,
+    "token_scaling": check_flag,
+    "label_smoothing": check_number,
+    "z_loss": check_number,
+    "memory_budget": partial(check_number, positive=True),
+}
 
 
 def check_loss_options(
     options: Mapping[str, Any], needed: Tensor | None, needs: str = "labels", *, of_heads: bool = False
 ) -> None:
-    """InputError for a name that is not among LOSS_OPTIONS (nor `num_items_in_batch`), for any option without the
-    `needed` tensor, called `needs`, and for values of wrong types. `of_heads`: `num_items_in_batch` may be several."""
+    """Check the options of a loss.
+
+    Args:
+        options: the options by name: LOSS_OPTIONS and `num_items_in_batch`; None stands for no option.
+        needed: the labels or targets, without which there is no loss.
+        needs: name of `needed` in error messages.
+        of_heads: whether `num_items_in_batch` may be several numbers, one for each head.
+
+    Raises:
+        InputError: an unknown option, an option without `needed`, or a value of a wrong type.
+    """
     for name, value in options.items():
         if name not in (*LOSS_OPTIONS, "num_items_in_batch"):
             raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
         if needed is None and value is not None:
             raise InputError(f"{name}: is an option of a loss, which needs {needs}")
-        if name in ("label_smoothing", "z_loss") and value is not None:
-            check_number(name, value)
-        elif name == "memory_budget" and value is not None:
-            check_number(name, value, positive=True)
-        elif name in ("token_weights", "class_weights") and value is not None:
-            check_plain(name, value)
-        elif name == "token_scaling" and value is not None:
-            check_flag(name, value)
+        if value is not None and name in _CHECKS:
+            _CHECKS[name](name, value)
     items = options.get("num_items_in_batch")
     if items is not None and not isinstance(items, Tensor):
         for each in items if of_heads and isinstance(items, list | tuple) else [items]:
@@ -79,7 +107,15 @@ LOG_PROB_OPTIONS = ("memory_budget", "entropy_in_loss")
 
 
 def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) -> None:
-    """InputError unless log-probabilities may be asked for with these labels and options."""
+    """Check the options of log-probabilities.
+
+    Args:
+        options: the options by name; None stands for no option.
+        labels: the labels, without which there are no log-probabilities.
+
+    Raises:
+        InputError: there are no labels; an unknown option, an option of the loss, or a value of a wrong type.
+    """
     if labels is None:
         raise InputError("return_log_probs: are of labels; give them")
     for name, value in options.items():
@@ -89,7 +125,7 @@ def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) ->
             continue
         if name not in (*LOSS_OPTIONS, *LOSS_RETURNS, "num_items_in_batch"):
             raise InputError(f"{name}: no such argument; options of log-probabilities: {', '.join(LOG_PROB_OPTIONS)}")
-        raise InputError(f"{name}: is an option of the loss, which return_log_probs takes the place of")
+        raise InputError(f"{name}: is an option of the loss, and log-probabilities take the place of the loss")
 
 
 def head_loss(
@@ -101,14 +137,34 @@ def head_loss(
     *,
     log_probs: bool = False,
     **options: Any,
-) -> Any:
-    """`ops.linear_cross_entropy` of a head, or with `log_probs` its `ops.linear_log_probs`."""
-    op: Callable[..., Any] = ops.linear_log_probs if log_probs else ops.linear_cross_entropy
-    return op(hidden, weight, targets, bias, softcap=config.softcap, logit_scale=config.logit_scale, **options)
+) -> HeadLoss:
+    """The loss or the log-probabilities of a head, without materialised logits.
+
+    Args:
+        config: scale and cap of the logits.
+        hidden: (..., H), hidden states.
+        weight: (V, H).
+        targets: long (...), -100 where ignored.
+        bias: (V,), or None.
+        log_probs: compute `ops.linear_log_probs` instead of `ops.linear_cross_entropy`.
+        options: other arguments of the op.
+
+    Returns:
+        The op's results by name.
+    """
+    scaling: dict[str, Any] = {"softcap": config.softcap, "logit_scale": config.logit_scale}
+    if log_probs:
+        numbers = ops.linear_log_probs(hidden, weight, targets, bias, **scaling, **options)
+        if isinstance(numbers, Tensor):
+            return HeadLoss(log_probs=numbers)
+        return HeadLoss(log_probs=numbers.log_probs, entropy=numbers.entropy, predicted=numbers.predicted)
+    result = ops.linear_cross_entropy(hidden, weight, targets, bias, **scaling, **options)
+    names = ["loss", *(field for option, field in LOSS_RETURNS.items() if options.get(option))]
+    return HeadLoss(**dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True)))
 
 
 def scaled_logits(config: HeadConfig, logits: Tensor) -> Tensor:
-    """The products of hidden states and weight, scaled and capped as `config` says."""
+    """Logits (..., V), scaled by `logit_scale` and then capped by `softcap`."""
     scale, softcap = config.logit_scale, config.softcap
     logits = logits if scale == 1.0 else logits * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -141,10 +197,15 @@ class LMHead(Linear):
     def forward(  # type: ignore[override]  # a head is called with targets, not with an activation
         self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any
     ) -> Any:
-        """hidden (..., H) -> logits (..., V); with targets (...) the loss of `ops.linear_cross_entropy` instead.
+        """The logits, or with targets the loss.
 
-        `loss_options` (LOSS_OPTIONS, LOSS_RETURNS and others) go to that op. With
-        `log_probs=True` the result and the options are those of `ops.linear_log_probs`.
+        Args:
+            hidden: hidden states (..., H).
+            targets: long (...), -100 where ignored.
+            loss_options: arguments of `ops.linear_cross_entropy`; or with `log_probs=True` of `ops.linear_log_probs`.
+
+        Returns:
+            Logits (..., V); with targets a `HeadLoss`.
         """
         if targets is not None:
             with self._loss_weight(hidden.dtype) as weight:

@@ -13,6 +13,7 @@ from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT, own_float8_input
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear, call_linear
 from ligermodels.layers.sharding import TensorSharding, split_evenly
 
@@ -59,14 +60,14 @@ class MLPConfig(LayerConfig):
         return {"mlp_size": self.size}
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """down(activation(gate(x)) * up(x)) (Shazeer, 2020), with the multipliers of `MLPConfig`.
 
     `gate_up` is one projection, its rows in pairs: row 2i is the gate's i-th, row 2i + 1 the i-th of up, so that a
     shard of its rows holds whole pairs.
     """
 
-    token_wise: ClassVar[bool] = True
+    token_wise = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"gate_up": "columns", "down": "rows"}
     float8_linears: ClassVar[Mapping[str, str | None]] = {"gate_up": INPUT, "down": None}
 

@@ -23,8 +23,8 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
-from ligermodels.layers.context_parallel import SequenceShard
 from ligermodels.layers.expert_parallel import on_ranks
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.router import Router, RouterConfig, softmax
@@ -37,6 +37,7 @@ from ligermodels.layers.sharding import (
     split_evenly,
     sum_over_ranks,
 )
+from ligermodels.layers.tokens import SequenceShard
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 
@@ -95,6 +96,10 @@ class MoEConfig(LayerConfig):
         multipliers = {"gate_multiplier": self.alpha, "down_multiplier": 1 / self.alpha}
         return {**multipliers, "limit": self.limit, "up_offset": self.up_offset}
 
+    @property
+    def has_extra_output(self) -> bool:
+        return self.aux_loss
+
     def build(self, hidden_size: int) -> nn.Module:
         return MoE(hidden_size, self)
 
@@ -151,7 +156,7 @@ class MoEConfig(LayerConfig):
         return found if self.shared is None else {**found, "shared_expert_size": self.shared.size}
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """The sum over a token's experts e of weight(e) * down_e(activation(gate_e(x)) * up_e(x)), plus the shared expert.
 
     Modules `router` (see `Router`), `shared` (a `GatedMLP`) and `shared_gate` (a linear layer to one channel), the last
@@ -272,7 +277,7 @@ def load_balancing_loss(
     Args:
         router_outputs: those of each layer, as `Decoder.forward` gives them.
         mask: bool, as many elements as tokens, in any shape; False for tokens that do not count, such as padding.
-        shard: the tokens are a part of those that the loss is of: see `layers.context_parallel`.
+        shard: the tokens are a part of those that the loss is of: see `layers.tokens`.
 
     Returns a float32 scalar; it is zero when the mask lets no token through. The gradient is that of the probabilities.
     Raises InputError when there are no layers, or shapes do not fit.

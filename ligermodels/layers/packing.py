@@ -1,8 +1,8 @@
-"""Several documents in one row: bounds, positions, and the checks on what a caller hands in."""
+"""Packed documents in a row: bounds and positions; and checks of token tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,13 @@ def assert_async(condition: Tensor, message: str) -> None:
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
-    """InputError unless `ids` is an integer tensor (B, T) with T > 0 and values in [0, vocab_size)."""
+    """InputError unless the token ids are usable.
+
+    Args:
+        ids: int64 or int32 (B, T), with T > 0 and values in [0, vocab_size).
+        vocab_size: number of tokens in the vocabulary.
+        name: name of the argument, for the error.
+    """
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{name}: must be int64 or int32, got {ids.dtype}")
     if ids.ndim != 2 or ids.numel() == 0:
@@ -41,7 +47,13 @@ def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> No
 
 
 def check_plain(name: str, value: Any, *dtypes: torch.dtype) -> None:
-    """InputError unless `value` is a dense tensor, of one of `dtypes` where they are given."""
+    """InputError unless an argument is a dense tensor.
+
+    Args:
+        name: name of the argument, for the error.
+        value: the argument.
+        dtypes: the dtypes that it may have; by default any.
+    """
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided:
@@ -51,14 +63,15 @@ def check_plain(name: str, value: Any, *dtypes: torch.dtype) -> None:
 
 
 def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
-    """InputError unless each given tensor has one element per token of the inputs (B, T, ...), on their device."""
+    """InputError unless each tensor of `others` has one element per token of the inputs (B, T, ...), on their
+    device."""
     shape = tuple(inputs.shape[:2])
     for name, other in others.items():
         if other is None:
             continue
         if not isinstance(other, Tensor) or tuple(other.shape) != shape:
-            found = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
-            raise InputError(f"{name}: must have the inputs' shape {shape}, got {found}")
+            actual = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
+            raise InputError(f"{name}: must have the inputs' shape {shape}, got {actual}")
         if other.device != inputs.device:
             raise InputError(f"{name}: must be on {inputs.device}, as the inputs are, got {other.device}")
 
@@ -78,21 +91,21 @@ def check_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> None:
 
 
 def document_of(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Index of the document that each of `total` tokens belongs to, (total,) long."""
-    place = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.bucketize(place, cu_seqlens[1:], right=True)
+    """Number of the document of each of `total` tokens, long (total,)."""
+    index = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(index, cu_seqlens[1:], right=True)
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
     """Position of each token within its document, (1, total) long."""
-    place = torch.arange(total, device=cu_seqlens.device)
-    return (place - cu_seqlens[document_of(cu_seqlens, total)])[None]
+    index = torch.arange(total, device=cu_seqlens.device)
+    return (index - cu_seqlens[document_of(cu_seqlens, total)])[None]
 
 
 def bounds_of(position_ids: Tensor) -> Tensor | None:
-    """Bounds, over the flattened B * T tokens, of documents whose positions (B, T) restart; None where none does.
+    """Bounds of documents, over the flattened B * T tokens, found by positions (B, T) that restart; None without any.
 
-    Costs one sync on a GPU: pass `cu_seqlens` instead where that matters.
+    Waits for the GPU once; pass `cu_seqlens` instead to avoid this.
     """
     restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     starts = F.pad(restarts, (1, 0), value=True).flatten().nonzero().flatten()
@@ -102,9 +115,18 @@ def bounds_of(position_ids: Tensor) -> Tensor | None:
 
 
 def document_bounds(shape: Sequence[int], position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Bounds of the packed documents that `cu_seqlens`, or positions that restart, describe; None without any.
+    """Bounds of packed documents.
 
-    Raises InputError when they do not fit inputs of `shape` (B, T).
+    Args:
+        shape: (B, T) of the inputs.
+        position_ids: long (B, T) or None. Positions that restart mark documents, if there are no `cu_seqlens`.
+        cu_seqlens: int32 (n + 1,), bounds of documents in a single row, or None.
+
+    Returns:
+        int32 (n + 1,), bounds over the flattened B * T tokens; None for one document in each row.
+
+    Raises:
+        InputError: an argument does not fit the shape.
     """
     shape = (shape[0], shape[1])
     if position_ids is not None:
@@ -115,49 +137,3 @@ def document_bounds(shape: Sequence[int], position_ids: Tensor | None, cu_seqlen
         check_bounds(cu_seqlens, shape)
         return cu_seqlens
     return None if position_ids is None else bounds_of(position_ids)
-
-
-class Unpadding:
-    """Takes the padding out of a batch: its real tokens become one packed row, and results are padded again.
-
-    Args:
-        attention_mask: (B, T), 1 (or True) on real tokens and 0 on padding, on the left or on the right of a row, or
-            within it. Costs one sync on a GPU.
-
-    Raises InputError when the mask has other values, or no real token at all.
-    """
-
-    def __init__(self, attention_mask: Tensor) -> None:
-        mask = attention_mask.bool()
-        assert_async(mask == attention_mask, "attention_mask: may hold only 1 (a token) and 0 (padding)")
-        self._shape = mask.shape
-        self._indices = mask.flatten().nonzero().flatten()
-        if not len(self._indices):
-            raise InputError("attention_mask: has no 1, so that there is no token at all")
-        seq_lens = mask.sum(1)
-        self.cu_seqlens = F.pad(seq_lens.cumsum(0), (1, 0)).to(torch.int32)
-
-    @property
-    def trivial(self) -> bool:
-        """Whether there is no padding."""
-        return len(self._indices) == self._shape.numel()
-
-    def take(self, x: Tensor) -> Tensor:
-        """x (B, T, ...) -> (1, tokens, ...), the real tokens of all rows in turn."""
-        return x.flatten(0, 1).index_select(0, self._indices)[None]
-
-    def take_all(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        """`tensors` without padding; None stays."""
-        return {name: None if x is None else self.take(x) for name, x in tensors.items()}
-
-    def take_weights(self, loss_options: Mapping[str, Any]) -> dict[str, Any]:
-        """`loss_options` with the `token_weights` of the real tokens."""
-        return {
-            name: self.take(x) if name == "token_weights" and x is not None else x for name, x in loss_options.items()
-        }
-
-    def put_back(self, x: Tensor, other: float = 0.0, *, dim: int = 0) -> Tensor:
-        """What `take` gives, with `dim` further dimensions before it -> (..., B, T, ...), with `other` on padding."""
-        moved = x.movedim(dim + 1, 0)
-        whole = x.new_full((self._shape.numel(), *moved.shape[1:]), other).index_copy(0, self._indices, moved)
-        return whole.movedim(0, dim + 1).squeeze(dim).unflatten(dim, self._shape)

@@ -15,6 +15,7 @@ from ligermodels.layers.activation import ACTIVATIONS
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.embedding import Embedding
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding
@@ -110,10 +111,10 @@ class PerLayerInputConfig(LayerConfig):
         return {"per_layer_input_size": self.size}
 
 
-class PerLayerInput(nn.Module):
+class PerLayerInput(Layer):
     """x + norm(projection(activation(gate(x)) * input of the layer))."""
 
-    token_wise: ClassVar[bool] = True
+    token_wise = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"gate": "replicated", "projection": "replicated"}
 
     def __init__(self, hidden_size: int, config: PerLayerInputConfig) -> None:
@@ -128,8 +129,6 @@ class PerLayerInput(nn.Module):
         if context.per_layer_inputs is None:
             raise InputError("per_layer_inputs: of the ForwardContext are missing, and a layer takes them")
         own = context.per_layer_inputs[:, :, self.config.layer]
-        if context.needed is not None:
-            own = own.flatten(0, 1)[context.needed.token_indices][None]
         gate = self.gate(x)
         gated = ACTIVATIONS[self.config.activation](gate, own.to(gate.dtype))
         y = self.projection(gated)

@@ -14,12 +14,13 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, heads, rename
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.attention import AttentionConfig
-from ligermodels.layers.context import ForwardContext, NeededTokens
+from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding
-from ligermodels.layers.targets import take_tokens
+from ligermodels.layers.tokens import SelectedTokens
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ class SharedKVAttentionConfig(AttentionConfig):
         return [rf"^{re.escape(f'{checkpoint}.{there[part]}')}\." for part in parts]
 
 
-class SharedKVAttention(nn.Module):
+class SharedKVAttention(Layer):
     """Queries of x over keys and values of layer `kv_from`, which come in the context, or while decoding in the state
     of that layer."""
 
-    token_wise: ClassVar[bool] = True
+    token_wise = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q": "columns", "o": "rows"}
     float8_linears: ClassVar[Mapping[str, str | None]] = {"q": INPUT, "o": None}
 
@@ -107,7 +108,7 @@ class SharedKVAttention(nn.Module):
             visible = _visible(needed, config.window, context.cu_seqlens)
             return cast(Tensor, self.o(ops.attention(q, k, v, mask=visible, **options).flatten(2)))
         if needed is not None:
-            q = _put_back(q, *needed)
+            q = needed.restore(q)  # attention goes by places
         if state is not None and context.cache_seqlens is not None:
             mask = None if context.tree is None else context.tree.mask
             keys, values = state
@@ -121,7 +122,7 @@ class SharedKVAttention(nn.Module):
             raise InputError(f"kv_from: layer {config.kv_from} shares no keys and values; set its shares_kv")
         out = out.flatten(2)
         if needed is not None:
-            out = take_tokens(out, needed.token_indices)
+            out = needed.take(out)
         return cast(Tensor, self.o(out))
 
     def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -141,10 +142,10 @@ _FEW = 8
 prefill. Else all places of the pass attend: kernels without a mask skip what the causal rule and documents hide."""
 
 
-def _visible(needed: NeededTokens, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
+def _visible(needed: SelectedTokens, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
     """Bool (1, n, B * T): the keys that each needed token sees, of the flattened ones."""
-    queries = needed.token_indices[:, None]
-    keys = torch.arange(needed.batch * needed.length, device=queries.device)
+    queries = needed.indices[:, None]
+    keys = torch.arange(needed.rows * needed.length, device=queries.device)
     allowed = (keys <= queries) & (keys // needed.length == queries // needed.length)
     if window is not None:
         allowed = allowed & (keys > queries - window)
@@ -152,9 +153,3 @@ def _visible(needed: NeededTokens, window: int | None, cu_seqlens: Tensor | None
         document = torch.bucketize(keys, cu_seqlens[1:], right=True)
         allowed = allowed & (document == document[queries])
     return allowed[None]
-
-
-def _put_back(q: Tensor, token_indices: Tensor, batch: int, length: int) -> Tensor:
-    """q (1, n, heads, D) of the needed tokens -> (B, T, heads, D), zero elsewhere: attention goes by places."""
-    whole = q.new_zeros(batch * length, *q.shape[2:]).index_copy(0, token_indices, q[0])
-    return whole.unflatten(0, (batch, length))

@@ -1,4 +1,4 @@
-"""Targets: labels shifted for one loss or several, and the tokens that have one, which alone a training pass needs."""
+"""Targets: labels shifted for one loss or several, and the tokens that have a target."""
 
 from __future__ import annotations
 
@@ -11,36 +11,33 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
-from ligermodels.layers.context_parallel import SequenceShard
-from ligermodels.layers.lm_head import LOSS_RETURNS, named_results
-from ligermodels.layers.packing import (
-    Unpadding,
-    assert_async,
-    check_plain,
-    check_same_tokens,
-    document_bounds,
-    document_of,
-)
+from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss
+from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
+from ligermodels.layers.tokens import SelectedTokens, TokenLayout, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
 
 IGNORE_INDEX = -100
 
 
 def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX) -> Tensor:
-    """targets[b, t] = labels[b, t + ahead], and `fill` where that is past the row's end or in another document.
+    """targets[b, t] = labels[b, t + ahead], and `fill` past the row's end and in another document.
 
     Args:
         labels: (B, T) long, aligned with the inputs.
         ahead: 1 for the language-model head; 2 + i for Medusa head i.
         cu_seqlens: int32 (n + 1,), bounds of packed documents over the flattened B * T tokens.
+        fill: the value of tokens without a target.
+
+    Returns:
+        (B, T), of the labels' dtype.
     """
     length = labels.shape[1]
     targets = F.pad(labels[:, ahead:], (0, min(ahead, length)), value=fill)
     if cu_seqlens is None:
         return targets
-    place = torch.arange(labels.numel(), device=labels.device)
+    index = torch.arange(labels.numel(), device=labels.device)
     end = cu_seqlens[document_of(cu_seqlens, labels.numel()) + 1]
-    return targets.masked_fill((place + ahead >= end).view_as(labels), fill)
+    return targets.masked_fill((index + ahead >= end).view_as(labels), fill)
 
 
 def count_targets(
@@ -50,33 +47,51 @@ def count_targets(
     cu_seqlens: Tensor | None = None,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """How many `labels` (B, T) each of K losses counts, long (K,); `ahead` as of `Targets`, the rest of a model."""
+    """Count the targets of K losses.
+
+    Args:
+        labels: (B, T) int64, -100 where ignored.
+        ahead: for each loss, how many tokens its labels lie ahead.
+        position_ids: (B, T) long. Positions that restart mark packed documents.
+        cu_seqlens: int32 (n + 1,), bounds of documents packed into a single row.
+        attention_mask: (B, T), 1 on tokens and 0 on padding; it excludes the two arguments before.
+
+    Returns:
+        Long (K,), the number of targets of each loss.
+
+    Raises:
+        InputError: a tensor of a wrong dtype or shape.
+    """
     check_plain("labels", labels, torch.int64)
     if labels.ndim != 2:
         raise InputError(f"labels: must be (batch, tokens), got shape {tuple(labels.shape)}")
     if attention_mask is not None:
         check_same_tokens(labels, attention_mask=attention_mask)
-        unpad = Unpadding(attention_mask)
-        labels, cu_seqlens = unpad.take(labels), unpad.cu_seqlens
-    bounds = document_bounds(labels.shape, position_ids, cu_seqlens)
-    return torch.stack([(shift_labels(labels, each, bounds) != IGNORE_INDEX).sum() for each in ahead])
+    shape = (labels.shape[0], labels.shape[1])
+    layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+    rows = layout.rows.take(labels)
+    return torch.stack([(shift_labels(rows, each, layout.cu_seqlens) != IGNORE_INDEX).sum() for each in ahead])
 
 
 class Targets:
     """The targets of K losses, whose labels lie `ahead` tokens further on.
 
-    Past the last mixer, tokens without any target have no bearing on losses or gradients. Where enough of them have
-    none, `token_indices` are those that do: a decoder that is given these computes their states alone, and `loss` takes
-    those. The counts travel to the host while the decoder's first blocks run.
+    Tokens without a target do not affect losses or gradients once no further layer mixes tokens. If enough tokens have
+    none, a decoder that is given the `Targets` computes only the states of the tokens that have a target, and `loss`
+    takes these states. The counts are copied to the host while the decoder's first blocks run.
 
     Args:
-        labels: (B, T) int64, -100 where ignored; InputError for another dtype.
+        labels: (B, T) int64, -100 where ignored.
         ahead: K distances, at least 1.
-        cu_seqlens: int32 (n + 1,), bounds of packed documents.
-        vocab_size: labels must lie below it: InputError on a CPU, on a GPU a device assertion.
-        every_token: all tokens are needed, whatever the labels.
-        shard: under context parallelism, the tokens that this rank has. `values`, `counts` and `token_indices` are of
-            these; losses are summed over the ranks, and what is (B, T) is of all tokens.
+        vocab_size: labels must be below it.
+        layout: layout of the tokens (B, T); by default one document in each row.
+        every_token: the states of all tokens are needed, whatever the labels.
+
+    Attributes:
+        values: long (K, rows, length), the targets of this rank's tokens in the layout.
+
+    Raises:
+        InputError: labels of another dtype, or outside of the vocabulary (on a GPU: a device assertion).
     """
 
     def __init__(
@@ -85,9 +100,8 @@ class Targets:
         ahead: Sequence[int],
         *,
         vocab_size: int,
-        cu_seqlens: Tensor | None = None,
+        layout: TokenLayout | None = None,
         every_token: bool = False,
-        shard: SequenceShard | None = None,
     ) -> None:
         if labels.dtype != torch.int64:
             raise InputError(f"labels: must be int64, got {labels.dtype}")
@@ -95,159 +109,176 @@ class Targets:
             (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < vocab_size)),
             f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored",
         )
-        self.ahead, self.cu_seqlens, self._every_token = tuple(ahead), cu_seqlens, every_token
-        self.shard = shard
-        self.values = torch.stack([self._own(shift_labels(labels, each, cu_seqlens), IGNORE_INDEX) for each in ahead])
-        self._counts: AsyncHostCopy | None = None
-        self._indices: Tensor | None = None
+        self.ahead, self._every_token = tuple(ahead), every_token
+        self.layout = TokenLayout((labels.shape[0], labels.shape[1])) if layout is None else layout
+        self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
+        self._host_counts: AsyncHostCopy | None = None
+        self._needed: SelectedTokens | None = None
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
         compiling = torch.compiler.is_compiling()  # asked first: a compiler does not trace the next question
         captured = not compiling and labels.is_cuda and torch.cuda.is_current_stream_capturing()
         if not (compiling or captured or labels.is_meta):
             valid = (self.values != IGNORE_INDEX).flatten(1)
             self._any = valid.any(0)
-            self._counts = AsyncHostCopy(torch.cat([valid, self._any[None]]).sum(1))
+            self._host_counts = AsyncHostCopy(torch.cat([valid, self._any[None]]).sum(1))
 
-    @property
-    def counts(self) -> list[int] | None:
-        """How many targets each loss has, (K,); None in a graph."""
-        return None if self._counts is None else self._counts.get()[:-1]
+    def wait_for_counts(self) -> list[int] | None:
+        """How many targets each loss has on this rank, (K,); None in a graph. Waits for the copy to the host."""
+        return None if self._host_counts is None else self._host_counts.get()[:-1]
 
-    @property
-    def token_indices(self) -> Tensor | None:
-        """Indices of the tokens with a target, of the flattened B * T: long (n,), rising. None where all are taken:
-        where nearly all have one, or none has, and in a graph. Waits for the counts."""
-        if self._indices is None and self._counts is not None and not self._every_token:
-            count = self._counts.get()[-1]
+    def wait_for_needed(self) -> SelectedTokens | None:
+        """The tokens that have a target; None where all tokens are taken. Waits for the copy to the host.
+
+        All tokens are taken if nearly all have a target, or none has, in a graph, and with `every_token`.
+        """
+        if self._needed is None and self._host_counts is not None and not self._every_token:
+            count = self._host_counts.get()[-1]
             if 0 < count < SKIP_BELOW * self._any.numel():
-                self._indices = self._any.argsort(descending=True, stable=True)[:count]
-        return self._indices
+                indices = self._any.argsort(descending=True, stable=True)[:count]
+                self._needed = SelectedTokens(indices, self.values.shape[1], self.values.shape[2])
+        return self._needed
 
     def share(self, num_items_in_batch: Tensor | int | None) -> Tensor | float:
-        """That of the first loss in a batch of so many targets, of which this is a micro-batch; 1 without a number."""
+        """This batch's fraction of the targets of the first loss.
+
+        Args:
+            num_items_in_batch: number of targets in all micro-batches; None for one micro-batch.
+
+        Returns:
+            The fraction; 1 for one micro-batch.
+        """
         if num_items_in_batch is None:
             return 1.0
         count = (self.values[0] != IGNORE_INDEX).sum(dtype=torch.float32)
-        return per_item(count if self.shard is None else self.shard.sum(count), num_items_in_batch)
+        return per_item(self.layout.sum(count), num_items_in_batch)
 
     def loss(
         self,
         index: int,
-        head: Callable[..., Any],
+        head: Callable[..., HeadLoss],
         hidden: Tensor,
         *,
         token_weights: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         reduction: str = "mean",
         **options: Any,
-    ) -> Any:
-        """Loss number `index`, of `head(hidden, targets, **options)`, or a tuple of it and what else is asked for, as
-        the head gives it.
+    ) -> HeadLoss:
+        """Compute loss number `index` by `head(hidden, targets, **options)`.
 
         Args:
-            head: such as an `LMHead`.
-            hidden: states (B, T, H), or (1, n, H) of `token_indices`; with a `shard` of its tokens.
+            index: number of the loss, from 0.
+            head: a head such as `LMHead`, which returns a `HeadLoss`.
+            hidden: states (rows, length, H) of the tokens in the layout, or (1, n, H) of the needed tokens.
             token_weights: (B, T), a weight for each label's term.
-            num_items_in_batch: divides the sum, in place of the number of targets; sets the reduction to "sum". See
-                `per_item`.
-            reduction: "mean", "sum", or "none": (B, T).
-            options: further options of the head's loss. return_rank: also return the ranks, return_predicted: the
-                predicted tokens, long (B, T), -1 without a target; return_z_loss: the z-loss, reduced as the loss.
+            num_items_in_batch: divides the summed loss, in place of the number of targets; see `per_item`.
+            reduction: "mean", "sum", or "none".
+            options: other options of the head's loss, such as those in LOSS_RETURNS.
+
+        Returns:
+            The results of the head. Scalars are summed over the ranks that share the tokens. Results by token are
+            (B, T): a loss of 0, and -1 for ranks and predicted tokens, where there is no target.
+
+        Raises:
+            InputError: context parallelism with class weights and a z-loss, whose mean has two divisors.
         """
         options = {name: value for name, value in options.items() if name not in LOSS_RETURNS or value}
         if token_weights is not None:
-            weights = self._own(shift_labels(token_weights, self.ahead[index], fill=0), 0)
-            options["token_weights"] = self._take(weights)
-        counts, targets, divisor = self.counts, self._take(self.values[index]), num_items_in_batch
-        if self.shard is not None and reduction == "mean" and divisor is None:
-            divisor = self._weight_of_all(targets, self.shard, options, hidden.dtype)
-        found = head(
+            options["token_weights"] = self._selected(self._shifted(token_weights, self.ahead[index], 0))
+        targets, divisor, counts = self._selected(self.values[index]), num_items_in_batch, self.wait_for_counts()
+        if self.layout.shard is not None and reduction == "mean" and divisor is None:
+            divisor = self._weight_of_all(targets, options, hidden.dtype)
+        result = head(
             hidden,
             targets,
             reduction=reduction if divisor is None else "sum",
             num_targets=None if counts is None else counts[index],
             **options,
         )
-        results = named_results(found, options)
-        for name, value in results.items():
-            if name in ("return_rank", "return_predicted"):
-                results[name] = self._put_back(value, -1)
-            elif reduction == "none" and divisor is None:
-                results[name] = self._put_back(value, 0.0)
-            else:
-                value = value if self.shard is None else self.shard.sum(value)
-                results[name] = value if divisor is None else per_item(value, divisor)
-        return tuple(results.values()) if len(results) > 1 else results["loss"]
 
-    def log_probs(
-        self,
-        index: int,
-        head: Callable[..., Any],
-        hidden: Tensor,
-        *,
-        return_entropy: bool = False,
-        return_predicted: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probabilities (B, T) of the targets of loss `index`, and entropies and predicted tokens if asked for;
-        without a target 0, and -1 for the token.
+        def finished(x: Tensor | None) -> Tensor | None:
+            if x is None or (reduction == "none" and divisor is None):
+                return self._restored(x, 0.0)
+            total = self.layout.sum(x)
+            return total if divisor is None else per_item(total, divisor)
 
-        Arguments as of `loss`; `options` are those of `ops.linear_log_probs`.
-        """
-        counts = self.counts
-        found = head(
-            hidden,
-            self._take(self.values[index]),
-            log_probs=True,
-            return_entropy=return_entropy,
-            return_predicted=return_predicted,
-            num_targets=None if counts is None else counts[index],
-            **options,
+        return HeadLoss(
+            loss=finished(result.loss),
+            ranks=self._restored(result.ranks, -1),
+            z_loss=finished(result.z_loss),
+            predicted=self._restored(result.predicted, -1),
         )
-        if isinstance(found, Tensor):
-            return self._put_back(found, 0.0), None, None
-        entropy = None if found.entropy is None else self._put_back(found.entropy, 0.0)
-        predicted = None if found.predicted is None else self._put_back(found.predicted, -1)
-        return self._put_back(found.log_probs, 0.0), entropy, predicted
 
-    @staticmethod
-    def _weight_of_all(targets: Tensor, shard: SequenceShard, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        """What the mean of the losses of all ranks divides their sum by: see `ops.cross_entropy`; inf in place of 0."""
+    def log_probs(self, index: int, head: Callable[..., HeadLoss], hidden: Tensor, **options: Any) -> HeadLoss:
+        """Log-probabilities of the targets of loss number `index`.
+
+        Args:
+            index: number of the loss, from 0.
+            head: a head such as `LMHead`, which returns a `HeadLoss`.
+            hidden: states (rows, length, H) of the tokens in the layout, or (1, n, H) of the needed tokens.
+            options: options of `ops.linear_log_probs`, such as `return_entropy` and `return_predicted`.
+
+        Returns:
+            `log_probs`, and `entropy` and `predicted` where the options ask for them, each (B, T): 0, and -1 for
+            predicted tokens, where there is no target.
+        """
+        counts = self.wait_for_counts()
+        num_targets = None if counts is None else counts[index]
+        targets = self._selected(self.values[index])
+        result = head(hidden, targets, log_probs=True, num_targets=num_targets, **options)
+        return HeadLoss(
+            log_probs=self._restored(result.log_probs, 0.0),
+            entropy=self._restored(result.entropy, 0.0),
+            predicted=self._restored(result.predicted, -1),
+        )
+
+    def _weight_of_all(self, targets: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        """Divisor of the mean loss over the tokens of all ranks: see `ops.cross_entropy`; inf in place of 0."""
         token_weights, class_weights = (options.get(f"{each}_weights") for each in ("token", "class"))
         if class_weights is not None and options.get("z_loss"):
             raise InputError(
-                "class_weights: beside z_loss, means have two divisors, which context parallelism does not do; give "
-                "num_items_in_batch or another reduction"
+                "class_weights: beside z_loss, means have two divisors, which context parallelism does not support; "
+                "give num_items_in_batch or another reduction"
             )
         weights = (targets != IGNORE_INDEX).to(torch.promote_types(dtype, torch.float32))
         if token_weights is not None:
             weights = weights * token_weights
         if class_weights is not None:
             weights = weights * class_weights[targets.clamp(min=0)]
-        total = shard.sum(weights.sum())
+        total = self.layout.sum(weights.sum())
         return torch.where(total == 0, torch.inf, total)
 
-    def _own(self, x: Tensor, fill: float) -> Tensor:
-        """Of x (B, T) the tokens of the shard."""
-        return x if self.shard is None else self.shard.take(x, fill)
+    def _shifted(self, x: Tensor, ahead: int, fill: int) -> Tensor:
+        """x (B, T) of labels -> of the tokens that predict them, in the layout."""
+        layout = self.layout
+        shifted = shift_labels(layout.rows.take(x), ahead, layout.cu_seqlens, fill=fill)
+        return shifted if layout.shard is None else layout.shard.take(shifted, fill)
 
-    def _take(self, x: Tensor) -> Tensor:
-        """x (B, T) -> (1, n), of `token_indices`; x itself where all tokens are taken."""
-        return x if self.token_indices is None else x.flatten().index_select(0, self.token_indices)[None]
+    def _selected(self, x: Tensor) -> Tensor:
+        """x (rows, length) -> (1, n) of the needed tokens; x itself where all tokens are taken."""
+        needed = self.wait_for_needed()
+        return x if needed is None else needed.take(x)
 
-    def _put_back(self, x: Tensor, other: float) -> Tensor:
-        """What `_take` gives -> (B, T), with `other` for the other tokens."""
-        if self.token_indices is not None:
-            whole = x.new_full((self._any.numel(),), other)
-            x = whole.index_copy(0, self.token_indices, x[0]).view(self.values.shape[1:])
-        return x if self.shard is None else self.shard.gather(x)
+    def _restored(self, x: Tensor | None, fill: float) -> Tensor | None:
+        """The inverse of `_selected` and of the layout: (B, T), with `fill` for all other tokens."""
+        if x is None:
+            return None
+        needed = self.wait_for_needed()
+        return self.layout.restore(x if needed is None else needed.restore(x, fill), fill)
 
 
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:
-    """total / num_items_in_batch, scalars; 0 / 0 is 0: without a target in all batches there is no loss.
+    """Divide a summed loss by the number of targets in the whole batch.
 
-    Raises InputError for several numbers, for a negative one, and for 0 where the total is another; of a tensor on a
-    GPU the last two are device assertions.
+    Args:
+        total: the sum, a scalar.
+        num_items_in_batch: the number, or a tensor of one element.
+
+    Returns:
+        total / num_items_in_batch. 0 / 0 is 0: without a target in all micro-batches there is no loss.
+
+    Raises:
+        InputError: several numbers; a negative number; or 0 where the total is not 0. For a tensor on a GPU the last
+            two are device assertions.
     """
     message = "num_items_in_batch: must be above 0, the number of targets; 0 only where no label is counted"
     if isinstance(num_items_in_batch, Tensor):
@@ -261,25 +292,3 @@ def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:
     if num_items_in_batch == 0:
         assert_async(total == 0, f"{message}; got 0")
     return total / (num_items_in_batch or 1)
-
-
-def take_tokens(x: Tensor, token_indices: Tensor) -> Tensor:
-    """x (B, T, H) -> (1, n, H), the tokens of these indices, long (n,), of the flattened B * T, none of them twice."""
-    return _TakeTokens.apply(x, token_indices)
-
-
-class _TakeTokens(torch.autograd.Function):
-    """Its gradient is a copy, as no index occurs twice; that of torch's indexing is a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token_indices: Tensor) -> Tensor:
-        ctx.save_for_backward(token_indices)
-        ctx.shape = x.shape
-        return x.flatten(0, 1).index_select(0, token_indices)[None]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (token_indices,) = ctx.saved_tensors
-        dx = dy.new_zeros(ctx.shape)
-        dx.flatten(0, 1).index_copy_(0, token_indices, dy[0])
-        return dx, None

@@ -2,32 +2,31 @@
 (Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198).
 
 The tokens of all sequences, one after another, are cut into as many equal parts as there are ranks. Norms, residual
-additions, routers and whatever else works on single tokens compute those of this rank, and keep those alone for the
-backward pass. A projection by columns gathers its input, and one by rows sums its output over ranks, of which each gets
-its part: together they send as many bytes as the sum of all tokens on all ranks, whose place they take.
+additions, routers and everything else that works on single tokens compute this rank's part, and keep only that part for
+the backward pass. A projection by columns gathers its input. A projection by rows sums its output over ranks, and each
+rank gets its part of the sum. Together they send as many bytes as the all-reduce of all tokens that they replace.
 
-`Decoder.forward` decides which blocks compute so. Their modules go by `current`, through `layers.sharding`: between
-projections they are given (1, n, H), the part, in place of (B, T, H). A layer that can be given it says so by
-`sequence_parallel = True`, or, where its result for a token depends on no other one, by `token_wise`.
+`Decoder.forward` decides in which blocks the tokens are divided. The modules of these blocks ask `current`, through
+`layers.sharding`: between projections they are given this rank's part, (1, n, H), instead of (B, T, H). A layer
+supports it if it declares `sequence_parallel` or `token_wise`: see `layers.layer.Layer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.layers.tokens import Tokens
 from ligermodels.ops.linear.parallel_linear import all_gather_linear, linear_reduce_scatter
-from ligermodels.ops.runtime.collectives import all_gather_rows, reduce_scatter_rows
-from ligermodels.ops.runtime.library import once_differentiable
+from ligermodels.ops.runtime.collectives import Ranks
 
 
 class _Current:
-    """Of a process, not a thread: ranks exchange in one order, so that no two passes of theirs compute at once."""
+    """Belongs to the process, not to a thread: ranks exchange in one order, so no two passes compute at once."""
 
     parts: TokenParts | None = None
 
@@ -36,75 +35,91 @@ _current = _Current()
 
 
 def current() -> TokenParts | None:
-    """How the tokens of the block that computes now are divided; None where each rank has all of them."""
+    """How the tokens of the block that computes now are divided over ranks; None where each rank has all of them."""
     return _current.parts
 
 
 def divide_tokens(decoder: Any, mesh: Any) -> None:
-    """Have a `Decoder` divide the tokens of its passes over the ranks of a mesh of one dimension, if all of its layers
-    can be given a part."""
-    layers = (getattr(block, name) for block in decoder.blocks for name in ("mixer", "mlp", "after"))
-    able = all(
-        layer is None or getattr(layer, "sequence_parallel", False) or getattr(layer, "token_wise", False)
-        for layer in layers
-    )
+    """Let a `Decoder` divide the tokens of its passes over the ranks of a mesh of one dimension, if all of its layers
+    support it."""
+    layers = (layer for block in decoder.blocks for layer in block.declarations().values())
+    able = all(layer.sequence_parallel or layer.token_wise for layer in layers)
     decoder._token_mesh = mesh if able else None
 
 
 def parts_of(decoder: Any, batch: int, length: int) -> TokenParts | None:
-    """How a `Decoder` divides the tokens (B, T) of a pass; None where each rank has all, as it has of fewer tokens than
-    ranks."""
-    mesh: Any = getattr(decoder, "_token_mesh", None)
+    """How a `Decoder` divides the tokens (B, T) of a pass.
+
+    Args:
+        decoder: the `Decoder`.
+        batch: B.
+        length: T.
+
+    Returns:
+        The parts; None where each rank has all tokens, as for fewer tokens than ranks.
+    """
+    mesh = decoder._token_mesh
     if mesh is None or batch * length < mesh.size():
         return None
-    return TokenParts(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, batch, length)
+    return TokenParts(Ranks.of(mesh), batch, length)
 
 
-@dataclass
-class TokenParts:
-    """How the `batch` * `length` tokens of a pass are divided over the `ranks` of a group, of which this is `rank`.
+@dataclass(frozen=True)
+class TokenParts(Tokens):
+    """How the `batch` * `length` tokens of a pass are divided over `ranks`.
 
     All tokens are (B, T, ...), or in two dimensions (B * T, ...); this rank's part is (1, n, ...), or (n, ...). Where
-    the ranks do not divide them, the last parts end in zeros, which no projection that gathers its input is given.
+    the ranks do not divide the tokens evenly, the last parts end in zeros. Projections that gather their input leave
+    these out.
     """
 
-    ranks: int
-    rank: int
-    group: str
+    ranks: Ranks
     batch: int
     length: int
 
     @property
     def size(self) -> int:
-        """Tokens of a part."""
-        return -(-self.batch * self.length // self.ranks)
+        """Tokens in a part."""
+        return -(-self.batch * self.length // self.ranks.size)
 
-    def take(self, x: Tensor) -> Tensor:
-        """The part of x, which all ranks have alike; its gradient is gathered."""
-        return self._part(x, "own", "gather")
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """The part of x, which all ranks have alike; its gradient is gathered. Padding is zero, whatever `fill`."""
+        return self._like(self.ranks.take(self._padded(x)), x)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The part of the sum of x over ranks; its gradient is gathered."""
-        return self._part(x, "sum", "gather")
+        """The part of the sum of x, of all tokens, over ranks; its gradient is gathered."""
+        return self._like(self.ranks.sum(self._padded(x)), x)
 
     def whole(self, part: Tensor) -> Tensor:
-        """All tokens, for what all ranks compute alike: the gradient is the same on all."""
-        return self._whole(part, "gather", "own")
+        """All tokens, for what all ranks compute alike: the gradient is the same on all ranks."""
+        return self._as_tokens(self.ranks.whole(_as_rows(part))[: self.batch * self.length], part)
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """`whole`."""
+        return self.whole(x)
 
     def gather(self, part: Tensor) -> Tensor:
-        """All tokens, of which each rank makes its own use: the gradient is summed over ranks."""
-        return self._whole(part, "gather", "sum")
+        """All tokens, which each rank uses in its own way: the gradient is summed over ranks."""
+        return self._as_tokens(self.ranks.gather(_as_rows(part))[: self.batch * self.length], part)
 
     def gathered_linear(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """F.linear of `gather(part)`, and of this rank's output channels; what is kept is the part."""
-        tokens = self.batch * self.length
-        rows = all_gather_linear(_as_rows(part), weight, bias, rows=tokens, ranks=self.ranks, group=self.group)
+        """`F.linear` on `gather(part)`, by a rank's shard of the output channels; the backward pass keeps the part.
+
+        Args:
+            part: (1, n, K) or (n, K), this rank's part of the tokens.
+            weight: (M, K), this rank's output channels.
+            bias: (M,), or None.
+
+        Returns:
+            (B, T, M), or (B * T, M).
+        """
+        tokens, (size, _, group) = self.batch * self.length, self.ranks
+        rows = all_gather_linear(_as_rows(part), weight, bias, rows=tokens, ranks=size, group=group)
         return self._as_tokens(rows, part)
 
     def summed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`sum` of F.linear of x, this rank's input channels."""
-        rows = linear_reduce_scatter(_as_rows(x), weight, ranks=self.ranks, group=self.group)
-        return rows if x.ndim == 2 else rows[None]
+        """`sum` of `F.linear` on x, this rank's input channels of all tokens."""
+        return self._like(linear_reduce_scatter(_as_rows(x), weight, ranks=self.ranks.size, group=self.ranks.group), x)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, whose modules compute parts of the tokens."""
@@ -114,16 +129,14 @@ class TokenParts:
         finally:
             _current.parts = before
 
-    def _part(self, x: Tensor, forward: _Move, backward: _Move) -> Tensor:
+    def _padded(self, x: Tensor) -> Tensor:
         rows = _as_rows(x)
-        padding = self.size * self.ranks - rows.shape[0]
-        rows = F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, padding)) if padding else rows
-        found = cast(Tensor, _Moved.apply(rows, forward, backward, self.ranks, self.rank, self.group))
-        return found if x.ndim == 2 else found[None]
+        padding = self.size * self.ranks.size - rows.shape[0]
+        return F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, padding)) if padding else rows
 
-    def _whole(self, part: Tensor, forward: _Move, backward: _Move) -> Tensor:
-        found = cast(Tensor, _Moved.apply(_as_rows(part), forward, backward, self.ranks, self.rank, self.group))
-        return self._as_tokens(found[: self.batch * self.length], part)
+    @staticmethod
+    def _like(rows: Tensor, x: Tensor) -> Tensor:
+        return rows if x.ndim == 2 else rows[None]
 
     def _as_tokens(self, rows: Tensor, part: Tensor) -> Tensor:
         return rows if part.ndim == 2 else rows.unflatten(0, (self.batch, self.length))
@@ -131,27 +144,3 @@ class TokenParts:
 
 def _as_rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.flatten(0, 1)
-
-
-_Move = Literal["own", "gather", "sum"]
-"""This rank's rows of those of all; the rows of all ranks; this rank's rows of the sum over ranks."""
-
-
-class _Moved(torch.autograd.Function):
-    """Rows that are moved one way, and their gradient the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: _Move, backward: _Move, ranks: int, rank: int, group: str) -> Tensor:
-        ctx.back = backward, ranks, rank, group
-        return _moved(x, forward, ranks, rank, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
-        return (_moved(dy, *ctx.back),)
-
-
-def _moved(x: Tensor, how: _Move, ranks: int, rank: int, group: str) -> Tensor:
-    if how == "own":
-        return x.unflatten(0, (ranks, -1))[rank].clone()
-    return cast(Tensor, (all_gather_rows if how == "gather" else reduce_scatter_rows)(x, ranks, group))

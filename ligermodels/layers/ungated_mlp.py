@@ -12,6 +12,7 @@ from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
+from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, split_evenly
 
@@ -46,10 +47,10 @@ class UngatedMLPConfig(LayerConfig):
         return {"mlp_size": self.size}
 
 
-class UngatedMLP(nn.Module):
+class UngatedMLP(Layer):
     """down(relu(up(x)) ** 2) (So et al., 2021, https://arxiv.org/abs/2109.08668)."""
 
-    token_wise: ClassVar[bool] = True
+    token_wise = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"up": "columns", "down": "rows"}
     float8_linears: ClassVar[Mapping[str, str | None]] = {"up": INPUT, "down": None}
 

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.export_spec import ExportSpec
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState
 from ligermodels.generation.step import rope_thresholds
-from ligermodels.layers import LMHead, RouterOutput, Targets, TreeTokens, load_balancing_loss
+from ligermodels.layers import LMHead, Targets, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing
-from ligermodels.layers.context_parallel import shard_of
-from ligermodels.layers.initialization import fill_meta_buffers, initialize, skip_init
-from ligermodels.layers.linear_parts import check_exportable
-from ligermodels.layers.lm_head import check_log_prob_options, check_loss_options, named_results
-from ligermodels.layers.packing import Unpadding, document_bounds
-from ligermodels.layers.sharding import TensorSharding
+from ligermodels.layers.initialization import fill_meta_buffers, initialize
+from ligermodels.layers.lm_head import HeadLoss, check_log_prob_options, check_loss_options
+from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
+from ligermodels.layers.tokens import TokenLayout, Unpadding, token_layout
 from ligermodels.models.decoder import Decoder, DecoderConfig
-from ligermodels.models.differences import first_difference, module_difference
 from ligermodels.models.export import ExportMixin
-from ligermodels.models.families import family_of
 from ligermodels.models.generation import GenerationMixin
-from ligermodels.models.inputs import check_inputs, check_token_indices, prefill_lengths
+from ligermodels.models.inputs import ModelInputs, check_head_inputs, check_returns, warn_deprecated
 from ligermodels.models.output import CausalLMOutput
+from ligermodels.models.passes import decode, output_of
 
 
 class CausalLM(GenerationMixin, ExportMixin, nn.Module):
@@ -147,163 +144,213 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         Args:
             input_ids: (B, T) long.
             labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
-            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side: padding is left out of the pass, and
-                is zero in logits and losses. Positions count from each row's first token.
+            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side. Padding is left out of the pass, and
+                is zero in results. Positions count from each row's first token.
             position_ids: (B, T) long. Positions that restart mark documents packed into a row.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Documents neither attend to nor
                 predict one another.
             inputs_embeds: (B, T, H) in place of `input_ids`.
             return_logits: by default exactly when there are no labels.
             return_last_hidden_state: also return the states after the final norm; without labels and `return_logits`,
-                these alone.
-            return_log_probs: with labels, the log-probability of each, in place of the loss, and with any gradient:
-                what objectives such as those of `ligermodels.losses` are computed from. See `ops.linear_log_probs`.
-            return_entropy: with `return_log_probs`, also the entropies.
-            return_z_loss: with the loss, also what of it is the z-loss, without a gradient.
-            return_predicted: with the loss or log-probabilities, also the likeliest token in the place of each label.
-            token_indices: long (n,), indices of the flattened B * T: logits and states are computed for these tokens
-                alone, (1, n, ...). `Targets` stand for the tokens that have one.
+                only these.
+            return_log_probs: deprecated, call `log_probs`.
+            return_entropy: deprecated, call `log_probs`.
+            return_z_loss: with the loss, also return the z-loss within it, without a gradient.
+            return_predicted: with the loss, also return the likeliest token at the place of each label.
+            token_indices: long (n,), indices of the flattened B * T tokens: only the logits and states of these tokens
+                are computed, (1, n, ...). `Targets` stand for the tokens that have a target.
             state: a decoding state (`new_state`), to which the tokens are added. In a prefill, the pass with an empty
-                one, `attention_mask` may have padding on the right. Token ids are not checked then.
+                state, `attention_mask` may have padding on the right. Token ids are not checked then.
             tree: with a state, the new tokens are a tree of candidates.
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
-                Above 0; 0 only where no label is counted, whose loss is 0. The load-balancing loss of a mixture of
+                It is above 0, or 0 where no label is counted, whose loss is 0. The load-balancing loss of a mixture of
                 experts then counts by this batch's share of the targets, so that over all micro-batches it counts once.
-            last_hidden_state: (..., H) in place of inputs: the head alone is run. With `targets` (...), already
-                shifted, it returns their loss, with the options of `ops.linear_cross_entropy`.
+            last_hidden_state: deprecated, call `logits` or `head_loss`.
+            targets: deprecated, call `head_loss`.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
-                memory_budget: see `ops.linear_cross_entropy`. With `return_log_probs` memory_budget and
-                entropy_in_loss: see `ops.linear_log_probs`.
+                memory_budget: see `ops.linear_cross_entropy`.
+
+        Returns:
+            The loss or the logits, and what was asked for beside them.
 
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
+
+        Example:
+            >>> model = lm.from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
+            >>> input_ids = torch.arange(10)[None]
+            >>> model(input_ids, labels=input_ids).loss.backward()
+            >>> model(input_ids).logits.shape
+            torch.Size([1, 10, 32000])
         """
-        returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
-        if any(returns.values()) and (labels if last_hidden_state is None else targets) is None:
-            raise InputError(f"{next(name for name in returns if returns[name])}: is of a loss, which needs labels")
-        if last_hidden_state is not None:
-            if input_ids is not None or inputs_embeds is not None or labels is not None:
-                raise InputError("last_hidden_state: is in place of inputs; give no ids, embeddings or labels with it")
-            if return_log_probs or return_entropy:
-                raise InputError("return_log_probs: is of labels, not of last_hidden_state; give inputs and labels")
-            return self._run_head(
-                last_hidden_state, targets, {**loss_options, **{k: v for k, v in returns.items() if v}}
-            )
-        if targets is not None:
-            raise InputError("targets: go with last_hidden_state; give labels with inputs")
-        if state is not None and cu_seqlens is not None:
-            raise InputError("cu_seqlens: a decoding state takes one sequence a row; give no packed documents with it")
-        if tree is not None and state is None:
-            raise InputError("tree: is for decoding, and needs a state")
-        if state is not None and not isinstance(state, DecodingState):
-            raise InputError(f"state: must be what new_state gives, got a {type(state).__name__}")
-        if labels is not None and token_indices is not None:
-            raise InputError("token_indices: with labels, the tokens are those that have one; give one of the two")
+        inputs = ModelInputs(
+            input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, state, tree, token_indices
+        )
+        returns: dict[str, Any] = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+        check_returns(returns, labels if last_hidden_state is None else targets)
+        if last_hidden_state is not None or targets is not None:
+            check_head_inputs(inputs, last_hidden_state, return_log_probs or return_entropy)
+            return self._head_alone(cast(Tensor, last_hidden_state), targets, returns, loss_options)
         options = {"num_items_in_batch": num_items_in_batch, **loss_options}
         if return_log_probs:
+            warn_deprecated("return_log_probs=True", "model.log_probs(input_ids, labels)")
             check_log_prob_options({**options, "return_z_loss": return_z_loss or None}, labels)
-        else:
-            check_loss_options(options, labels)
-            if return_entropy:
-                raise InputError("return_entropy: goes with return_log_probs")
-        shape = check_inputs(self, input_ids, inputs_embeds, labels, attention_mask, state, loss_options)
-        unpad = None
-        if state is None and isinstance(token_indices, Tensor | Sequence):
-            check_token_indices(token_indices, shape[0] * shape[1])
-        if state is None:
-            others = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
-            unpad = self.unpadding(attention_mask, **others)
-        if unpad is not None:
-            tokens = unpad.take_all({"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds})
-            options = {
-                "return_logits": return_logits,
-                "return_last_hidden_state": return_last_hidden_state,
-                "return_log_probs": return_log_probs,
-                "return_entropy": return_entropy,
-                **returns,
-                "num_items_in_batch": num_items_in_batch,
-                **unpad.take_weights(loss_options),
-            }
-            return CausalLM.forward(self, **tokens, cu_seqlens=unpad.cu_seqlens, **options).padded(unpad)
-        if isinstance(token_indices, Targets):
-            bounds = token_indices.cu_seqlens
-        else:
-            bounds = None if state is not None else document_bounds(shape, position_ids, cu_seqlens)
-        shard = None if state is not None else shard_of(self.decoder, *shape, packed=bounds is not None)
-        made: Targets | None = None
-        if labels is not None:
-            every, size = bool(return_logits) or return_last_hidden_state, self.config.vocab_size
-            made = Targets(labels, (1,), vocab_size=size, cu_seqlens=bounds, every_token=every, shard=shard)
-        router_outputs: list[RouterOutput] = []
-        hidden = self.decoder(
-            input_ids,
-            inputs_embeds=inputs_embeds,
-            position_ids=position_ids,
-            cu_seqlens=bounds,
-            state=state,
-            seq_lens=prefill_lengths(attention_mask, state),
-            tree=tree,
-            token_indices=token_indices if made is None else made,
-            router_outputs=router_outputs,
-        )
-        with_logits = return_logits or (return_logits is None and labels is None and not return_last_hidden_state)
-        whole = hidden
-        if made is not None and shard is not None and (with_logits or return_last_hidden_state):
-            whole = shard.gather(hidden)
-        output = CausalLMOutput(last_hidden_state=whole if return_last_hidden_state else None)
-        if made is not None and return_log_probs:
-            output.log_probs, output.entropy, output.predicted = made.log_probs(
-                0, self.head, hidden, return_entropy=return_entropy, return_predicted=return_predicted, **loss_options
-            )
-        elif made is not None:
-            options = {**returns, **loss_options}
-            found = made.loss(0, self.head, hidden, num_items_in_batch=num_items_in_batch, **options)
-            results = named_results(found, options)
-            output.loss, output.z_loss = results["loss"], results.get("return_z_loss")
-            output.predicted = results.get("return_predicted")
-        if router_outputs and (made is not None or isinstance(token_indices, Targets)):
-            output.aux_loss = load_balancing_loss(router_outputs, shard=shard)
-            # Losses of single tokens have no share of it.
-            weight = self.config.router_aux_loss_coef
-            if weight and made is not None and output.loss is not None and output.loss.ndim == 0:
-                output.loss = output.loss + weight * made.share(num_items_in_batch) * output.aux_loss
-        if with_logits:
-            output.logits = self.head(whole)
+            asked = {"return_entropy": return_entropy, "return_predicted": return_predicted}
+            return self._log_probs(inputs, bool(return_logits), return_last_hidden_state, **asked, **loss_options)
+        if return_entropy:
+            raise InputError("return_entropy: goes with return_log_probs")
+        check_loss_options(options, labels)
+
+        with_logits = labels is None and not return_last_hidden_state if return_logits is None else return_logits
+        decoded = decode(self, inputs, with_logits or return_last_hidden_state, loss_options.get("token_weights"))
+        output = output_of(self, decoded, with_logits, return_last_hidden_state)
+        if decoded.targets is not None:
+            result = decoded.targets.loss(0, self.head, decoded.hidden, **options, **returns)
+            output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
+            loss, weight = cast(Tensor, result.loss), self.config.router_aux_loss_coef
+            # A loss for each token has no share of the load-balancing loss.
+            if weight and output.aux_loss is not None and loss.ndim == 0:
+                output.loss = loss + weight * decoded.targets.share(num_items_in_batch) * output.aux_loss
         return output
 
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _run_head(self, hidden: Tensor, targets: Tensor | None, loss_options: dict[str, Any]) -> CausalLMOutput:
-        if targets is None:
-            check_loss_options(loss_options, None, "targets")
-            return CausalLMOutput(logits=self.head(hidden))
-        results = named_results(self.head(hidden, targets, **loss_options), loss_options)
-        return CausalLMOutput(
-            loss=results["loss"],
-            ranks=results.get("return_rank"),
-            z_loss=results.get("return_z_loss"),
-            predicted=results.get("return_predicted"),
-        )
+    def log_probs(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        return_logits: bool = False,
+        return_last_hidden_state: bool = False,
+        return_entropy: bool = False,
+        return_predicted: bool = False,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Log-probabilities of the labels, with any gradient: objectives such as DPO and GRPO are computed from them.
 
-    def unpadding(self, attention_mask: Tensor | None, **others: Any) -> Unpadding | None:
-        """What takes the padding out of a batch, None where there is none.
+        Logits are never materialised. See `ligermodels.losses` for objectives.
 
-        Raises InputError where one of `others` is given too, or where frequencies depend on the length of a row.
+        Args:
+            input_ids: (B, T) long.
+            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
+            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side. Padding is left out of the pass, and
+                is zero in results. Positions count from each row's first token.
+            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Documents neither attend to nor
+                predict one another.
+            inputs_embeds: (B, T, H) in place of `input_ids`.
+            return_logits: also return the logits.
+            return_last_hidden_state: also return the states after the final norm.
+            return_entropy: also return the entropy of each prediction.
+            return_predicted: also return the likeliest token at the place of each label.
+            options: memory_budget and entropy_in_loss: see `ops.linear_log_probs`.
+
+        Returns:
+            `log_probs` (B, T), and what was asked for beside them.
+
+        Raises:
+            InputError: there are no labels, ids out of range (on a GPU: a device assertion), shapes that do not fit, an
+                unknown option.
+
+        Example:
+            >>> model = lm.from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
+            >>> input_ids = torch.arange(10)[None]
+            >>> model.log_probs(input_ids, input_ids).log_probs.shape
+            torch.Size([1, 10])
         """
-        if attention_mask is None:
-            return None
-        if any(other is not None for other in others.values()):
-            raise InputError(f"attention_mask: give no {' or '.join(others)} with it")
-        unpad = Unpadding(attention_mask)
-        if unpad.trivial:
-            return None
-        if rope_thresholds(self):
+        check_log_prob_options(options, labels)
+        inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens)
+        asked = {"return_entropy": return_entropy, "return_predicted": return_predicted}
+        return self._gathered(self._log_probs, inputs, return_logits, return_last_hidden_state, **asked, **options)
+
+    def logits(self, last_hidden_state: Tensor) -> Tensor:
+        """Logits (..., V) of states (..., H) after the final norm."""
+        return cast(Tensor, self._gathered(self.head, last_hidden_state))
+
+    def head_loss(self, last_hidden_state: Tensor, targets: Tensor, **options: Any) -> HeadLoss:
+        """The loss of the language-model head alone; logits are never materialised.
+
+        Args:
+            last_hidden_state: states (..., H) after the final norm.
+            targets: long (...), already shifted; -100 is ignored.
+            options: options of `ops.linear_cross_entropy`.
+
+        Returns:
+            The loss, and what the options ask for beside it.
+        """
+        return cast(HeadLoss, self._gathered(self.head, last_hidden_state, targets, **options))
+
+    def _gathered(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function outside of `forward`, with the parameters that FSDP2 gathers for `forward`."""
+        output = call_gathered(self, function, *args, **options)
+        if not torch.is_grad_enabled():  # no backward pass will release them, and an optimizer would not find its own
+            reshard(self)
+        return output
+
+    def layout(
+        self,
+        shape: tuple[int, int],
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        sharded: bool = True,
+    ) -> TokenLayout:
+        """How the tokens of a batch lie in a pass: without padding, packed, and divided over ranks.
+
+        Args:
+            shape: (B, T) of the batch.
+            attention_mask: (B, T), 1 on tokens and 0 on padding. It excludes the next two arguments.
+            position_ids: (B, T) long. Positions that restart mark packed documents.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into a single row.
+            sharded: divide the tokens over the ranks of context parallelism.
+
+        Returns:
+            The layout.
+
+        Raises:
+            InputError: an argument does not fit; or there is padding, and the model's rotary frequencies depend on the
+                length of a row.
+        """
+        layout = token_layout(
+            shape,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            mesh=self.decoder._context_mesh if sharded else None,
+        )
+        if isinstance(layout.rows, Unpadding) and rope_thresholds(self):
             raise InputError(
                 "attention_mask: rotary frequencies of this model depend on the length of a row, which padding "
                 "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"
             )
-        return unpad
+        return layout
+
+    def _log_probs(
+        self, inputs: ModelInputs, with_logits: bool, with_last_hidden_state: bool, **options: Any
+    ) -> CausalLMOutput:
+        decoded = decode(self, inputs, with_logits or with_last_hidden_state)
+        output = output_of(self, decoded, with_logits, with_last_hidden_state)
+        result = cast(Targets, decoded.targets).log_probs(0, self.head, decoded.hidden, **options)
+        output.log_probs, output.entropy, output.predicted = result.log_probs, result.entropy, result.predicted
+        return output
+
+    def _head_alone(
+        self, hidden: Tensor, targets: Tensor | None, returns: dict[str, bool], loss_options: dict[str, Any]
+    ) -> CausalLMOutput:
+        """The deprecated `forward(last_hidden_state=..., targets=...)`."""
+        warn_deprecated("last_hidden_state=", "model.logits(hidden) or model.head_loss(hidden, targets)")
+        if targets is None:
+            check_loss_options(loss_options, None, "targets")
+            return CausalLMOutput(logits=self.head(hidden))
+        asked = {name: True for name, value in returns.items() if value}
+        result = self.head(hidden, targets, **loss_options, **asked)
+        return CausalLMOutput(loss=result.loss, ranks=result.ranks, z_loss=result.z_loss, predicted=result.predicted)
 
     def num_targets(
         self,
@@ -312,42 +359,22 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Labels that `forward` counts, a long scalar: summed over batches, it is their `num_items_in_batch`."""
+        """Count the targets of a batch: summed over batches, this is their `num_items_in_batch`.
+
+        Args:
+            labels: (B, T) long, -100 where ignored.
+            position_ids: (B, T) long. Positions that restart mark packed documents.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
+            attention_mask: (B, T), 1 on tokens and 0 on padding.
+
+        Returns:
+            A long scalar.
+        """
         return count_targets(labels, (1,), position_ids, cu_seqlens, attention_mask)[0]
 
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
         return self.decoder.new_state(batch_size, max_length)
-
-    # -- export --------------------------------------------------------------------------------------------------------
-
-    def checked_export_spec(self) -> ExportSpec:
-        """The `export_spec`; ConfigError when the checkpoint that it writes would be of another model than this, and
-        InputError when the model has LoRA or quantised weights."""
-        check_exportable(self)
-        spec = self.require_export_spec()
-        composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
-        difference = first_difference(self.config, composed, "config")
-        if difference is None:
-            with torch.device("meta"), skip_init():
-                difference = module_difference(self, CausalLM(composed, spec))
-        if difference is not None:
-            where, ours, theirs = difference
-            raise ConfigError(
-                f"model.{where} is {ours}, but the model's config.json composes to {theirs}: it would be loaded "
-                "as another model. Change model.hf_config so that it says the same, or change the config back"
-            )
-        return spec
-
-    def require_export_spec(self) -> ExportSpec:
-        """The `export_spec`; ConfigError when there is none."""
-        if (other := getattr(self.decoder, "exported_by", None)) is not None:
-            raise ConfigError(f"this model computes by the modules of another one: export it by {other}")
-        if self.export_spec is None:
-            raise ConfigError(
-                "this model was composed by hand: set model.export_spec (hf_config and weight map) to export it"
-            )
-        return self.export_spec
 
 
 _RECOMPUTE: dict[str, ActivationCheckpointing] = {"nothing": "none", "activations": "selective", "blocks": "full"}

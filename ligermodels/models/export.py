@@ -7,17 +7,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
-from ligermodels.layers.initialization import persistent_tensors
+from ligermodels.errors import ConfigError
+from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.linear_parts import check_exportable
 from ligermodels.layers.sharding import reshard
+from ligermodels.models.differences import first_difference, module_difference
+from ligermodels.models.families import family_of
 from ligermodels.models.state_dict import export_state_dict, layout_in_memory, load_state_dict
 
 if TYPE_CHECKING:
-    from ligermodels.models.decoder import DecoderConfig
+    from ligermodels.models.decoder import Decoder, DecoderConfig
 
 
 class ExportMixin(nn.Module):
@@ -26,9 +30,41 @@ class ExportMixin(nn.Module):
     if TYPE_CHECKING:
         config: DecoderConfig
         export_spec: ExportSpec | None
+        decoder: Decoder
 
-        def require_export_spec(self) -> ExportSpec: ...
-        def checked_export_spec(self) -> ExportSpec: ...
+    def checked_export_spec(self) -> ExportSpec:
+        """The `export_spec`, if the checkpoint that it writes describes this model.
+
+        Raises:
+            ConfigError: config.json composes to another model.
+            InputError: the model has LoRA or quantised weights.
+        """
+        from ligermodels.models.causal_lm import CausalLM  # imports this file
+
+        check_exportable(self)
+        spec = self.require_export_spec()
+        composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
+        difference = first_difference(self.config, composed, "config")
+        if difference is None:
+            with torch.device("meta"), skip_init():
+                difference = module_difference(self, CausalLM(composed, spec))
+        if difference is not None:
+            where, ours, theirs = difference
+            raise ConfigError(
+                f"model.{where} is {ours}, but the model's config.json composes to {theirs}: it would be loaded "
+                "as another model. Change model.hf_config so that it says the same, or change the config back"
+            )
+        return spec
+
+    def require_export_spec(self) -> ExportSpec:
+        """The `export_spec`; ConfigError when there is none."""
+        if (other := getattr(self.decoder, "exported_by", None)) is not None:
+            raise ConfigError(f"this model computes by the modules of another one: export it by {other}")
+        if self.export_spec is None:
+            raise ConfigError(
+                "this model was composed by hand: set model.export_spec (hf_config and weight map) to export it"
+            )
+        return self.export_spec
 
     def save_pretrained(
         self,

@@ -1,21 +1,23 @@
-"""Checks of what `CausalLM.forward` is given."""
+"""The inputs of `CausalLM.forward`, and their checks."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState
+from ligermodels.layers import Targets, TreeTokens
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, check_token_ids
 from ligermodels.models.decoder import DecoderConfig
 
 
 class InputModel(Protocol):
-    """What inputs have to fit."""
+    """A model, as far as its inputs have to fit it."""
 
     config: DecoderConfig
 
@@ -28,45 +30,129 @@ class InputModel(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-def check_inputs(
-    model: InputModel,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    labels: Tensor | None,
-    attention_mask: Tensor | None,
-    state: DecodingState | None,
-    loss_options: Mapping[str, Any],
-) -> tuple[int, int]:
-    """(B, T) of the inputs; InputError when they, or what comes with them, are not usable."""
-    inputs = input_ids if inputs_embeds is None else inputs_embeds
-    if inputs is None or (inputs_embeds is not None and input_ids is not None):
+class ModelInputs(NamedTuple):
+    """The tokens that a model is called with, and everything that belongs to them: see `CausalLM.forward`."""
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    labels: Tensor | None
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    cu_seqlens: Tensor | None
+    state: DecodingState | None = None
+    tree: TreeTokens | None = None
+    token_indices: Tensor | Targets | None = None
+
+
+def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor | None) -> tuple[int, int]:
+    """Check the tokens that a model is called with.
+
+    Args:
+        model: the model, for the sizes, dtype and device that the inputs have to fit.
+        inputs: the tokens, and everything that belongs to them.
+        token_weights: (B, T), or None.
+
+    Returns:
+        (B, T) of the inputs.
+
+    Raises:
+        InputError: an argument is of a wrong type, dtype, shape or device, or does not go with another.
+    """
+    tokens = inputs.input_ids if inputs.inputs_embeds is None else inputs.inputs_embeds
+    if tokens is None or (inputs.inputs_embeds is not None and inputs.input_ids is not None):
         raise InputError("give either input_ids or inputs_embeds, and not both")
-    name = "input_ids" if inputs_embeds is None else "inputs_embeds"
-    check_plain(name, inputs)
-    if inputs.is_meta and model.device.type != "meta":
+    name = "input_ids" if inputs.inputs_embeds is None else "inputs_embeds"
+    check_plain(name, tokens)
+    if tokens.is_meta and model.device.type != "meta":
         raise InputError(f"{name}: is on the meta device, and the model on {model.device}")
-    if state is not None:
-        if labels is not None:
-            raise InputError("labels: a decoding state is for generation; give no labels with it")
-        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
-            raise InputError("state: a pass with a decoding state has no gradient; call it under torch.no_grad()")
-        return inputs.shape[0], inputs.shape[1]
-    token_weights = loss_options.get("token_weights")
-    check_same_tokens(inputs, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
-    if attention_mask is not None and attention_mask.is_complex():
-        raise InputError(f"attention_mask: must be whole numbers or bool, got {attention_mask.dtype}")
-    if inputs_embeds is None:
+    shape = (tokens.shape[0], tokens.shape[1])
+    if inputs.state is None:
+        _check_tokens(model, name, tokens, inputs, token_weights)
+    else:
+        _check_state(model, inputs)
+    if inputs.tree is not None and inputs.state is None:
+        raise InputError("tree: is for decoding, and needs a state")
+    if inputs.token_indices is not None:
+        _check_needed(inputs, inputs.token_indices, shape[0] * shape[1])
+    return shape
+
+
+def _check_needed(inputs: ModelInputs, token_indices: Tensor | Targets, count: int) -> None:
+    """Check the `token_indices` of a pass over `count` tokens."""
+    if inputs.labels is not None:
+        raise InputError("token_indices: with labels, the tokens with a target are taken; give one of the two")
+    if inputs.state is not None:
+        return
+    if inputs.attention_mask is not None:
+        raise InputError("attention_mask: give no token_indices with it")
+    if not isinstance(token_indices, Targets):
+        check_token_indices(token_indices, count)
+
+
+def _check_tokens(
+    model: InputModel, name: str, tokens: Tensor, inputs: ModelInputs, token_weights: Tensor | None
+) -> None:
+    """Check a pass without a decoding state; `tokens` are the ids or embeddings called `name`."""
+    mask = inputs.attention_mask
+    check_same_tokens(tokens, labels=inputs.labels, attention_mask=mask, token_weights=token_weights)
+    if mask is not None and mask.is_complex():
+        raise InputError(f"attention_mask: must be whole numbers or bool, got {mask.dtype}")
+    if name == "input_ids":
         # Padding may hold any id, even one that the embedding does not have.
-        ids = inputs if attention_mask is None else inputs.masked_fill(attention_mask == 0, 0)
+        ids = tokens if mask is None else tokens.masked_fill(mask == 0, 0)
         check_token_ids(ids, model.config.vocab_size)
-    elif inputs.shape[2:] != (model.config.hidden_size,) or not inputs.is_floating_point() or not inputs.numel():
+    elif tokens.shape[2:] != (model.config.hidden_size,) or not tokens.is_floating_point() or not tokens.numel():
         raise InputError(
             f"inputs_embeds: must be floating, (batch, tokens, {model.config.hidden_size}) with at least one token; "
-            f"got {inputs.dtype} {tuple(inputs.shape)}"
+            f"got {tokens.dtype} {tuple(tokens.shape)}"
         )
-    elif inputs.dtype != model.dtype and not torch.is_autocast_enabled(inputs.device.type):
-        raise InputError(f"inputs_embeds: are {inputs.dtype}, the model is {model.dtype}; cast one, or use autocast")
-    return inputs.shape[0], inputs.shape[1]
+    elif tokens.dtype != model.dtype and not torch.is_autocast_enabled(tokens.device.type):
+        raise InputError(f"inputs_embeds: are {tokens.dtype}, the model is {model.dtype}; cast one, or use autocast")
+
+
+def _check_state(model: InputModel, inputs: ModelInputs) -> None:
+    """Check a pass with a decoding state."""
+    if inputs.cu_seqlens is not None:
+        raise InputError("cu_seqlens: a decoding state takes one sequence a row; give no packed documents with it")
+    if not isinstance(inputs.state, DecodingState):
+        raise InputError(f"state: must be what new_state gives, got a {type(inputs.state).__name__}")
+    if inputs.labels is not None:
+        raise InputError("labels: a decoding state is for generation; give no labels with it")
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        raise InputError("state: a pass with a decoding state has no gradient; call it under torch.no_grad()")
+
+
+def check_returns(returns: Mapping[str, bool], labels: Tensor | None) -> None:
+    """InputError for a requested result of a loss, by its argument's name, where there are no labels or targets."""
+    for name, requested in returns.items():
+        if requested and labels is None:
+            raise InputError(f"{name}: is of a loss, which needs labels")
+
+
+def check_head_inputs(inputs: ModelInputs, last_hidden_state: Tensor | None, log_probs: bool) -> None:
+    """Check a call of the language-model head alone, by `last_hidden_state`.
+
+    Args:
+        inputs: the tokens, of which there may be none.
+        last_hidden_state: states (..., H), without which there are no targets.
+        log_probs: whether log-probabilities are asked for.
+
+    Raises:
+        InputError: an argument does not go with another.
+    """
+    if last_hidden_state is None:
+        raise InputError("targets: go with last_hidden_state; give labels with inputs")
+    if inputs.input_ids is not None or inputs.inputs_embeds is not None or inputs.labels is not None:
+        raise InputError("last_hidden_state: is in place of inputs; give no ids, embeddings or labels with it")
+    if log_probs:
+        raise InputError("return_log_probs: is of labels, not of last_hidden_state; give inputs and labels")
+
+
+def warn_deprecated(argument: str, method: str) -> None:
+    """DeprecationWarning for an argument of `CausalLM.forward` that a method replaces."""
+    warnings.warn(
+        f"model(..., {argument}) is now {method}", DeprecationWarning, stacklevel=5
+    )  # past nn.Module.__call__
 
 
 def check_token_indices(token_indices: Tensor, count: int) -> None:
@@ -77,7 +163,7 @@ def check_token_indices(token_indices: Tensor, count: int) -> None:
 
 
 def prefill_lengths(attention_mask: Tensor | None, state: DecodingState | None) -> Tensor | None:
-    """The tokens of each sequence in a prefill, long (B,)."""
+    """Number of tokens of each sequence in a prefill, long (B,); None in other passes, and without padding."""
     if attention_mask is None or state is None:
         return None
     if state.cache_seqlens is not None:

@@ -1,15 +1,13 @@
-"""What a causal language model returns."""
+"""The output of a causal language model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, overload
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
-
-from ligermodels.layers.packing import Unpadding
 
 
 class ModelOutput:
@@ -71,16 +69,17 @@ class ModelOutput:
 
 @dataclass
 class CausalLMOutput(ModelOutput):
-    """What `CausalLM` returns; what was not asked for is None.
+    """The output of a `CausalLM`. Results that were not asked for are None.
 
     loss: fp32 scalar, or (B, T) with reduction "none".
     logits: (B, T, V), or (1, n, V) of `token_indices`.
     aux_loss: with labels, the load-balancing loss of mixtures of experts, unweighted.
-    last_hidden_state: (B, T, H) after the final norm, or (1, n, H).
-    ranks: with `return_rank`, long: how many tokens are likelier than the target, -1 without one.
-    log_probs, entropy: (B, T) fp32, at each token those of the label that follows it; 0 where that one is ignored or
-        missing.
-    z_loss: with `return_z_loss`, what of the loss is the z-loss, reduced in the same way, without a gradient.
+    last_hidden_state: (B, T, H) after the final norm, or (1, n, H) of `token_indices`.
+    ranks: with `return_rank`, long: how many tokens are likelier than the target, -1 without a target.
+    log_probs: (B, T) fp32, at each token the log-probability of the label that follows it; 0 where that label is
+        ignored or missing.
+    entropy: (B, T) fp32, at each token the entropy of the prediction; 0 where the label is ignored or missing.
+    z_loss: with `return_z_loss`, the z-loss within the loss, reduced in the same way, without a gradient.
     predicted: with `return_predicted`, long (B, T), at each token the likeliest next one; -1 where the label that
         follows is ignored or missing.
     """
@@ -94,12 +93,6 @@ class CausalLMOutput(ModelOutput):
     entropy: Tensor | None = None
     z_loss: Tensor | None = None
     predicted: Tensor | None = None
-
-    def padded(self, unpad: Unpadding) -> CausalLMOutput:
-        """Of a pass without padding: with it again, zeros in logits, states and losses, -1 in ranks and predictions."""
-        whole = {name: x for name, x in vars(self).items() if x is not None and x.ndim >= 2}
-        others = {"ranks": -1, "predicted": -1}
-        return replace(self, **{name: unpad.put_back(x, others.get(name, 0.0)) for name, x in whole.items()})
 
 
 register_dataclass(CausalLMOutput)  # so that FSDP2 finds the tensors in it

@@ -9,13 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers.layer import declared
 from ligermodels.layers.sharding import split_evenly
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules whose experts can be spread over ranks, by name."""
     for name, module in model.named_modules():
-        if hasattr(type(module), "expert_parallel"):
+        if declared(module).expert_parallel:
             yield name, module
 
 

@@ -1,4 +1,4 @@
-"""How far a model's predictions are from those of another, the reference, and the gradient of that."""
+"""KL divergence of a model's predictions from the predictions of a reference model, and its gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Head = Callable[[Tensor], Tensor]
 """Hidden states (..., H) -> logits (..., V)."""
 
 WIDE_COPIES = 6
-"""Tensors of a chunk's rows by the vocabulary, in float32 or wider, that are held at once."""
+"""Number of (rows, vocabulary) tensors of a chunk, in float32 or wider, in memory at once."""
 
 
 def divergence(
@@ -33,21 +33,27 @@ def divergence(
     memory_budget: int = 2**30,
     num_targets: int | None = None,
 ) -> Tensor:
-    """KL(reference || model) = sum_v q_v (log q_v - log p_v) of the next token, over the places that have a target.
+    """KL(reference || model) = sum_v q_v (log q_v - log p_v) of the next token, over the tokens that have a target.
 
-    Logits exist for a chunk of places at a time, and gradients are computed along with them, which is exact: the
-    logits' own is p - q.
+    Logits exist for a chunk of tokens at a time. Gradients are computed along with them, exactly: the gradient of the
+    logits is p - q.
 
     Args:
-        hidden: (..., H), and `reference_hidden` (..., H'): states after the final norm, for the heads beside them.
+        hidden: (..., H), the model's states after the final norm.
         head: (..., H) -> logits (..., vocab_size); its parameters get gradients.
-        targets: long (...); of a place only whether it is ignored (-100) counts.
-        reduction: "sum", or "mean" over the places; 0 without any.
-        memory_budget: bytes for a chunk's logits and what is computed with them; at least one row is taken.
-        num_targets: how many places have a target, if the caller knows; on a GPU that saves waiting for it.
+        reference_hidden: (..., H'), the reference's states after the final norm.
+        reference_head: (..., H') -> logits (..., vocab_size); it gets no gradient.
+        targets: long (...); only whether a token is ignored (-100) matters.
+        vocab_size: V.
+        reduction: "sum", or "mean" over the tokens that have a target; 0 without any.
+        memory_budget: bytes for a chunk's logits and their temporaries; a chunk has at least one row.
+        num_targets: number of tokens that have a target, if the caller knows it: this saves a wait for the GPU.
 
-    Returns a scalar, in float32 or wider. The reference gets no gradient. Raises InputError when `head` is
-    tensor-parallel, or sharded and not gathered by `call_gathered`.
+    Returns:
+        A scalar, in float32 or wider.
+
+    Raises:
+        InputError: `head` is tensor-parallel, or sharded and not gathered by `call_gathered`.
     """
     if is_tensor_parallel(head):
         raise InputError(
@@ -60,7 +66,7 @@ def divergence(
     # Asked here: inside an autograd.Function's forward gradients are off.
     parameters = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
     total: Tensor = _Divergence.apply(
-        # One that is gathered for this call must not be given back after the first chunk, as its hooks would.
+        # The hooks of a head that is gathered for this call would release it after the first chunk.
         head.forward if callable(getattr(head, "unshard", None)) else head,
         reference_head,
         chunks,
@@ -86,10 +92,19 @@ def divergence_and_losses(
 ) -> Tensor:
     """KL(reference || model) and the cross entropies of the model and of the reference, from logits computed once.
 
-    The arguments are those of `divergence`, but that targets (...) are the right tokens. Logits exist for a chunk of
-    places at a time, and nothing gets a gradient.
+    Logits exist for a chunk of tokens at a time, and nothing gets a gradient.
 
-    Returns (3,), in float32 or wider: sums over the places that have a target.
+    Args:
+        hidden: (..., H), the model's states after the final norm.
+        head: (..., H) -> logits (..., vocab_size).
+        reference_hidden: (..., H'), the reference's states after the final norm.
+        reference_head: (..., H') -> logits (..., vocab_size).
+        targets: long (...), the next tokens, -100 where ignored.
+        vocab_size: V.
+        memory_budget: bytes for a chunk's logits and their temporaries; a chunk has at least one row.
+
+    Returns:
+        (3,), in float32 or wider: sums over the tokens that have a target.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     hidden, reference_hidden = hidden.flatten(0, -2), reference_hidden.flatten(0, -2)
@@ -97,12 +112,12 @@ def divergence_and_losses(
     for rows in _chunks(targets, vocab_size, wide, memory_budget):
         log_p = head(hidden[rows]).to(wide).log_softmax(-1)
         log_q = reference_head(reference_hidden[rows]).to(wide).log_softmax(-1)
-        right = targets.flatten()[rows]
+        labels = targets.flatten()[rows]
         total += torch.stack(
             [
                 F.kl_div(log_p, log_q, reduction="sum", log_target=True),
-                F.nll_loss(log_p, right, reduction="sum"),
-                F.nll_loss(log_q, right, reduction="sum"),
+                F.nll_loss(log_p, labels, reduction="sum"),
+                F.nll_loss(log_q, labels, reduction="sum"),
             ]
         )
     return total
@@ -111,7 +126,7 @@ def divergence_and_losses(
 def _chunks(
     targets: Tensor, vocab_size: int, wide: torch.dtype, memory_budget: int, num_targets: int | None = None
 ) -> tuple[Tensor, ...]:
-    """Indices of the places that have a target, as many at a time as the budget has room for."""
+    """Indices of the tokens that have a target, in chunks that fit the budget."""
     valid = targets.flatten() != IGNORE_INDEX
     if num_targets is not None:
         torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
@@ -141,22 +156,26 @@ class _Divergence(torch.autograd.Function):
         of_rows = torch.zeros_like(hidden) if of_hidden else None
         for rows in chunks:
             x = hidden[rows].requires_grad_(of_hidden)
-            wanted = [*([x] if of_hidden else []), *parameters]
-            with torch.set_grad_enabled(bool(wanted)):
+            operands = [*([x] if of_hidden else []), *parameters]
+            with torch.set_grad_enabled(bool(operands)):
                 logits = head(x)
             log_p = logits.detach().to(wide).log_softmax(-1)
             log_q = reference(reference_hidden[rows]).to(wide).log_softmax(-1)
             q = log_q.exp()
             total += (q * log_q.sub_(log_p)).sum()
-            if wanted:
-                found = list(
+            if operands:
+                grads = list(
                     torch.autograd.grad(
-                        logits, wanted, log_p.exp_().sub_(q).to(logits.dtype), allow_unused=True, materialize_grads=True
+                        logits,
+                        operands,
+                        log_p.exp_().sub_(q).to(logits.dtype),
+                        allow_unused=True,
+                        materialize_grads=True,
                     )
                 )
                 if of_rows is not None:
-                    of_rows[rows] = found.pop(0)
-                for gradient, part in zip(gradients, found, strict=True):
+                    of_rows[rows] = grads.pop(0)
+                for gradient, part in zip(gradients, grads, strict=True):
                     gradient += part
         ctx.of_hidden = of_hidden
         rounded = [gradient.to(p.dtype) for gradient, p in zip(gradients, parameters, strict=True)]
@@ -166,6 +185,6 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = [(tensor * grad).to(tensor.dtype) for tensor in ctx.saved_tensors]
-        of_hidden = found.pop(0) if ctx.of_hidden else None
-        return None, None, None, None, None, of_hidden, None, *found
+        grads = [(tensor * grad).to(tensor.dtype) for tensor in ctx.saved_tensors]
+        of_hidden = grads.pop(0) if ctx.of_hidden else None
+        return None, None, None, None, None, of_hidden, None, *grads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch import Tensor
 from ligermodels.data.batches import Batch, count_targets, on_device
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import evaluating
-from ligermodels.layers import IGNORE_INDEX, Targets
-from ligermodels.layers.packing import document_bounds
+from ligermodels.layers import IGNORE_INDEX, HeadLoss, Targets
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.speculative.distillation import divergence_and_losses
@@ -118,27 +117,30 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
 
     Raises InputError when there is no batch.
     """
-    heads = [lambda states, each=each: each(last_hidden_state=states).logits for each in (model, reference)]
     sums, counts = [], []
     with evaluating(model), evaluating(reference):
         ranks = DataRanks.of(model)
         for batch in batches:
             part: dict[str, Any] = on_device(batch, model.device)
-            unpad = model.unpadding(part.pop("attention_mask", None))
-            if unpad is not None:
-                part = {**unpad.take_all(part), "cu_seqlens": unpad.cu_seqlens}
             labels, size = part.pop("labels"), model.config.vocab_size
-            bounds = document_bounds(labels.shape, part.get("position_ids"), part.get("cu_seqlens"))
-            targets = Targets(labels, (1,), vocab_size=size, cu_seqlens=bounds)
-            part |= {"token_indices": targets, "return_last_hidden_state": True}
+            documents = {name: part.pop(name, None) for name in ("attention_mask", "position_ids", "cu_seqlens")}
+            layout = model.layout((labels.shape[0], labels.shape[1]), sharded=False, **documents)
+            targets = Targets(labels, (1,), vocab_size=size, layout=layout)
+            positions = documents["position_ids"]
+            part = {name: layout.rows.take(x) for name, x in part.items()}
+            part |= {"cu_seqlens": layout.cu_seqlens, "token_indices": targets, "return_last_hidden_state": True}
+            part["position_ids"] = None if positions is None else layout.rows.take(positions)
             hidden, untouched = (each(**part)["last_hidden_state"] for each in (model, reference))
 
             def head(
                 hidden: Tensor, right: Tensor, untouched: Tensor = untouched, size: int = size, **_: Any
-            ) -> Tensor:
-                return divergence_and_losses(hidden, heads[0], untouched, heads[1], right, vocab_size=size)
+            ) -> HeadLoss:
+                sizes = {"vocab_size": size}
+                return HeadLoss(
+                    loss=divergence_and_losses(hidden, model.logits, untouched, reference.logits, right, **sizes)
+                )
 
-            sums.append(targets.loss(0, head, hidden).double())
+            sums.append(cast(Tensor, targets.loss(0, head, hidden).loss).double())
             counts.append((targets.values[0] != IGNORE_INDEX).sum())
     if not sums:
         raise InputError("there is no text to evaluate on: not a single batch was given")

@@ -30,7 +30,7 @@ class ResBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """ResBlocks, then the head's own `lm_head`; without one it gives hidden states, for the base model's."""
+    """ResBlocks, then the head's own `lm_head`; without one it gives hidden states, for the base model's lm_head."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
@@ -40,7 +40,15 @@ class MedusaHead(nn.Module):
         self.lm_head = lm_head
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """hidden (..., H) -> logits (..., V), or with targets (...) their loss, as of `LMHead.forward`; without an
-        lm_head of its own -> hidden states (..., H)."""
+        """Logits of the head, or with targets its loss.
+
+        Args:
+            hidden: hidden states (..., H).
+            targets: long (...), -100 where ignored.
+            loss_options: options of `LMHead.forward`.
+
+        Returns:
+            Logits (..., V), or a `HeadLoss`; without an lm_head of its own hidden states (..., H).
+        """
         hidden = self.layers(hidden)
         return hidden if self.lm_head is None else self.lm_head(hidden, targets, **loss_options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers import Targets
+from ligermodels.layers import HeadLoss, Targets
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
@@ -22,13 +22,18 @@ from ligermodels.speculative.output import MultiHeadOutput
 
 
 def frozen_copy(model: CausalLM, place: Literal["device", "cpu_offload"] = "device") -> CausalLM:
-    """`model` as it is now, which is to stay so: the reference.
+    """A frozen copy of a model, as the reference.
 
     Args:
-        place: "device", beside the model; or "cpu_offload", where its blocks stay in host memory and each is on the
-            device only while it computes. Every pass then moves them all, which takes time; the results are the same.
+        model: the model. If `parallelize` has spread it, each rank copies its shards.
+        place: "device", beside the model; or "cpu_offload": its blocks stay in host memory, and each is on the device
+            only while it computes. Every pass then copies all blocks, which takes time; the results are the same.
 
-    A model that `parallelize` has spread is copied shard by shard; InputError for "cpu_offload" then.
+    Returns:
+        The copy, in evaluation mode.
+
+    Raises:
+        InputError: "cpu_offload" for a sharded model.
     """
     if is_sharded(model):
         if place != "device":
@@ -42,15 +47,15 @@ def frozen_copy(model: CausalLM, place: Literal["device", "cpu_offload"] = "devi
     on_host = {
         id(p): nn.Parameter(_host_copy(p.detach()), requires_grad=False) for p in model.decoder.blocks.parameters()
     }
-    found = copy.deepcopy(model, on_host).requires_grad_(False).eval()
-    for block in found.decoder.blocks:
+    reference = copy.deepcopy(model, on_host).requires_grad_(False).eval()
+    for block in reference.decoder.blocks:
         _fetch_for_forward(block, model.device)
-    return found
+    return reference
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return found.copy_(tensor)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)
 
 
 def _fetch_for_forward(block: nn.Module, device: torch.device) -> None:
@@ -70,7 +75,7 @@ def _fetch_for_forward(block: nn.Module, device: torch.device) -> None:
 
 
 class JointMedusa(nn.Module):
-    """A Medusa model whose base is trained too: its loss is L_lm + heads_loss_weight * the heads' loss.
+    """A Medusa model that also trains its base model: the loss is L_lm + heads_loss_weight * the heads' loss.
 
     L_lm is the base model's own loss; with a `reference` the mean of KL(reference || base) over the same targets.
     """
@@ -96,10 +101,21 @@ class JointMedusa(nn.Module):
         heads_loss_weight: Tensor | float = 1.0,
         **options: Any,
     ) -> MultiHeadOutput:
-        """The other arguments, and errors, are those of `MedusaModel.forward`; `base_loss` is L_lm.
+        """The joint loss.
 
-        With a reference, options of the cross entropy, such as `token_weights`, are for the heads alone.
-        `num_items_in_batch`: long (K + 1,), the base model's first, as of `num_targets`; or one for all.
+        Args:
+            input_ids: (B, T) long.
+            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
+            heads_loss_weight: factor of the heads' loss.
+            options: other arguments of `MedusaModel.forward`. `num_items_in_batch` is one number, or long (K + 1,) with
+                the base model's number first: see `num_targets`. With a reference, options of the cross entropy, such
+                as `token_weights`, apply to the heads only.
+
+        Returns:
+            The output of the heads, with the joint loss, and L_lm as `base_loss`.
+
+        Raises:
+            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
         """
         loss = partial(_joint_loss, self.medusa, self._reference[0])
         return call_gathered(self.medusa, loss, input_ids, labels, heads_loss_weight, **options)
@@ -111,7 +127,17 @@ class JointMedusa(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Long (K + 1,): targets of the base model, then of each head."""
+        """Count the targets of the base model and of each head.
+
+        Args:
+            labels: (B, T) long, -100 where ignored.
+            position_ids: (B, T) long. Positions that restart mark packed documents.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
+            attention_mask: (B, T), 1 on tokens and 0 on padding.
+
+        Returns:
+            Long (K + 1,), the base model's number first.
+        """
         return self.medusa.num_targets(labels, position_ids, cu_seqlens, attention_mask, first=1)
 
 
@@ -124,37 +150,35 @@ def _joint_loss(
     **options: Any,
 ) -> MultiHeadOutput:
     base, batch = medusa.base, medusa.prepare(1, input_ids, labels, **options)
-    targets, loss_options = cast(Targets, batch.targets), batch.loss_options
+    targets = cast(Targets, batch.targets)
+    loss_options = {name: value for name, value in options.items() if name not in _INPUTS}
     out = base(**batch.inputs)
     hidden = out["last_hidden_state"]
     output = medusa._heads_loss(medusa._head_states(hidden, batch), targets, **loss_options)
-    items = loss_options.get("num_items_in_batch")
-    items = None if items is None else torch.as_tensor(items).flatten()[0].to(hidden.device)
-    base_loss = _cross_entropy(base)
+    numbers = loss_options.get("num_items_in_batch")
+    items = None if numbers is None else torch.as_tensor(numbers).flatten()[0].to(hidden.device)
+    base_loss: Callable[..., HeadLoss] = base.head_loss
     if reference is not None:
         with torch.no_grad():
             base_loss = _kl(base, reference, reference(**batch.inputs)["last_hidden_state"])
         loss_options = {name: loss_options[name] for name in ("reduction",) if name in loss_options}
-    first = targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items})
+    first = cast(Tensor, targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items}).loss)
     total = first + heads_loss_weight * cast(Tensor, output.loss)
     if reference is None and out.aux_loss is not None:
         total = total + base.config.router_aux_loss_coef * targets.share(items) * out.aux_loss
-    return batch.padded(replace(output, loss=total, base_loss=first.detach()))
+    return replace(output, loss=total, base_loss=first.detach())
 
 
-def _cross_entropy(base: CausalLM) -> Callable[..., Any]:
-    return lambda hidden, targets, **options: base(last_hidden_state=hidden, targets=targets, **options).loss
+_INPUTS = ("attention_mask", "position_ids", "cu_seqlens", "inputs_embeds")
 
 
-def _kl(base: CausalLM, reference: CausalLM, reference_hidden: Tensor) -> Callable[..., Any]:
+def _kl(base: CausalLM, reference: CausalLM, reference_hidden: Tensor) -> Callable[..., HeadLoss]:
     """KL(reference || base), called as an `LMHead` is for its loss."""
 
-    def reference_head(hidden: Tensor) -> Any:
-        return reference(last_hidden_state=hidden).logits
-
-    def kl(hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    def kl(hidden: Tensor, targets: Tensor, **options: Any) -> HeadLoss:
         size = base.config.vocab_size
-        return divergence(hidden, base.head, reference_hidden, reference_head, targets, vocab_size=size, **options)
+        loss = divergence(hidden, base.head, reference_hidden, reference.logits, targets, vocab_size=size, **options)
+        return HeadLoss(loss=loss)
 
-    # Within the call the base's parameters are gathered, and the head's, which may be a group of its own.
+    # Within the call the parameters of the base and of its head, which may be a group of its own, are gathered.
     return partial(call_gathered, base, partial(call_gathered, base.head, kl))

@@ -126,7 +126,7 @@ class MedusaModel(MultiHeadModel):
         return repeat(hidden, self.num_heads)
 
     def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """Head `index` as `LMHead.forward`, with its own lm_head, or with the shared one through the base model."""
+        """Logits or `HeadLoss` of head `index`, by its own lm_head, or by the shared one through the base model."""
         head = self.heads[index]
         if self.lm_head == "own":
             return head(hidden, targets, **loss_options)
@@ -140,7 +140,7 @@ class MedusaModel(MultiHeadModel):
         if self.lm_head == "own":
             return torch.stack([head(hidden) for head in heads], dim=1)
         # One product with the shared weight for all heads.
-        return self.base(last_hidden_state=torch.stack([head(hidden) for head in heads], dim=1))["logits"]
+        return self.base.logits(torch.stack([head(hidden) for head in heads], dim=1))
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,13 @@ class MedusaModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """`export` with the profile full-hf."""
+        """Write the base model's checkpoint with the heads in it: `export` with the profile full-hf.
+
+        Args:
+            folder: created if need be.
+            max_shard_size: largest size of a safetensors file, such as "5GB".
+            overwrite: replace a checkpoint in the folder.
+        """
         self.export(folder, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -18,9 +18,7 @@ from ligermodels.convert.input_files import folder_to_write
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers.initialization import allocate, initialize, skip_init
-from ligermodels.layers.packing import document_bounds
 from ligermodels.layers.sharding import call_gathered, gathered
-from ligermodels.layers.targets import take_tokens
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.pretrained import from_pretrained
@@ -149,8 +147,7 @@ class MTPModel(MultiHeadModel):
         inputs = batch.inputs
         embeds = inputs["inputs_embeds"]
         embeds = self._embed(inputs["input_ids"]) if embeds is None else embeds
-        cu_seqlens = document_bounds(embeds.shape, inputs["position_ids"], inputs["cu_seqlens"])
-        needed = None if batch.targets is None else batch.targets.token_indices
+        needed = None if batch.targets is None else batch.targets.wait_for_needed()
         for step in range(self.num_heads):
             # Tokens with less than step + 1 after them in their document get a wrong one. They have no target, and
             # nothing attends to them that has one: attention is causal, and within a document.
@@ -160,10 +157,10 @@ class MTPModel(MultiHeadModel):
                 hidden,
                 layer=min(step, self.head.num_layers - 1),
                 position_ids=inputs["position_ids"],
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=inputs["cu_seqlens"],
                 activation_checkpointing=self.base.activation_checkpointing,
             )
-            yield hidden if needed is None else take_tokens(hidden, needed)
+            yield hidden if needed is None else needed.take(hidden)
 
     def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
         return self._through_base(hidden, targets, **loss_options)

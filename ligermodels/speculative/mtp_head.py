@@ -14,6 +14,7 @@ from ligermodels.layers import Block, ForwardContext, RotaryEmbedding
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
+from ligermodels.layers.tokens import packed_layout
 from ligermodels.models.decoder import DecoderConfig
 
 
@@ -67,42 +68,46 @@ class MTPHead(nn.Module):
         state: Any = None,
         activation_checkpointing: ActivationCheckpointing = "none",
     ) -> Tensor:
-        """e and h, each (B, T, H) -> y (B, T, H), in the dtype of e.
+        """Apply one layer of the head.
 
         Args:
-            layer: which one, from 0.
+            embeds: (B, T, H), embeddings of the next tokens, e.
+            hidden: (B, T, H), hidden states of the model or of the step before, h.
+            layer: number of the layer, from 0.
             position_ids: long (B or 1, T); by default they count from 0, or within each document.
             cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
             seq_lens: with a state, in a prefill: long (B,), the tokens of each sequence, padded on the right.
             cache_seqlens: with a state, in a decoding pass: long (B,), the tokens that come before these ones.
             state: the block's decoding state.
+            activation_checkpointing: "none", "selective" or "full": see `CausalLM.activation_checkpointing`.
+
+        Returns:
+            y (B, T, H), in the dtype of `embeds`.
         """
         if layer and self.separate:
             return cast(Tensor, self.later[layer - 1](
                 embeds, hidden, position_ids=position_ids, cu_seqlens=cu_seqlens, seq_lens=seq_lens,
                 cache_seqlens=cache_seqlens, state=state, activation_checkpointing=activation_checkpointing,
             ))  # fmt: skip
-        block, shape = self.later[layer - 1] if layer else self.block, embeds.shape
+        block = self.later[layer - 1] if layer else self.block
+        tokens = packed_layout((embeds.shape[0], embeds.shape[1]), cu_seqlens)
         # The head may have a dtype of its own; its results go to the model's lm_head.
-        given, own = embeds.dtype, next(self.parameters()).dtype
-        embeds, hidden = embeds.to(own), hidden.to(own)
-        if cu_seqlens is not None:
-            embeds, hidden = embeds.reshape(1, -1, shape[2]), hidden.reshape(1, -1, shape[2])
-            position_ids = None if position_ids is None else position_ids.reshape(1, -1)
-        length = embeds.shape[1]
-        if position_ids is None and cu_seqlens is not None:
-            position_ids = packed_positions(cu_seqlens, length)
-        elif position_ids is None:
-            position_ids = torch.arange(length, device=embeds.device)[None]
-        x = self.fc(torch.cat([self.embedding_norm(embeds), self.hidden_norm(hidden)], dim=-1))
+        dtype = next(self.parameters()).dtype
+        e, h = tokens.take(embeds.to(dtype)), tokens.take(hidden.to(dtype))
+        if position_ids is not None:
+            positions = tokens.take(position_ids) if position_ids.shape[0] == embeds.shape[0] else position_ids
+        elif cu_seqlens is not None:
+            positions = packed_positions(cu_seqlens, e.shape[1])
+        else:
+            positions = torch.arange(e.shape[1], device=e.device)[None]
+        x = self.fc(torch.cat([self.embedding_norm(e), self.hidden_norm(h)], dim=-1))
         ropes = cast(Iterable[RotaryEmbedding], self.ropes)
         context = ForwardContext(
-            {rope.config: rope(position_ids, x.dtype) for rope in ropes},
-            cu_seqlens,
-            seq_lens,
-            cache_seqlens,
-            positions=position_ids,
+            rope_tables={rope.config: rope(positions, x.dtype) for rope in ropes},
+            cu_seqlens=cu_seqlens,
+            seq_lens=seq_lens,
+            cache_seqlens=cache_seqlens,
+            positions=positions,
         )
-        y = run(activation_checkpointing, block, x, context, state, None)
-        y = y[0] if isinstance(y, tuple) else y  # beside a mixture's router logits
-        return cast(Tensor, self.norm(y)).view(shape).to(given)
+        output = run(activation_checkpointing, block, x, context, state)
+        return tokens.restore(self.norm(output.hidden)).to(embeds.dtype)

@@ -1,11 +1,11 @@
-"""What multi-head models share: a base model with K heads, the heads' loss, and decoding with them."""
+"""The base class of multi-head models: a base model with K heads, the heads' loss, and decoding with them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from ligermodels.generation.options import check_tree_options, renamed_options
 from ligermodels.generation.sampling import check_values
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options
-from ligermodels.layers.packing import Unpadding, check_plain, check_same_tokens, document_bounds
+from ligermodels.layers.packing import check_plain, check_same_tokens
 from ligermodels.layers.sharding import call_gathered, reshard
 from ligermodels.layers.targets import count_targets
+from ligermodels.layers.tokens import TokenLayout
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
 from ligermodels.speculative.drafting import Drafter
@@ -27,17 +28,16 @@ from ligermodels.speculative.tree import Tree
 
 
 class PreparedBatch(NamedTuple):
-    """A batch without padding: the base model's `inputs`, the `targets` of its labels, if it has any, the
-    `loss_options`, and what took the padding out."""
+    """A batch, checked, and laid out in rows without padding.
+
+    inputs: arguments of the base model, laid out in rows.
+    targets: the targets of the labels, or None.
+    layout: how the tokens (B, T) lie in the rows.
+    """
 
     inputs: dict[str, Any]
     targets: Targets | None
-    loss_options: dict[str, Any]
-    unpad: Unpadding | None
-
-    def padded(self, output: MultiHeadOutput) -> MultiHeadOutput:
-        """`output` with the padding again."""
-        return output if self.unpad is None else output.padded(self.unpad)
+    layout: TokenLayout
 
 
 class MultiHeadModel(nn.Module):
@@ -49,7 +49,7 @@ class MultiHeadModel(nn.Module):
     base: CausalLM
     num_heads: int
     kind: ClassVar[str]
-    """What users call these heads."""
+    """Name of this kind of heads, for users."""
     reads_every_token: ClassVar[bool] = False
     """Whether heads need the base model's states of tokens that have no target too."""
 
@@ -66,30 +66,40 @@ class MultiHeadModel(nn.Module):
         raise NotImplementedError
 
     def drafter(self, tree: Tree) -> Drafter:
-        """What proposes the candidates of a call of `generate`."""
+        """The drafter that proposes the candidates of one call of `generate`."""
         raise NotImplementedError
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """Write the base model's checkpoint with the heads in it."""
+        """Write the base model's checkpoint with the heads in it.
+
+        Args:
+            folder: created if need be.
+            max_shard_size: largest size of a safetensors file, such as "5GB".
+            overwrite: replace a checkpoint in the folder.
+        """
         raise NotImplementedError
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:
-        """What each of the K heads reads, of hidden states of the base model: (B, T, H), or (1, n, H) of the batch's
-        `targets.token_indices`."""
+        """The input of each of the K heads.
+
+        Args:
+            hidden: states of the base model (rows, length, H), or (1, n, H) of the tokens that have a target.
+            batch: the batch.
+
+        Returns:
+            K tensors, (rows, length, H) or (1, n, H).
+        """
         raise NotImplementedError
 
     def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """Head `index` as `LMHead.forward`, of its states."""
+        """Logits of head `index` from its states; with targets the `HeadLoss`, as by `LMHead.forward`."""
         raise NotImplementedError
 
     def _through_base(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """The base model's lm_head, as `LMHead.forward`."""
-        out = self.base(last_hidden_state=hidden, targets=targets, **loss_options)
-        if targets is None:
-            return out.logits
-        return out.loss if out.ranks is None else (out.loss, out.ranks)
+        """Logits of the base model's lm_head; with targets the `HeadLoss`, as by `LMHead.forward`."""
+        return self.base.logits(hidden) if targets is None else self.base.head_loss(hidden, targets, **loss_options)
 
     # -- loss ----------------------------------------------------------------------------------------------------------
 
@@ -105,11 +115,28 @@ class MultiHeadModel(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         **loss_options: Any,
     ) -> MultiHeadOutput:
-        """Loss sum_i w_i * CE_i over the heads, of `loss_weights`; or, without labels, every head's logits.
+        """The loss sum_i w_i * CE_i over the heads, with the weights of `loss_weights`; or, without labels, all logits.
 
-        Arguments and errors are those of `CausalLM.forward`; targets never cross a document's end. Logits are not
-        materialised where there are labels. `num_items_in_batch` may be one for each head: see `num_targets`. The base
-        model's own loss is no part of it.
+        Logits are not materialised where there are labels. The loss of the base model's own lm_head is not included.
+
+        Args:
+            input_ids: (B, T) long.
+            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
+            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
+            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Targets never cross a
+                document's end.
+            inputs_embeds: (B, T, H) in place of `input_ids`.
+            num_items_in_batch: divides the summed losses, in place of the numbers of targets; one number, or one for
+                each head: see `num_targets`.
+            loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction
+                ("mean" or "sum"), memory_budget: see `ops.linear_cross_entropy`.
+
+        Returns:
+            The loss with the heads' losses, ranks and accuracy; or the logits (K, B, T, V).
+
+        Raises:
+            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
         """
         batch = self.prepare(
             2,
@@ -124,9 +151,9 @@ class MultiHeadModel(nn.Module):
         )
         states = self._head_states(self.base(**batch.inputs)["last_hidden_state"], batch)
         if batch.targets is None:
-            logits = [self._head(i, each) for i, each in enumerate(states)]
-            return batch.padded(MultiHeadOutput(logits=torch.stack(logits)))
-        return batch.padded(self._heads_loss(states, batch.targets, **batch.loss_options))
+            logits = [batch.layout.rows.restore(self._head(i, each)) for i, each in enumerate(states)]
+            return MultiHeadOutput(logits=torch.stack(logits))
+        return self._heads_loss(states, batch.targets, num_items_in_batch=num_items_in_batch, **loss_options)
 
     def prepare(
         self,
@@ -140,27 +167,47 @@ class MultiHeadModel(nn.Module):
         inputs_embeds: Tensor | None = None,
         **loss_options: Any,
     ) -> PreparedBatch:
-        """The arguments of `forward`, checked and without padding. The targets are those of the heads; with `first` 1
-        those of the base model before them."""
-        tokens = {"input_ids": input_ids, "labels": labels, "inputs_embeds": inputs_embeds}
+        """Check the arguments of `forward`, and lay the tokens out in rows without padding.
+
+        Args:
+            first: distance of the first loss's labels: 2 for the heads, 1 for the base model before them.
+            input_ids: (B, T) long.
+            labels: (B, T) long, or None.
+            attention_mask: (B, T), 1 on tokens and 0 on padding.
+            position_ids: (B, T) long. Positions that restart mark packed documents.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
+            inputs_embeds: (B, T, H) in place of `input_ids`.
+            loss_options: options of the loss, which are checked.
+
+        Returns:
+            The batch.
+
+        Raises:
+            InputError: an argument does not fit, or an unknown option.
+        """
         check_loss_options(loss_options, labels, of_heads=True)
-        if (inputs := input_ids if inputs_embeds is None else inputs_embeds) is not None:  # else the base model says it
-            check_plain("input_ids" if inputs_embeds is None else "inputs_embeds", inputs)
-            token_weights = loss_options.get("token_weights")
-            check_same_tokens(inputs, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
-        unpad = self.base.unpadding(attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
-        if unpad is not None:
-            tokens, loss_options = unpad.take_all(tokens), unpad.take_weights(loss_options)
-            labels, cu_seqlens = tokens["labels"], unpad.cu_seqlens
-        del tokens["labels"]
+        name, tokens = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        if tokens is None:
+            raise InputError("give either input_ids or inputs_embeds, and not both")
+        check_plain(name, tokens)
+        token_weights = loss_options.get("token_weights")
+        check_same_tokens(tokens, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
+        layout = self.base.layout(
+            (tokens.shape[0], tokens.shape[1]),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            sharded=False,  # the base model divides the rows over ranks, and gives the states of all tokens
+        )
         targets = None
         if labels is not None:
-            bounds = document_bounds(labels.shape, position_ids, cu_seqlens)
             ahead = range(first, 2 + self.num_heads)
-            targets = Targets(labels, ahead, vocab_size=self.base.config.vocab_size, cu_seqlens=bounds)
+            targets = Targets(labels, ahead, vocab_size=self.base.config.vocab_size, layout=layout)
+        by_token = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        inputs: dict[str, Any] = {key: None if x is None else layout.rows.take(x) for key, x in by_token.items()}
         needed = None if self.reads_every_token else targets
-        given = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "token_indices": needed}
-        return PreparedBatch({**tokens, **given, "return_last_hidden_state": True}, targets, loss_options, unpad)
+        inputs |= {"cu_seqlens": layout.cu_seqlens, "token_indices": needed, "return_last_hidden_state": True}
+        return PreparedBatch(inputs, targets, layout)
 
     def _heads_loss(
         self,
@@ -171,25 +218,29 @@ class MultiHeadModel(nn.Module):
         reduction: str = "mean",
         **loss_options: Any,
     ) -> MultiHeadOutput:
-        """The heads' loss, of what each head reads: see `_head_states`.
+        """The heads' loss.
 
         Args:
-            targets: with one loss for each head at the end.
-            num_items_in_batch: one for each loss of `targets`, or one for all.
+            states: the input of each head: see `_head_states`.
+            targets: their last K losses are the losses of the heads.
+            num_items_in_batch: one number for each loss of `targets`, or one for all.
+            reduction: "mean" or "sum".
+            loss_options: other options of `Targets.loss`.
 
-        Raises InputError for another number of these, and for a reduction other than "mean" and "sum".
+        Raises:
+            InputError: another number of `num_items_in_batch`, or another reduction.
         """
         if reduction not in ("mean", "sum"):
             raise InputError(f"reduction: must be 'mean' or 'sum' for the loss of heads, got {reduction!r}")
         count, items = self.num_heads, None
         if num_items_in_batch is not None:
-            given = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()
-            if len(given) not in (1, len(targets.ahead)):
-                raise InputError(f"num_items_in_batch: must be 1 or {len(targets.ahead)} numbers, got {len(given)}")
-            items = given[-count:].expand(count).float()
-        losses, all_ranks = [], []
+            numbers = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()
+            if len(numbers) not in (1, len(targets.ahead)):
+                raise InputError(f"num_items_in_batch: must be 1 or {len(targets.ahead)} numbers, got {len(numbers)}")
+            items = numbers[-count:].expand(count).float()
+        results = []
         for i, hidden in enumerate(states):
-            loss, ranks = targets.loss(
+            result = targets.loss(
                 len(targets.ahead) - count + i,
                 partial(self._head, i),
                 hidden,
@@ -198,9 +249,9 @@ class MultiHeadModel(nn.Module):
                 return_rank=True,
                 **loss_options,
             )
-            losses.append(loss)
-            all_ranks.append(ranks)
-        head_losses, ranks = torch.stack(losses), torch.stack(all_ranks)
+            results.append(result)
+        head_losses = torch.stack([cast(Tensor, result.loss) for result in results])
+        ranks = torch.stack([cast(Tensor, result.ranks) for result in results])
         weights = torch.tensor(self.loss_weights(), dtype=head_losses.dtype).to(head_losses.device)
         return MultiHeadOutput.of_ranks(ranks, loss=(weights * head_losses).sum(), head_losses=head_losses.detach())
 
@@ -213,9 +264,17 @@ class MultiHeadModel(nn.Module):
         *,
         first: int = 2,
     ) -> Tensor:
-        """Labels that each head counts, long (K,): summed over batches, they are their `num_items_in_batch`.
+        """Count the targets of each head: summed over batches, they are their `num_items_in_batch`.
 
-        With `first` 1 long (K + 1,), the base model's before them.
+        Args:
+            labels: (B, T) long, -100 where ignored.
+            position_ids: (B, T) long. Positions that restart mark packed documents.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
+            attention_mask: (B, T), 1 on tokens and 0 on padding.
+            first: 2 for the heads; 1 to count the targets of the base model before them.
+
+        Returns:
+            Long (K,), or with `first` 1 (K + 1,).
         """
         return count_targets(labels, range(first, 2 + self.num_heads), position_ids, cu_seqlens, attention_mask)
 
@@ -257,25 +316,34 @@ class MultiHeadModel(nn.Module):
 
         Args:
             input_ids: one prompt or several of any lengths; sequences of a batch grow at their own pace.
+            max_new_tokens: most new tokens of each sequence; by default the number in the checkpoint.
             tree: candidates checked at each step; by default `default_tree`.
-            return_stats: give a `SpeculativeOutput`, with steps and tokens per step, instead of the token ids alone.
-            options: as `speculative_generate`; `on_tokens` gets the tokens of each step.
+            return_stats: return a `SpeculativeOutput`, with steps and tokens per step, instead of only the token ids.
+            options: options of `speculative_generate`; `on_tokens` gets the tokens of each step.
+
+        Returns:
+            Long (B, T'), the prompts with the new tokens; or a `SpeculativeOutput`.
+
+        Raises:
+            InputError: an unknown option, or an option that tree decoding does not have.
         """
         check_values(return_stats=return_stats)
         tree = self.default_tree() if tree is None else tree
         if not isinstance(tree, Tree):
             raise InputError(f"tree: must be a Tree, got {type(tree).__name__}")
-        # What the checkpoint says of sampling is for `base.generate`.
-        found = self.base.generation_defaults(do_sample=False)
+        # Sampling options of the checkpoint are only for `base.generate`.
+        generation_defaults = self.base.generation_defaults(do_sample=False)
         defaults: dict[str, Any] = {
-            name: found[name] for name in ("eos_token_id", "pad_token_id", "max_length") if name in found
+            name: generation_defaults[name]
+            for name in ("eos_token_id", "pad_token_id", "max_length")
+            if name in generation_defaults
         }
         if max_new_tokens is None and options.get("max_length") is None:
-            max_new_tokens = found.get("max_new_tokens")
+            max_new_tokens = generation_defaults.get("max_new_tokens")
         options = check_tree_options(renamed_options(options), speculative_generate)
         if options.pop("do_sample", False):
             raise InputError("do_sample: tree decoding does not sample; use base.generate, or leave it out")
-        penalty = options.pop("repetition_penalty", found.get("repetition_penalty", 1.0))
+        penalty = options.pop("repetition_penalty", generation_defaults.get("repetition_penalty", 1.0))
         if penalty != 1.0:
             raise InputError(
                 f"repetition_penalty: tree decoding has none, and the checkpoint or the call sets {penalty}; give "

@@ -77,7 +77,7 @@ def test_decoding_and_losses(name: str, kind: Any) -> None:
     results = []
     for each in (model, rounded):
         with torch.no_grad():
-            logits, scored = each(ids).logits, each(ids, labels=ids, return_log_probs=True)
+            logits, scored = each(ids).logits, each.log_probs(ids, ids)
         inputs = torch.randn(2, 19, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
         loss = each(inputs_embeds=inputs.requires_grad_(), labels=ids, z_loss=1e-3).loss
         found = each.generate([[5, 9, 11], [77]], max_new_tokens=6, eos_token_id=None, pad_token_id=0)
@@ -116,7 +116,7 @@ def test_losses_keep_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = []
     for base in (model, plain):  # log-probabilities, whose backward pass multiplies by the weight again
         inputs = torch.ones(2, 19, model.config.hidden_size, requires_grad=True)
-        found = base(inputs_embeds=inputs, labels=ids, return_log_probs=True).log_probs
+        found = base.log_probs(inputs_embeds=inputs, labels=ids).log_probs
         assert all(each() is None for each in made)
         gradients.append(torch.autograd.grad(found.sum(), inputs)[0])
     torch.testing.assert_close(*gradients)

@@ -17,7 +17,7 @@ import ligermodels as lm
 from ligermodels.archs import FAMILIES, Family, family_of, register
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import DecodingState
-from ligermodels.layers import BlockConfig, LayerConfig, TreeTokens
+from ligermodels.layers import BlockConfig, Layer, LayerConfig, TreeTokens
 from ligermodels.layers.norm import AddRMSNorm
 from ligermodels.speculative.benchmark import benchmark_decoding
 from ligermodels.speculative.tree import chain
@@ -99,7 +99,7 @@ def test_the_backend_of_attention_is_no_change(tmp_path: Path) -> None:
 # -- modules of a user's own -------------------------------------------------------------------------------------------
 
 
-class Own(nn.Module):
+class Own(Layer):
     """A parameter, an integer buffer, a float one that checkpoints hold, and one that they do not."""
 
     token_wise = True

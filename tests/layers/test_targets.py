@@ -1,4 +1,4 @@
-"""Tokens without a target are left out after the last mixer: the same loss and gradients, from fewer tokens."""
+"""Tokens without a target are left out after the last block: the same loss and gradients, from fewer tokens."""
 
 from itertools import pairwise
 from typing import Any
@@ -13,8 +13,10 @@ from zoo import CONFIGS
 import ligermodels as lm
 from ligermodels.errors import InputError
 from ligermodels.layers import ForwardContext, Targets, shift_labels, targets
+from ligermodels.layers.lm_head import HeadLoss
 from ligermodels.layers.packing import document_bounds
-from ligermodels.layers.targets import SKIP_BELOW, take_tokens
+from ligermodels.layers.targets import SKIP_BELOW
+from ligermodels.layers.tokens import packed_layout, take_tokens
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 
 BOUNDS = torch.tensor([0, 9, 11, 32, 38], dtype=torch.int32)
@@ -74,16 +76,17 @@ def test_targets_of_several_losses(device: str, packed: bool) -> None:
 
     def head(hidden: Tensor, target: Tensor, **options: Any) -> Any:
         called.append((hidden, target, options))
-        return (hidden[..., 0] * options["token_weights"]).masked_fill(target == -100, 0.0), target
+        return HeadLoss((hidden[..., 0] * options["token_weights"]).masked_fill(target == -100, 0.0), target)
 
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        found = Targets(given, ahead, vocab_size=9, cu_seqlens=ends)
-        indices, counts = found.token_indices, found.counts
+        shape = (labels.shape[0], labels.shape[1])
+        found = Targets(given, ahead, vocab_size=9, layout=packed_layout(shape, ends))
+        indices, counts = found.wait_for_needed().indices, found.wait_for_counts()
         states = torch.arange(1.0, 36.0, device=device)[indices].view(1, -1, 1)
         results = [
-            found.loss(i, head, states, token_weights=loss_weights, reduction="none", return_rank=True)
+            found.loss(i, head, states, token_weights=loss_weights, reduction="none", return_rank=True)[:2]
             for i in range(3)
         ]
     finally:
@@ -112,9 +115,9 @@ def test_all_tokens_are_taken_where_nearly_all_are_needed_or_none(count: int) ->
     labels = torch.full((1, 100), -100)
     labels[:, 1 : count + 1] = 1
     found = Targets(labels, (1,), vocab_size=2)
-    assert found.counts == [count]
-    assert (found.token_indices is None) == (count != 96)
-    assert Targets(labels, (1,), vocab_size=2, every_token=True).token_indices is None
+    assert found.wait_for_counts() == [count]
+    assert (found.wait_for_needed() is None) == (count != 96)
+    assert Targets(labels, (1,), vocab_size=2, every_token=True).wait_for_needed() is None
 
 
 @pytest.mark.parametrize("bad", [-1, 9, -101])
@@ -185,12 +188,12 @@ def test_loss_and_gradients_are_those_of_all_tokens(name: str, mode: str) -> Non
             torch.testing.assert_close(one, two)
 
 
-def test_only_tokens_with_targets_pass_the_last_mixer() -> None:
+def test_only_tokens_with_targets_pass_the_final_norm() -> None:
     model = make("llama-3.1")
     seen = watch(model)
     ids, labels = draw(2, 19)
     count = int((labels[:, 1:] >= 0).sum())
-    some, every = (dict.fromkeys(("mlp_norm", "mlp", "norm", "head"), tokens) for tokens in (count, 38))
+    some, every = (dict.fromkeys(("norm", "head"), tokens) for tokens in (count, 38))
     for options, wanted in (
         ({"labels": labels}, some),
         ({"labels": labels, "reduction": "none"}, some),
@@ -199,11 +202,11 @@ def test_only_tokens_with_targets_pass_the_last_mixer() -> None:
         ({}, every),
     ):
         out = model(ids, **options)
-        assert seen == {"before": 38, "mixer": 38, **wanted}
+        assert seen == {"before": 38, "mixer": 38, "mlp_norm": 38, "mlp": 38, **wanted}
         assert out.logits is None or out.logits.shape == (2, 19, 131)
     with torch.no_grad():
         model(ids, labels=labels)
-    assert seen["mlp"] == count
+    assert seen["norm"] == count
 
 
 def test_a_mixture_sees_every_token() -> None:
@@ -217,8 +220,16 @@ def test_a_mixture_sees_every_token() -> None:
     assert torch.equal(found.aux_loss, model(ids, labels=ids, return_logits=True).aux_loss)
 
 
+def test_chosen_tokens_of_packed_rows() -> None:
+    model, some = make("llama-3.1"), torch.tensor([3, 20, 30])
+    ids, positions = draw(2, 19)[0], CASES["restarts"]["position_ids"]
+    for options in ({}, {"position_ids": positions}):
+        logits = model(ids, **options).logits.flatten(0, 1)
+        torch.testing.assert_close(model(ids, token_indices=some, **options).logits, logits[some][None])
+
+
 class Own(nn.Module):
-    """In the place of a layer, made by someone who knows nothing of targets."""
+    """In the place of a layer, of a class that is no `Layer`."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

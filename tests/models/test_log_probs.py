@@ -46,7 +46,7 @@ def test_log_probs_and_entropies_and_any_gradient_of_them(name: str, frozen: boo
     if frozen and not tied:
         hf.lm_head.requires_grad_(False)
         model.head.requires_grad_(False)
-    out = model(**batch, return_log_probs=True, return_entropy=True, entropy_in_loss=frozen)
+    out = model.log_probs(**batch, return_entropy=True, entropy_in_loss=frozen)
     assert out.loss is None and out.logits is None
     log_probs, entropy = wanted(hf, batch)
     assert_close(out.log_probs.double(), log_probs, rtol=1e-4, atol=1e-4)
@@ -65,18 +65,18 @@ def test_log_probs_and_entropies_and_any_gradient_of_them(name: str, frozen: boo
 def test_they_are_the_loss_and_an_objective_trains_the_model() -> None:
     hf, batch = make("llama-3"), inputs()
     model = lm.from_transformers(hf)
-    log_probs = model(**batch, return_log_probs=True).log_probs
+    log_probs = model.log_probs(**batch).log_probs
     assert_close(-log_probs, model(**batch, reduction="none").loss)
     assert_close(-log_probs.sum() / model.num_targets(batch["labels"]), model(**batch).loss)
 
     pair = {name: x[[0, 1, 2, 2]] for name, x in batch.items()}  # the third is rejected twice
     mask = torch.nn.functional.pad(pair["labels"][:, 1:] != -100, (0, 1))
     with torch.no_grad():
-        reference = model(**pair, return_log_probs=True).log_probs
+        reference = model.log_probs(**pair).log_probs
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = []
     for _ in range(3):
-        result = losses.dpo_loss(model(**pair, return_log_probs=True).log_probs, reference, mask, beta=1.0)
+        result = losses.dpo_loss(model.log_probs(**pair).log_probs, reference, mask, beta=1.0)
         result.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -110,7 +110,7 @@ def test_predicted_tokens_and_the_z_loss_beside_the_loss(packed: bool) -> None:
         assert_close(out.z_loss.double(), z_loss, rtol=1e-4, atol=1e-5)
         assert_close(out.loss - out.z_loss, loss, rtol=1e-4, atol=1e-5)
         assert out.loss.requires_grad and not out.z_loss.requires_grad
-    out = model(**batch, return_log_probs=True, return_predicted=True)
+    out = model.log_probs(**batch, return_predicted=True)
     assert torch.equal(out.predicted, predicted) and out.entropy is None and out.z_loss is None
     assert model(**batch).predicted is None
 
@@ -138,3 +138,18 @@ def test_what_does_not_go_together_is_an_error(arguments: dict[str, Any], messag
         model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_z_loss=True)
     with pytest.raises(InputError, match="return_log_probs: is of labels, not of last_hidden_state"):
         model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_log_probs=True)
+
+
+def test_keywords_that_methods_replace() -> None:
+    model, batch = lm.from_transformers(make("llama-3")), inputs()
+    with pytest.warns(DeprecationWarning, match=r"return_log_probs=True\) is now model.log_probs") as record:
+        old = model(**batch, return_log_probs=True, return_entropy=True)
+    assert record[0].filename == __file__
+    new = model.log_probs(**batch, return_entropy=True)
+    assert torch.equal(old.log_probs, new.log_probs) and torch.equal(old.entropy, new.entropy)
+    hidden, targets = torch.randn(1, 3, model.config.hidden_size), torch.tensor([[4, -100, 6]])
+    with pytest.warns(DeprecationWarning, match=r"model.logits\(hidden\) or model.head_loss"):
+        assert torch.equal(model(last_hidden_state=hidden).logits, model.logits(hidden))
+        old = model(last_hidden_state=hidden, targets=targets, return_z_loss=True, z_loss=0.1)
+    result = model.head_loss(hidden, targets, return_z_loss=True, z_loss=0.1)
+    assert torch.equal(old.loss, result.loss) and torch.equal(old.z_loss, result.z_loss) and result.ranks is None

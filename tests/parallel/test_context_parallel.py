@@ -93,7 +93,7 @@ def uses(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         both = []
         for each in (model, plain):
             each.zero_grad()
-            both.append(each(**inputs, return_log_probs=True, return_entropy=True))
+            both.append(each.log_probs(**inputs, return_entropy=True))
             (both[-1].log_probs.exp() * torch.arange(both[-1].log_probs.shape[1])).sum().backward()
         torch.testing.assert_close(both[0].entropy, both[1].entropy)
         check_equal(model, plain, lambda p: p.grad)

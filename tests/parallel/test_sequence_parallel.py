@@ -285,6 +285,7 @@ def test_ops_and_their_schemas() -> None:
             "linear_reduce_scatter_forward": (x, weight, 1, group),
             "all_gather_rows": (x, 1, group),
             "reduce_scatter_rows": (x, 1, group),
+            "all_reduce_sum": (x, group),
         }.items():
             op = getattr(torch.ops.ligermodels, name).default
             torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -93,7 +93,7 @@ def of_labels(model: nn.Module, seed: int, **options: Any) -> Tensor:
 
 def of_log_probs(model: nn.Module, seed: int) -> Tensor:
     ids, labels = draw(seed)
-    out = model(ids, labels=labels, return_log_probs=True, return_entropy=True)
+    out = model.log_probs(ids, labels, return_entropy=True)
     return (out.log_probs.sin() + 0.1 * out.entropy).sum() / labels.numel()
 
 

@@ -247,7 +247,7 @@ def test_drafts_with_the_cache_are_those_without(name: str, num_layers: int, mon
         for step in range(depth):
             layer = min(step, num_layers - 1)
             y = model.head(model.base.decoder.embed(torch.tensor([tokens])), hidden, layer=layer)
-            found.append(int(model.base(last_hidden_state=y[:, -1]).logits.argmax()))
+            found.append(int(model.base.logits(y[:, -1]).argmax()))
             if step + 1 < num_layers:
                 tokens, hidden = [*tokens[1:], found[-1]], y
             else:

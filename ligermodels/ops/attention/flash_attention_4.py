@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 
 
 def flash_attention_4(
@@ -54,7 +54,7 @@ def _window(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-@custom_op()
+@custom_op(keep=always)
 def _flash_attention_4_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, softmax_scale: float, window: int | None,
     softcap: float | None,

@@ -26,7 +26,7 @@ from ligermodels.ops.float8.scaling import (
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 
 
@@ -223,7 +223,7 @@ def _transpose_kernel(x, stride, words, pitch, M, R, W, across, QUADS: tl.conste
         tl.store(words + at, tl.trans(word), mask=(col < R)[:, None] & (place < W)[None, :])
 
 
-@custom_op()
+@custom_op(keep=always)
 def _float8_amax(x: Tensor) -> Tensor:
     """The bits of max |x|, int32 (). A separate op, so that activation checkpointing can keep its result while x is
     recomputed."""

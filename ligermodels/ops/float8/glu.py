@@ -38,7 +38,7 @@ from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import GELU, GLUOptions, glu_numbers
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import rows_and_stride
 
 
@@ -169,7 +169,7 @@ def _glu_kernel(
         )  # fmt: skip
 
 
-@custom_op()
+@custom_op(keep=always)
 def _float8_glu_amax(
     gate_up: Tensor, dy: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float,
     limit: float | None, up_offset: float,

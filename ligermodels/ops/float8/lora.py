@@ -70,7 +70,7 @@ def float8_lora_linear(
     return y
 
 
-@custom_op()
+@custom_op(keep=lambda x, x_scale, dropped, w, w_scale, bias, a, *_: w.shape[0] >= a.shape[1])
 def _float8_lora_forward(
     x: Tensor, x_scale: Tensor, dropped: Tensor | None, w: Tensor, w_scale: Tensor, bias: Tensor | None,
     a: Tensor, b: Tensor, scaling: float, fast: bool,

@@ -81,7 +81,7 @@ def float8_mm_reference(
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-@custom_op()
+@custom_op(keep=lambda a, b, *_: widens(b))
 def _float8_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
     fast_accumulation: bool,

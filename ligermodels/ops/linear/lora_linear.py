@@ -60,7 +60,7 @@ def lora_linear_reference(
     return F.linear(x, weight, bias) + scaling * F.linear(F.linear(x if dropped is None else dropped, a), b)
 
 
-@custom_op()
+@custom_op(keep=lambda x, dropped, weight, *_: weight.shape[0] >= weight.shape[1])
 def _lora_linear_forward(
     x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:

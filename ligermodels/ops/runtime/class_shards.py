@@ -1,8 +1,8 @@
-"""A dimension of classes that is sharded over ranks, as DTensors tell it. Imported when the first DTensor is seen."""
+"""DTensors that are sharded over ranks in their dimension of classes. Imported when the first DTensor is seen."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,14 @@ from ligermodels.ops.runtime.local_tensors import on_all_ranks
 
 
 class ClassShard(NamedTuple):
-    """The classes of this rank: `size` of `num_classes`, from `first` on; no rank of `group` has more than `most`."""
+    """The classes of this rank.
+
+    first: this rank's first class.
+    size: number of this rank's classes.
+    most: the largest number of classes of a rank.
+    num_classes: number of classes of all ranks.
+    group: the process group of the ranks.
+    """
 
     first: int
     size: int
@@ -23,22 +30,41 @@ class ClassShard(NamedTuple):
     group: dist.ProcessGroup
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """x of all ranks together, in place."""
+        """Reduce x over the ranks, in place."""
         dist.all_reduce(x, op, self.group)
         return x
 
     def targets(self, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets among this rank's classes: those of other ranks are class 0, ignored ones -1; and bool, which of the
-        given ones are not ignored, and which of them are of this rank. All of target's shape."""
+        """Express targets in this rank's classes.
+
+        Args:
+            target: long, any shape.
+            ignore_index: the value of ignored targets.
+
+        Returns:
+            Three tensors of the target's shape: this rank's class, or 0 for a class of another rank, or -1 where
+            ignored; bool, True where the target is not ignored; and bool, True where it is a class of this rank.
+        """
         valid = target != ignore_index
         inside = valid & (target >= self.first) & (target < self.first + self.size)
         return torch.where(inside, target - self.first, valid.long() - 1), valid, inside
 
 
 def shard_of_classes(op: str, name: str, x: Tensor, dim: int) -> tuple[Tensor, ClassShard]:
-    """This rank's part of x, a DTensor that is sharded in `dim` over one dimension of its mesh, and which it is.
+    """This rank's part of a DTensor that is sharded in its dimension of classes.
 
-    Raises InputError for other placements, and where a rank would have no class."""
+    Args:
+        op: name of the op, for errors.
+        name: name of its argument, for errors.
+        x: the DTensor, sharded in `dim` over one dimension of its mesh.
+        dim: the dimension of classes.
+
+    Returns:
+        The local tensor, and its classes.
+
+    Raises:
+        InputError: other placements, or a rank without a class.
+    """
     dim = dim % x.ndim
     if not isinstance(x, DTensor) or any(type(p) not in (Replicate, Shard) for p in x.placements):
         raise InputError(_refusal(op, name, x, dim))
@@ -58,15 +84,27 @@ def shard_of_classes(op: str, name: str, x: Tensor, dim: int) -> tuple[Tensor, C
 def shard_of_head(
     op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, ClassShard]:
-    """Of a head whose weight is a DTensor: the hidden states, whose gradient is summed over ranks, and this rank's part
-    of weight and bias, and which it is. Raises InputError for other placements."""
+    """This rank's part of a head whose weight is a DTensor.
+
+    Args:
+        op: name of the op, for errors.
+        hidden: (..., H), hidden states.
+        weight: (V, H), a DTensor sharded in its first dimension.
+        bias: (V,), sharded like the weight, or None.
+
+    Returns:
+        The hidden states, with a gradient that is summed over ranks; the local weight and bias; and their classes.
+
+    Raises:
+        InputError: other placements.
+    """
     own, shard = shard_of_classes(op, "weight", weight, 0)
     own_bias = None
     if bias is not None:
         if getattr(bias, "placements", None) != getattr(weight, "placements", None):
             raise InputError(f"{op}: bias must be a DTensor on the mesh of weight, and sharded as it is")
         own_bias = shard_of_classes(op, "bias", bias, 0)[0]
-    return on_all_ranks(hidden, weight), own, own_bias, shard
+    return on_all_ranks(hidden, cast(DTensor, weight)), own, own_bias, shard
 
 
 def _refusal(op: str, name: str, x: Tensor, dim: int) -> str:

@@ -1,13 +1,19 @@
-"""Exchanges of rows between the ranks of a group, which is given by its name."""
+"""Exchanges between the ranks of a process group, as ops and as differentiable functions.
+
+Ops take the name of the group, so that torch.compile and fake tensors can trace them.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ligermodels.ops.runtime.library import custom_op, is_fake
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 
 _group_named: Callable[[Any], Any] = distributed_c10d._resolve_process_group
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -15,31 +21,129 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 def start_all_gather(x: Tensor, ranks: int, group: str) -> tuple[Tensor, Callable[[], Any]]:
-    """x (n, ...) of each rank -> (ranks * n, ...), there once the function has been called that comes with it."""
-    found = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    return found, _gather(found, x.contiguous(), group=_group_named(group), async_op=True).wait
+    """Start to gather x (n, ...) of each rank.
+
+    Args:
+        x: (n, ...), this rank's rows.
+        ranks: number of ranks.
+        group: name of the process group.
+
+    Returns:
+        (ranks * n, ...), and a function that waits until it is filled.
+    """
+    rows = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    return rows, _gather(rows, x.contiguous(), group=_group_named(group), async_op=True).wait
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, group: str) -> Callable[[], Any]:
-    """The sum over ranks of x (ranks * n, ...) -> `out`, on each its (n, ...), once the function has been called."""
+    """Start to sum x over the ranks; each rank gets its rows of the sum.
+
+    Args:
+        out: (n, ...), filled with this rank's rows of the sum.
+        x: (ranks * n, ...).
+        group: name of the process group.
+
+    Returns:
+        A function that waits until `out` is filled.
+    """
     wait: Callable[[], Any] = _scatter(out, x.contiguous(), group=_group_named(group), async_op=True).wait
     return wait
 
 
 @custom_op()
 def all_gather_rows(x: Tensor, ranks: int, group: str) -> Tensor:
-    """x (n, ...) of each rank -> (ranks * n, ...)."""
+    """x (n, ...) of each of the `ranks` of the `group` -> (ranks * n, ...)."""
     if is_fake(x):
         return x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    found, wait = start_all_gather(x, ranks, group)
+    rows, wait = start_all_gather(x, ranks, group)
     wait()
-    return found
+    return rows
 
 
 @custom_op()
 def reduce_scatter_rows(x: Tensor, ranks: int, group: str) -> Tensor:
-    """The sum over ranks of x (ranks * n, ...) -> on each its (n, ...)."""
-    found = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    """This rank's rows (n, ...) of the sum of x (ranks * n, ...) over the `ranks` of the `group`."""
+    rows = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
     if not is_fake(x):
-        start_reduce_scatter(found, x, group)()
-    return found
+        start_reduce_scatter(rows, x, group)()
+    return rows
+
+
+@custom_op()
+def all_reduce_sum(x: Tensor, group: str) -> Tensor:
+    """The sum of x over ranks, of the same shape."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not is_fake(x):
+        dist.all_reduce(total.copy_(x), group=_group_named(group))
+    return total
+
+
+Move = Literal["same", "own", "gather", "scatter", "sum"]
+"""How a tensor moves between ranks: not at all; this rank's rows of a tensor that all ranks have; the rows of all
+ranks, one rank after another; this rank's rows of the sum over ranks; or the whole sum over ranks."""
+
+
+class Ranks(NamedTuple):
+    """Differentiable exchanges between `size` ranks of the process group named `group`; this is `rank`.
+
+    The gradient of each exchange is an exchange too: its transpose, or its transpose for gradients that are the same on
+    all ranks.
+    """
+
+    size: int
+    rank: int
+    group: str
+
+    @classmethod
+    def of(cls, mesh: Any) -> Ranks:
+        """The ranks of a DeviceMesh of one dimension."""
+        return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's rows of an x that all ranks have alike. The gradient is gathered."""
+        return _Exchange.apply(x, "own", "gather", self)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, for uses that are the same on all ranks, as is the gradient, of which each keeps its
+        rows."""
+        return _Exchange.apply(x, "gather", "own", self)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, for uses that differ between ranks. The gradient is summed over ranks."""
+        return _Exchange.apply(x, "gather", "scatter", self)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """This rank's rows of the sum of x over ranks. The gradient is gathered."""
+        return _Exchange.apply(x, "scatter", "gather", self)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over ranks, for uses that differ between ranks. The gradient is summed over ranks."""
+        return _Exchange.apply(x, "sum", "sum", self)
+
+    def sum_gradients(self, x: Tensor) -> Tensor:
+        """x itself, the same on all ranks, for uses that differ between ranks. The gradient is summed over ranks."""
+        return _Exchange.apply(x, "same", "sum", self)
+
+
+class _Exchange(torch.autograd.Function):
+    """Moves a tensor one way, and its gradient another way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move, ranks: Ranks) -> Tensor:
+        ctx.backward_move, ctx.ranks = backward, ranks
+        return _moved(x, forward, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
+        return (_moved(dy, ctx.backward_move, ctx.ranks),)
+
+
+def _moved(x: Tensor, move: Move, ranks: Ranks) -> Tensor:
+    if move == "same":
+        return x.detach()
+    if move == "own":
+        return x.unflatten(0, (ranks.size, -1))[ranks.rank].clone()
+    if move == "sum":
+        return cast(Tensor, all_reduce_sum(x, ranks.group))
+    return cast(Tensor, (all_gather_rows if move == "gather" else reduce_scatter_rows)(x, ranks.size, ranks.group))

@@ -19,12 +19,37 @@ PLAIN_OR_NONE = (*PLAIN, type(None))
 _library = torch.library.Library("ligermodels", "FRAGMENT")
 
 
-def custom_op(mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+_keep: dict[Any, Callable[..., bool]] = {}
+"""Ops whose results selective activation checkpointing keeps, depending on their arguments."""
+
+
+def always(*_: Any) -> bool:
+    """For `custom_op`: keep the results of every call."""
+    return True
+
+
+def keeps_results(op: Any, args: Sequence[Any]) -> bool:
+    """Whether selective activation checkpointing keeps the results of a call of `op`, as its registration declares.
+
+    False for ops that are not registered here.
+    """
+    keep = _keep.get(op)
+    return keep is not None and keep(*args)
+
+
+def custom_op(
+    mutates_args: Sequence[str] = (), *, keep: Callable[..., bool] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: registers a function as `torch.ops.ligermodels.<its name>`, and returns a call of that op.
 
     The schema comes from the function's annotations. The first argument is a tensor: the function runs on its device.
     It may change only the inputs in `mutates_args`, may not return inputs or views of them, and has no gradient of its
     own. It is its own fake: it allocates its results first, and returns them at once if `is_fake`.
+
+    Args:
+        mutates_args: names of the inputs that the function changes.
+        keep: a function of the op's arguments: whether selective activation checkpointing keeps the results of the
+            call, instead of computing them again. By default it keeps none.
 
     Eagerly, with plain tensors and no dispatch mode, the function is called without the dispatcher, whose overhead
     would exceed the time of a small kernel. DTensors go by the rules in `sharding`; an op that has none there raises
@@ -50,6 +75,8 @@ def custom_op(mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]]
             _library.impl(name, on_device, key)
         torch.library.register_fake(f"ligermodels::{name}", function, lib=_library)
         op = getattr(torch.ops.ligermodels, name).default
+        if keep is not None:
+            _keep[op] = keep
 
         sharded = False
 

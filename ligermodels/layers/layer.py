@@ -1,0 +1,74 @@
+"""The base class of token mixers and feed-forward layers, with a layer's declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers.sharding import TensorSharding
+
+
+class Layer(nn.Module):
+    """Base class of the layers that a `Block` is built from.
+
+    A subclass defines `forward(x, context, state)` as a token mixer, or `forward(x, context)` as a feed-forward layer.
+    Both map hidden states (B, T, H) to hidden states of the same shape; `context` is a `ForwardContext`. The attributes
+    below declare further features of the layer. Every default is safe: the layer is then given all tokens, and a
+    feature that it would have to support is refused with an error that names it.
+    """
+
+    token_wise: bool = False
+    """Whether the result for a token depends on no other token of `x`. The layer may then be given only the tokens
+    whose states are needed, (1, n, H), or a part of the tokens under context and sequence parallelism."""
+
+    context_parallel: ClassVar[bool] = False
+    """Whether a layer that is not `token_wise` supports context parallelism: if `context.shard` is not None, `x` holds
+    only this rank's tokens, and the layer exchanges with the other ranks through that `SequenceShard`."""
+
+    sequence_parallel: ClassVar[bool] = False
+    """Whether a layer that is not `token_wise` supports sequence parallelism: under tensor parallelism `x` is then this
+    rank's part of the tokens, (1, n, H), and the layer only passes it to its linear layers, which gather it."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding] | None] = None
+    """How tensor parallelism distributes the layer's own parameters and its linear layers, by name; see
+    `ligermodels.layers.sharding`. None: tensor parallelism is refused."""
+
+    expert_parallel: ClassVar[tuple[str, ...]] = ()
+    """Names of the parameters that have a row for each expert, which expert parallelism spreads over ranks. Such a
+    layer has an attribute `_expert_mesh`, None until it is spread."""
+
+    float8_linears: ClassVar[Mapping[str, str | None]] = {}
+    """Names of the linear layers that may compute in float8: "input" for a linear layer that takes `x` itself, None for
+    any other. See `ligermodels.layers.float8`."""
+
+
+_DEFAULTS = Layer()
+
+
+def declared(module: nn.Module) -> Layer:
+    """The declarations of a layer of a block: the module itself, or the defaults of `Layer` for a module that replaced
+    the layer after it was built and is no `Layer`."""
+    return module if isinstance(module, Layer) else _DEFAULTS
+
+
+def checked_layer(field: str, config: object, module: nn.Module) -> Layer:
+    """The module that the config of a layer has built.
+
+    Args:
+        field: name of the block's field that holds the config, for the error.
+        config: the layer's config.
+        module: the result of its `build`.
+
+    Raises:
+        ConfigError: the module's class does not derive from `Layer`.
+    """
+    if isinstance(module, Layer):
+        return module
+    name = type(module).__name__
+    raise ConfigError(
+        f"{field}: {type(config).__name__}.build returns a {name}, and {name} does not derive from "
+        f"ligermodels.layers.Layer; write `class {name}(Layer)`"
+    )

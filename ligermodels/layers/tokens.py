@@ -1,0 +1,314 @@
+"""Token layouts: which tokens a pass computes, and where they lie.
+
+A caller's tensors are (B, T, ...), one entry for each token of each sequence. Before the blocks, the steps below lay
+the tokens out anew, always in this order:
+
+1. Rows: `Unpadding` joins the tokens of all sequences, without padding, into one packed row; or `PackedRows` joins rows
+   that hold packed documents.
+2. Context parallelism: `SequenceShard` takes this rank's part of each row.
+3. Needed tokens: `SelectedTokens` takes the tokens whose states are needed, such as the tokens that have a target,
+   after the last block that mixes tokens.
+
+A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence parallelism takes parts of these tokens
+(`layers.token_parts.TokenParts`), by the same interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.layers.packing import assert_async, document_bounds
+from ligermodels.ops.runtime.collectives import Ranks
+
+
+class Tokens:
+    """One step of a token layout. This base class keeps all tokens as they are."""
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Lay the tokens of x out anew.
+
+        Args:
+            x: (rows, length, ...), the tokens before this step.
+            fill: value for places of the result that hold no token.
+
+        Returns:
+            The tokens after this step, (rows', length', ...).
+        """
+        return x
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """The inverse of `take`.
+
+        Args:
+            x: (rows', length', ...), the tokens after this step.
+            fill: value for tokens that this step leaves out.
+
+        Returns:
+            The tokens before this step, (rows, length, ...); where ranks share them, the tokens of all ranks.
+        """
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over the ranks that share the tokens of a value that each rank computed from its own tokens."""
+        return x
+
+
+class Unpadding(Tokens):
+    """Takes the padding out of a batch: the tokens of all sequences become one packed row.
+
+    Args:
+        attention_mask: (B, T), 1 (or True) on tokens and 0 on padding, which may be anywhere in a row. Making the
+            object waits for the GPU once.
+
+    Attributes:
+        cu_seqlens: int32 (B + 1,), bounds of the sequences in the packed row.
+
+    Raises:
+        InputError: the mask has other values, or no token at all.
+    """
+
+    def __init__(self, attention_mask: Tensor) -> None:
+        mask = attention_mask.bool()
+        assert_async(mask == attention_mask, "attention_mask: may hold only 1 (a token) and 0 (padding)")
+        self._shape = mask.shape
+        self._indices = mask.flatten().nonzero().flatten()
+        if not len(self._indices):
+            raise InputError("attention_mask: has no 1, so that there is no token at all")
+        self.cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in all sequences."""
+        return len(self._indices)
+
+    @property
+    def trivial(self) -> bool:
+        """Whether there is no padding."""
+        return self.num_tokens == self._shape.numel()
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (B, T, ...) -> (1, tokens, ...), the tokens of all sequences, one sequence after another."""
+        return x.flatten(0, 1).index_select(0, self._indices)[None]
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (1, tokens, ...) -> (B, T, ...), with `fill` on padding."""
+        flat = x.new_full((self._shape.numel(), *x.shape[2:]), fill).index_copy(0, self._indices, x[0])
+        return flat.unflatten(0, self._shape)
+
+
+@dataclass(frozen=True)
+class PackedRows(Tokens):
+    """Joins the `rows` rows of `length` tokens, each of packed documents, into one row."""
+
+    rows: int
+    length: int
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (rows, length, ...) -> (1, rows * length, ...)."""
+        return x.flatten(0, 1)[None]
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (1, rows * length, ...) -> (rows, length, ...)."""
+        # No view, as far as autograd knows: FSDP2 warns of models that return views.
+        return torch.ops.aten._unsafe_view(x.contiguous(), (self.rows, self.length, *x.shape[2:]))
+
+
+@dataclass(frozen=True)
+class SequenceShard(Tokens):
+    """This rank's part of the tokens under context parallelism.
+
+    Each row is cut into 2 n chunks for n ranks. Rank i has the chunks i and 2 n - 1 - i, so that all ranks have as much
+    causal attention to compute.
+
+    Args:
+        mesh: DeviceMesh of one dimension, the ranks that share each row.
+        rows: number of rows.
+        length: tokens in a row.
+    """
+
+    mesh: Any
+    rows: int
+    length: int
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks.of(self.mesh)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens in each of the 2 n chunks. Beyond the end of the row they are padding."""
+        return -(-self.length // (2 * self.mesh.size()))
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """Numbers of this rank's two chunks."""
+        rank = self.mesh.get_local_rank()
+        return rank, 2 * self.mesh.size() - 1 - rank
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (rows or 1, length, ...) -> (rows or 1, 2 * chunk, ...), with `fill` for padding."""
+        padding = 2 * self.mesh.size() * self.chunk - self.length
+        x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, padding), value=fill) if padding else x
+        return torch.cat([x.narrow(1, chunk * self.chunk, self.chunk) for chunk in self.chunks], dim=1)
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (rows, 2 * chunk, ...) of each rank -> (rows, length, ...)."""
+        return self.all_tokens(x)[:, : self.length].clone()  # FSDP2 warns of models that return views
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks."""
+        return self._ranks.all_reduce(x)
+
+    def is_token(self, device: torch.device) -> Tensor:
+        """Bool (rows, 2 * chunk), False for padding."""
+        return self.take(torch.ones(self.rows, self.length, dtype=torch.bool, device=device), fill=False)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """x (rows, 2 * chunk, ...) of each rank -> (rows, 2 n * chunk, ...), the tokens of all ranks, with padding."""
+        ranks = self._ranks.gather(x).unflatten(0, (self.mesh.size(), x.shape[0])).unflatten(2, (2, -1))
+        chunks = torch.cat([ranks[:, :, 0], ranks[:, :, 1].flip(0)])  # each (n, rows, chunk, ...)
+        return chunks.transpose(0, 1).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class SelectedTokens(Tokens):
+    """The tokens whose states are needed.
+
+    Args:
+        indices: long (n,), indices of the flattened `rows` * `length` tokens.
+        rows: number of rows.
+        length: tokens in a row.
+    """
+
+    indices: Tensor
+    rows: int
+    length: int
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (rows or 1, length, ...) -> (1, n, ...). A single row, such as of positions, stands for each of the
+        rows."""
+        if x.shape[0] == self.rows:
+            return take_tokens(x, self.indices)
+        return x[0].index_select(0, self.indices % self.length)[None]
+
+    def wait_for_needed(self) -> SelectedTokens:
+        """Itself: unlike in `Targets`, the indices are known already."""
+        return self
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (1, n, ...) -> (rows, length, ...), with `fill` for the other tokens."""
+        flat = x.new_full((self.rows * self.length, *x.shape[2:]), fill).index_copy(0, self.indices, x[0])
+        return flat.unflatten(0, (self.rows, self.length))
+
+
+@dataclass(frozen=True)
+class TokenLayout(Tokens):
+    """The rows that a batch's tokens lie in, then this rank's part of them: steps 1 and 2.
+
+    Args:
+        shape: (B, T) of the caller's tensors.
+        rows: how tokens (B, T) lie in the rows of the pass.
+        shard: this rank's part of the rows under context parallelism, or None.
+        cu_seqlens: int32 (n + 1,), bounds of the documents packed into a single row; None for one document in each row.
+    """
+
+    shape: tuple[int, int]
+    rows: Tokens = field(default_factory=Tokens)
+    shard: SequenceShard | None = None
+    cu_seqlens: Tensor | None = None
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (B, T, ...) -> this rank's tokens of the pass."""
+        x = self.rows.take(x, fill)
+        return x if self.shard is None else self.shard.take(x, fill)
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """This rank's tokens of the pass -> x (B, T, ...), with `fill` on padding."""
+        return self.rows.restore(x if self.shard is None else self.shard.restore(x, fill), fill)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks that share each sequence."""
+        return x if self.shard is None else self.shard.sum(x)
+
+    def take_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Loss options, with the `token_weights` (B, T) laid out in rows."""
+        weights = options.get("token_weights")
+        return dict(options) if weights is None else {**options, "token_weights": self.rows.take(weights)}
+
+
+def token_layout(
+    shape: tuple[int, int],
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mesh: Any = None,
+) -> TokenLayout:
+    """Prepare the layout of a batch.
+
+    Args:
+        shape: (B, T) of the batch.
+        attention_mask: (B, T), 1 on tokens and 0 on padding. It excludes the next two arguments.
+        position_ids: (B, T) long. Positions that restart mark packed documents; finding them waits for the GPU once.
+        cu_seqlens: int32 (n + 1,), bounds of documents packed into a single row.
+        mesh: DeviceMesh of the ranks that share each sequence under context parallelism, or None.
+
+    Returns:
+        The layout of the pass.
+
+    Raises:
+        InputError: an argument does not fit the shape or another argument, or the mask has no token.
+    """
+    if attention_mask is not None and not (position_ids is None and cu_seqlens is None):
+        raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
+    unpad = None if attention_mask is None else Unpadding(attention_mask)
+    if unpad is None or unpad.trivial:
+        return packed_layout(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
+    shard = None if mesh is None else SequenceShard(mesh, 1, unpad.num_tokens)
+    return TokenLayout(shape, unpad, shard, unpad.cu_seqlens)
+
+
+def packed_layout(shape: tuple[int, int], cu_seqlens: Tensor | None, mesh: Any = None) -> TokenLayout:
+    """The layout of a batch without padding.
+
+    Args:
+        shape: (B, T) of the batch.
+        cu_seqlens: int32 (n + 1,), bounds of packed documents over the flattened B * T tokens, or None.
+        mesh: DeviceMesh of the ranks that share each sequence under context parallelism, or None.
+
+    Returns:
+        The layout of the pass.
+    """
+    rows = Tokens() if cu_seqlens is None else PackedRows(*shape)
+    sizes = shape if cu_seqlens is None else (1, shape[0] * shape[1])
+    return TokenLayout(shape, rows, None if mesh is None else SequenceShard(mesh, *sizes), cu_seqlens)
+
+
+def take_tokens(x: Tensor, indices: Tensor) -> Tensor:
+    """x (rows, length, ...) -> (1, n, ...), the tokens `indices`, long (n,), of the flattened ones; none occurs
+    twice."""
+    return _TakeTokens.apply(x, indices)
+
+
+class _TakeTokens(torch.autograd.Function):
+    """The gradient is a copy, because no index occurs twice; torch's own indexing sums gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.shape = x.shape
+        return x.flatten(0, 1).index_select(0, indices)[None]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        dx = dy.new_zeros(ctx.shape)
+        dx.flatten(0, 1).index_copy_(0, indices, dy[0])
+        return dx, None

@@ -1,0 +1,98 @@
+"""A pass through a causal language model: from its inputs to hidden states, and from these to the output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from ligermodels.layers import RouterOutput, Targets, load_balancing_loss
+from ligermodels.layers.tokens import TokenLayout
+from ligermodels.models.inputs import ModelInputs, check_inputs, prefill_lengths
+from ligermodels.models.output import CausalLMOutput
+
+if TYPE_CHECKING:
+    from ligermodels.models.causal_lm import CausalLM
+
+
+class Decoded(NamedTuple):
+    """The result of the decoder.
+
+    hidden: states after the final norm, (rows, length, H) in the `layout`; or (1, n, H) of the tokens with a target.
+    layout: layout of the states.
+    targets: the targets of the labels, or None.
+    aux_loss: load-balancing loss of mixtures of experts, or None.
+    """
+
+    hidden: Tensor
+    layout: TokenLayout
+    targets: Targets | None
+    aux_loss: Tensor | None
+
+
+def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weights: Tensor | None = None) -> Decoded:
+    """Run the decoder.
+
+    Args:
+        model: the model.
+        inputs: the tokens, checked here, and everything that belongs to them.
+        every_token: whether the states of all tokens are needed, also of those without a target.
+        token_weights: (B, T), checked here too, or None.
+
+    Returns:
+        The hidden states, and everything that the head's losses need beside them.
+
+    Raises:
+        InputError: the inputs do not fit.
+    """
+    shape = check_inputs(model, inputs, token_weights)
+    if inputs.state is None:
+        layout = model.layout(
+            shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
+        )
+    else:
+        layout = TokenLayout(shape)
+    needed, targets = inputs.token_indices, None
+    if inputs.labels is not None:
+        vocab_size = model.config.vocab_size
+        needed = targets = Targets(inputs.labels, (1,), vocab_size=vocab_size, layout=layout, every_token=every_token)
+    selects = inputs.token_indices is not None  # the caller's tokens: the decoder returns them alone
+    router_outputs: list[RouterOutput] = []
+    hidden = model.decoder(
+        inputs.input_ids,
+        inputs_embeds=inputs.inputs_embeds,
+        position_ids=inputs.position_ids,
+        cu_seqlens=layout.cu_seqlens,
+        state=inputs.state,
+        seq_lens=prefill_lengths(inputs.attention_mask, inputs.state),
+        tree=inputs.tree,
+        token_indices=needed,
+        router_outputs=router_outputs,
+        layout=None if selects else layout,
+    )
+    aux_loss = None
+    if router_outputs and isinstance(needed, Targets):
+        aux_loss = load_balancing_loss(router_outputs, shard=layout.shard)
+    return Decoded(hidden, TokenLayout(shape) if selects else layout, targets, aux_loss)
+
+
+def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hidden_state: bool) -> CausalLMOutput:
+    """The output of a pass, without its loss.
+
+    Args:
+        model: the model.
+        decoded: the result of `decode`.
+        with_logits: return the logits (B, T, V).
+        with_last_hidden_state: return the states (B, T, H).
+
+    Returns:
+        The output, with zeros on padding.
+    """
+    output, layout, hidden = CausalLMOutput(aux_loss=decoded.aux_loss), decoded.layout, decoded.hidden
+    if layout.shard is not None and (with_logits or with_last_hidden_state):
+        hidden = layout.shard.restore(hidden)
+    if with_last_hidden_state:
+        output.last_hidden_state = layout.rows.restore(hidden)
+    if with_logits:
+        output.logits = layout.rows.restore(model.head(hidden))
+    return output
