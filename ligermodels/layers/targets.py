@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
-from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss
+from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss, as_head_loss
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
@@ -155,7 +155,7 @@ class Targets:
     def loss(
         self,
         index: int,
-        head: Callable[..., HeadLoss],
+        head: Callable[..., Any],
         hidden: Tensor,
         *,
         token_weights: Tensor | None = None,
@@ -187,12 +187,9 @@ class Targets:
         targets, divisor, counts = self._selected(self.values[index]), num_items_in_batch, self.wait_for_counts()
         if self.layout.shard is not None and reduction == "mean" and divisor is None:
             divisor = self._weight_of_all(targets, options, hidden.dtype)
-        result = head(
-            hidden,
-            targets,
-            reduction=reduction if divisor is None else "sum",
-            num_targets=None if counts is None else counts[index],
-            **options,
+        options["num_targets"] = None if counts is None else counts[index]
+        result = as_head_loss(
+            head(hidden, targets, reduction=reduction if divisor is None else "sum", **options), options
         )
 
         def finished(x: Tensor | None) -> Tensor | None:
