@@ -13,7 +13,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
 from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss, as_head_loss
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
-from ligermodels.layers.tokens import SelectedTokens, TokenLayout, token_layout
+from ligermodels.layers.tokens import SelectedTokens, TokenLayout, packed_layout, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
 
 IGNORE_INDEX = -100
@@ -110,7 +110,7 @@ class Targets:
             f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored",
         )
         self.ahead, self._every_token = tuple(ahead), every_token
-        self.layout = TokenLayout((labels.shape[0], labels.shape[1])) if layout is None else layout
+        self.layout = packed_layout((labels.shape[0], labels.shape[1]), None) if layout is None else layout
         self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
         self._host_counts: AsyncHostCopy | None = None
         self._needed: SelectedTokens | None = None
