@@ -32,7 +32,7 @@ from ligermodels.integrations.views import AddedFeatures, GridRope, text_positio
 from ligermodels.layers import IGNORE_INDEX, MoEConfig, Targets
 from ligermodels.layers.lm_head import head_loss
 from ligermodels.layers.packing import bounds_of
-from ligermodels.layers.tokens import TokenLayout, Unpadding
+from ligermodels.layers.tokens import Unpadding, packed_layout
 
 Inputs = dict[str, Any]
 """input_ids, inputs_embeds, position_ids (each a tensor or None), of one batch or packed row."""
@@ -353,7 +353,7 @@ def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options:
     if not whole and unpad is not None:
         labels, bounds = unpad.take(labels), unpad.cu_seqlens
     # Of documents that a caller packed, transformers lets the last token predict the next one's first label.
-    layout = TokenLayout((labels.shape[0], labels.shape[1]), cu_seqlens=bounds)
+    layout = packed_layout((labels.shape[0], labels.shape[1]), bounds)
     targets = Targets(labels, (1,), vocab_size=text_config(model).vocab_size, layout=layout, every_token=whole)
     if not beside:
         options |= {"token_indices": targets, "padding": padding, "native": natively}

@@ -158,7 +158,18 @@ def head_loss(
         if isinstance(numbers, Tensor):
             return HeadLoss(log_probs=numbers)
         return HeadLoss(log_probs=numbers.log_probs, entropy=numbers.entropy, predicted=numbers.predicted)
-    result = ops.linear_cross_entropy(hidden, weight, targets, bias, **scaling, **options)
+    return as_head_loss(ops.linear_cross_entropy(hidden, weight, targets, bias, **scaling, **options), options)
+
+
+def as_head_loss(result: HeadLoss | Tensor | tuple[Tensor, ...], options: Mapping[str, Any]) -> HeadLoss:
+    """The results of a loss by name.
+
+    Args:
+        result: a `HeadLoss`; or the result of `ops.linear_cross_entropy`, or of a head of a user's own in that form.
+        options: the options of the loss, which say what the result holds.
+    """
+    if isinstance(result, HeadLoss):
+        return result
     names = ["loss", *(field for option, field in LOSS_RETURNS.items() if options.get(option))]
     return HeadLoss(**dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True)))
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
-from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss
+from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss, as_head_loss
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
-from ligermodels.layers.tokens import SelectedTokens, TokenLayout, token_layout
+from ligermodels.layers.tokens import SelectedTokens, TokenLayout, packed_layout, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
 
 IGNORE_INDEX = -100
@@ -110,7 +110,7 @@ class Targets:
             f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored",
         )
         self.ahead, self._every_token = tuple(ahead), every_token
-        self.layout = TokenLayout((labels.shape[0], labels.shape[1])) if layout is None else layout
+        self.layout = packed_layout((labels.shape[0], labels.shape[1]), None) if layout is None else layout
         self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
         self._host_counts: AsyncHostCopy | None = None
         self._needed: SelectedTokens | None = None
@@ -155,7 +155,7 @@ class Targets:
     def loss(
         self,
         index: int,
-        head: Callable[..., HeadLoss],
+        head: Callable[..., Any],
         hidden: Tensor,
         *,
         token_weights: Tensor | None = None,
@@ -187,12 +187,9 @@ class Targets:
         targets, divisor, counts = self._selected(self.values[index]), num_items_in_batch, self.wait_for_counts()
         if self.layout.shard is not None and reduction == "mean" and divisor is None:
             divisor = self._weight_of_all(targets, options, hidden.dtype)
-        result = head(
-            hidden,
-            targets,
-            reduction=reduction if divisor is None else "sum",
-            num_targets=None if counts is None else counts[index],
-            **options,
+        options["num_targets"] = None if counts is None else counts[index]
+        result = as_head_loss(
+            head(hidden, targets, reduction=reduction if divisor is None else "sum", **options), options
         )
 
         def finished(x: Tensor | None) -> Tensor | None:

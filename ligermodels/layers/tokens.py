@@ -16,7 +16,7 @@ A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence paral
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -220,7 +220,7 @@ class TokenLayout(Tokens):
     """
 
     shape: tuple[int, int]
-    rows: Tokens = field(default_factory=Tokens)
+    rows: Tokens
     shard: SequenceShard | None = None
     cu_seqlens: Tensor | None = None
 

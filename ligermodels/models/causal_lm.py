@@ -16,7 +16,7 @@ from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, Targets, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.initialization import fill_meta_buffers, initialize
-from ligermodels.layers.lm_head import HeadLoss, check_log_prob_options, check_loss_options
+from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_options, check_loss_options
 from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, Unpadding, token_layout
@@ -283,7 +283,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         Returns:
             The loss, and what the options ask for beside it.
         """
-        return cast(HeadLoss, self._gathered(self.head, last_hidden_state, targets, **options))
+        return as_head_loss(self._gathered(self.head, last_hidden_state, targets, **options), options)
 
     def _gathered(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function outside of `forward`, with the parameters that FSDP2 gathers for `forward`."""
@@ -349,7 +349,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             check_loss_options(loss_options, None, "targets")
             return CausalLMOutput(logits=self.head(hidden))
         asked = {name: True for name, value in returns.items() if value}
-        result = self.head(hidden, targets, **loss_options, **asked)
+        result = as_head_loss(self.head(hidden, targets, **loss_options, **asked), asked)
         return CausalLMOutput(loss=result.loss, ranks=result.ranks, z_loss=result.z_loss, predicted=result.predicted)
 
     def num_targets(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from ligermodels.layers import RouterOutput, Targets, load_balancing_loss
-from ligermodels.layers.tokens import TokenLayout
+from ligermodels.layers.tokens import TokenLayout, packed_layout
 from ligermodels.models.inputs import ModelInputs, check_inputs, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
 
@@ -51,7 +51,7 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
             shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
         )
     else:
-        layout = TokenLayout(shape)
+        layout = packed_layout(shape, None)
     needed, targets = inputs.token_indices, None
     if inputs.labels is not None:
         vocab_size = model.config.vocab_size
@@ -73,7 +73,7 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
     aux_loss = None
     if router_outputs and isinstance(needed, Targets):
         aux_loss = load_balancing_loss(router_outputs, shard=layout.shard)
-    return Decoded(hidden, TokenLayout(shape) if selects else layout, targets, aux_loss)
+    return Decoded(hidden, packed_layout(shape, None) if selects else layout, targets, aux_loss)
 
 
 def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hidden_state: bool) -> CausalLMOutput:

@@ -285,7 +285,7 @@ def test_divergence_and_losses_from_logits_computed_once() -> None:
     wanted = torch.stack(
         [
             divergence(states[0], heads[0], states[1], heads[1], targets, reduction="sum", vocab_size=41).detach(),
-            *(head(x, targets, reduction="sum").detach() for head, x in zip(heads, states, strict=True)),
+            *(head(x, targets, reduction="sum").loss.detach() for head, x in zip(heads, states, strict=True)),
         ]
     )
     count = int((targets >= 0).sum())
