@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from zoo import BASE, CONFIGS
 
 import ligermodels as lm
-from benchmarks.models import CONFIGS as MODELS
+from benchmarks.cases.models import CONFIGS as MODELS
 from ligermodels.cli import app
 from ligermodels.cli.plan import memory_size
 from ligermodels.errors import ConfigError, InputError

@@ -1,0 +1,91 @@
+"""`python -m benchmarks report`: the recorded results as plots, docs/benchmark-tables.md, docs/results.md and the table
+of the README."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reporting.recording import RESULTS
+from benchmarks.reporting.runs import of_one_measure, why_not
+
+Record = dict[str, Any]
+DOCS = RESULTS.parent.parent / "docs"
+NAMES = (
+    "ops", "attention", "delta", "training", "nativize", "decoding", "quantized", "medusa", "demo",
+    "loading", "float8-loss",
+)  # fmt: skip
+"""The benchmarks, whose results are in NAME-GPU.jsonl."""
+
+
+def read(folder: Path, gpu: str) -> dict[str, list[Record]]:
+    """The records of each benchmark that may be reported, in order, and none of those that were never run."""
+    found = {name: _lines(folder, name, gpu) for name in NAMES}
+    return {name: [_named(name, r) for r in every if why_not(r) is None] for name, every in found.items()}
+
+
+def left_out(folder: Path, gpu: str) -> list[str]:
+    """How many records of each benchmark are not reported, and why."""
+    found = []
+    for name in NAMES:
+        reasons = Counter(why_not(record) for record in _lines(folder, name, gpu))
+        found += [f"{name}: {count} records {reason}" for reason, count in reasons.items() if reason is not None]
+    return found
+
+
+def _lines(folder: Path, name: str, gpu: str) -> list[Record]:
+    path = folder / f"{name}-{gpu}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _named(name: str, record: Record) -> Record:
+    """With a case and a provider, which not every benchmark calls so."""
+    record = of_one_measure(record)
+    if name == "quantized":
+        return {**record, "model": record["case"], "case": f"{record['case']} {_size(record)}"}
+    if "provider" in record and "case" in record:
+        return record
+    if "what" not in record:
+        return {"case": f"to {record.get('dtype')} on {record.get('device')}"} | record
+    named = record | {"case": f"{record['case']} batch {record['batch']}", "provider": record["what"]}
+    if "tree" not in record["what"] and "step_ms" in record:  # How many tokens a tree yields depends on the heads.
+        named["tokens_per_s"] = record["batch"] / record["step_ms"] * 1e3
+    return named
+
+
+def _size(record: Record) -> str:
+    """Of a record of `benchmarks.cases.quantized_decoding`, what its case leaves out."""
+    if "linear" in record:
+        return record["linear"] + (f", {record['rows']} tokens" if "rows" in record else "")
+    return f"tree of {record['tree']}" if "tree" in record else f"batch {record['batch']}"
+
+
+def write(results: Path, gpu: str, out: Path) -> list[Path]:
+    """The page and the plots of the results in a folder; what was written."""
+    from benchmarks.reporting import plots, summary, tables
+
+    found = read(results, gpu)
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = plots.draw(found, out)
+    page = out / "benchmark-tables.md"
+    page.write_text(tables.page(found, drawn, left_out(results, gpu)), encoding="utf-8")
+    front = out / "results.md"
+    front.write_text(summary.page(found), encoding="utf-8")
+    return [page, front, *(out / f"{name}.png" for name in drawn)]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
+    parser.add_argument("--gpu", default="h200", help="whose results, the last part of their files' names")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder they are in")
+    parser.add_argument("--out", type=Path, default=DOCS, help="where pages and plots go")
+    arguments = parser.parse_args()
+    print(*write(arguments.results, arguments.gpu, arguments.out), sep="\n")
+    if arguments.out == DOCS:
+        from benchmarks.reporting import summary
+
+        summary.write_front(DOCS.parent / "README.md", read(arguments.results, arguments.gpu))
