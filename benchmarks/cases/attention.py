@@ -1,9 +1,8 @@
-"""`python -m benchmarks attention [CASE ...] [--out FILE]`: causal attention as the models ask for it, beside every
-backend that is installed.
+"""`python -m benchmarks attention [CASE ...] [--out FILE]`: causal attention by every installed backend.
 
-`ligermodels` is `ops.attention` with the backend it chooses by itself, which the record names. TFLOP/s count the pairs
-of a query and a key that see each other: 4 operations a pair and channel forward, 10 backward. Packed, documents of
-uneven lengths share a row; SDPA, which has no such thing, gets them one by one.
+`ligermodels` is `ops.attention` with its default backend; the record names the backend. TFLOP/s count pairs of a query
+and a visible key: 4 operations per pair and channel forward, 10 backward. In packed cases documents of uneven lengths
+share a row; SDPA has no packing and gets them one by one.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _sdpa(case: Case, backend: SDPBackend) -> Call:
         rows = []
         for a, b in bounds:
             q, k, v = (x[:, a:b].transpose(1, 2) for x in inputs)
-            # What is very short, the others may refuse.
+            # the other backends may refuse very short sequences
             with sdpa_kernel(backend if b - a >= 64 or len(bounds) == 1 else SDPBackend.MATH):
                 rows.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
         return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)).transpose(1, 2)
@@ -59,9 +58,10 @@ def _sdpa(case: Case, backend: SDPBackend) -> Call:
 
 
 def providers(case: Case) -> dict[str, Call]:
-    """Ours first, then what is installed and has the case's options."""
+    """Ours first, then installed backends that support the case."""
     found = {"ligermodels": _ours(case, "auto")}
-    found |= {name: _ours(case, name) for name, there in backends().items() if there and name.startswith("flash-attn")}
+    installed = [name for name, available in backends().items() if available]
+    found |= {name: _ours(case, name) for name in installed if name.startswith("flash-attn")}
     if case.softcap is None and (case.window is None or case.window >= case.length):
         found["sdpa cudnn"] = _sdpa(case, SDPBackend.CUDNN_ATTENTION)
         found["sdpa flash"] = _sdpa(case, SDPBackend.FLASH_ATTENTION)
@@ -69,7 +69,7 @@ def providers(case: Case) -> dict[str, Call]:
 
 
 def chosen(case: Case) -> str:
-    """The backend that `ops.attention` chooses."""
+    """The default backend of `ops.attention`."""
     request = AttentionRequest(
         device=measure.DEVICE,
         dtype=torch.bfloat16,
@@ -93,7 +93,7 @@ def results(call: Call, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def truth(case: Case, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The same in plain torch and fp32, one row and one group of heads at a time."""
+    """The result and the gradients of q, k and v by plain torch in fp32, one row and one group of heads at a time."""
     group = case.heads // case.kv_heads
     found = [torch.empty_like(x, dtype=torch.float32) for x in (inputs[0], *inputs[:3])]
     reference = _ours(case, "reference")
@@ -108,19 +108,31 @@ def truth(case: Case, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def known(case: Case, inputs: tuple[Tensor, ...]) -> Truth:
-    """What the calls are checked by."""
+    """The expected results of calls."""
     changed = checks.sampled(truth(case, (-inputs[0], *inputs[1:])))
     wanted = truth(case, inputs)
     return Truth([inputs[3]], wanted, {True: changed, False: checks.sampled(wanted)})
 
 
 def passes(case: Case, call: Call, inputs: tuple[Tensor, ...]) -> Passes:
-    """Calls on copies of the inputs."""
+    """Calls on copies of the inputs.
+
+    Args:
+        case: The case.
+        call: A provider.
+        inputs: q, k, v and the gradient of the result.
+    """
     return Passes(OpCase(case.name, case.inputs, None, {}, change=-1), call, inputs[:3], [inputs[3]])
 
 
 def timed(case: Case, calls: Mapping[str, Passes], wanted: Truth) -> dict[str, dict[str, Any]]:
-    """Times and rates of each, which take turns, or how it failed."""
+    """Times and rates of calls that take turns, or the error of a call.
+
+    Args:
+        case: The case.
+        calls: Provider -> its calls.
+        wanted: Expected results.
+    """
     found: dict[str, dict[str, Any]] = {name: {} for name in calls}
     for which in ("forward", "both"):
         every = {name: checks.Checked(one, which, wanted) for name, one in calls.items() if "failed" not in found[name]}
@@ -140,7 +152,7 @@ def timed(case: Case, calls: Mapping[str, Passes], wanted: Truth) -> dict[str, d
 
 
 def measured(case: Case, only: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """A record for each provider; ours has `shares_of_best` too."""
+    """A record for each provider; ours includes `shares_of_best`."""
     torch.manual_seed(0)
     shorter = case.shorter
     others, inputs = shorter.inputs(), case.inputs()
@@ -160,9 +172,9 @@ def measured(case: Case, only: list[str] | None = None) -> Iterator[dict[str, An
             if not record["error"] < measure.ERROR_LIMIT:
                 raise measure.Untrusted(f"wrong by {record['error']:.2g}")
             checks.confirm(one, wanted, "once its inputs have changed")
-            measure.milliseconds(one.both)  # alone: what it raises must not end the others' turns
+            measure.milliseconds(one.both)  # alone: an error must not end the turns of the others
             right[name] = one
-        except Exception as failure:  # A result, not the end of the run.
+        except Exception as failure:  # a result
             record["failed"] = f"{type(failure).__name__}: {failure}"[:200]
     for name, times in timed(case, right, wanted).items():
         records[name] |= times
@@ -180,8 +192,8 @@ def measured(case: Case, only: list[str] | None = None) -> Iterator[dict[str, An
 
 
 def shares_of_best(records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The best time of any provider over ours. The backend that was chosen makes the very same calls where it is named:
-    what the two differ by is chance, and the better of them counts as ours."""
+    """Time of the fastest provider over our time. The provider with the name of our backend makes the same calls as
+    ours, so the faster of the two counts as ours."""
     ours, shares = ("ligermodels", records["ligermodels"]["backend"]), {}
     for which in ("forward", "both"):
         times = {name: record[f"{which}_ms"] for name, record in records.items() if f"{which}_ms" in record}
@@ -192,9 +204,9 @@ def shares_of_best(records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks attention", description=__doc__)
-    parser.add_argument("cases", nargs="*", help="parts of the names of cases (all)")
-    parser.add_argument("--providers", nargs="*", help="only these, in place of all that are installed")
-    parser.add_argument("--list", action="store_true", help="only name the cases")
+    parser.add_argument("cases", nargs="*", help="parts of names of cases (all)")
+    parser.add_argument("--providers", nargs="*", help="names of providers (all that are installed)")
+    parser.add_argument("--list", action="store_true", help="only list the names of the cases")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     wanted = [c for c in cases() if not arguments.cases or any(part in c.name for part in arguments.cases)]

@@ -1,4 +1,4 @@
-"""What attention is timed on: shapes of models, with what they ask of it."""
+"""Cases of attention: shapes of models, with windows, softcaps and packed documents."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it sees, in all heads and rows."""
+        """Number of pairs of a query and a visible key, in all heads and sequences."""
         reach = self.window or self.length
         alone = [sum(min(t + 1, reach) for t in range(n)) for n in self.documents or (self.length,)]
         return sum(alone) * self.batch * self.heads
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """q, k, v and the gradient of the result. With a softcap scores are so large that it matters."""
+        """q, k, v and the gradient of the result. With a softcap the scores are large enough to reach it."""
         shapes = [(self.batch, self.length, heads, self.head_dim) for heads in (self.heads, *[self.kv_heads] * 2)]
         q, k, v, seed = (
             torch.randn(shape, dtype=torch.bfloat16, device=measure.DEVICE) for shape in (*shapes, shapes[0])
@@ -68,7 +68,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every head_dim with every option, fixed and packed."""
+    """Every head_dim with every option, padded and packed."""
     options = ((None, None), (WINDOW, None), (None, SOFTCAP), (WINDOW, SOFTCAP))
     shapes = ((32, 8, 128), (32, 8, 64), (8, 4, 256))
     every = list(product(shapes, options))

@@ -1,7 +1,7 @@
 """Log-probabilities as TRL 1.16 computes them (trl/kernels/chunked_logprob.py), for machines that lack it.
 
-The same tiles of tokens by classes, the same GEMMs, sums over tiles, and sums of gradients in float32; what TRL's two
-Triton kernels do to a tile is plain torch here, compiled.
+Tiles of tokens and classes, GEMMs, sums over tiles and float32 sums of gradients are equal to TRL's; the two Triton
+kernels of TRL are compiled torch functions here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 TOKENS, CLASSES = 4096, 32768
-"""A tile, by TRL's own sizes."""
+"""Size of a tile, as in TRL."""
 
 
 def _fold(tile: Tensor, local: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The state of rows, their maxima, sums of exp, of x exp, and target's logits, with a tile more."""
+    """Add a tile to the state of rows: maximum, sum of exp, sum of x exp, and logit of the target."""
     top, total, weighted, at_y = state
     x = tile.float()
     higher = torch.maximum(top, x.amax(-1))
@@ -51,11 +51,11 @@ def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """hidden (T, H), weight (V, H), target (T,), and whether the entropy is wanted, to log-probabilities and it."""
+    """Log-probabilities of target (T,) from hidden (T, H) and weight (V, H), and their entropy if `entropy`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, entropy: bool) -> Any:
-        """Tile by tile."""
+        """Compute the outputs tile by tile."""
         ctx.set_materialize_grads(False)
         fold = torch.compile(_fold, dynamic=True)
         log_probs, entropies, lses = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
@@ -73,7 +73,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Tile by tile, of logits that are computed again."""
+        """Compute the gradients tile by tile, from recomputed logits."""
         of_log_probs, of_entropy = gradients
         gradient = torch.compile(_gradient, dynamic=True)
         hidden, weight, target, lses, entropies = ctx.saved_tensors

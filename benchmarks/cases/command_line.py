@@ -1,8 +1,8 @@
 """`python -m benchmarks command_line [--out FILE]`: `ligermodels train` beside the bare training step.
 
-The command trains a model of Llama 3.2 1B's sizes from random weights on Python's own sources, four rows of 4096 tokens
-a step. Its speed is that of its metrics, data loading and clipping included; the bare step is that of
-`benchmarks.cases.training`. Both run in processes of their own, in turns.
+The command trains a model of the size of Llama 3.2 1B from random weights on Python's sources, with four sequences of
+4096 tokens per step. Its speed comes from its metrics and includes data loading and clipping. The bare step is a case
+of `python -m benchmarks training`. Both run in turns, in processes of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXT_BYTES = 8_000_000
 
 
 def prepare(folder: Path) -> list[str]:
-    """Write a config, a tokenizer and a text; returns the command that trains on them, without its output folder."""
+    """Write a config, a tokenizer and a text; returns the command to train on them, without its output folder."""
     sources = "".join(path.read_text(errors="replace") for path in python_sources(TEXT_BYTES))
     train_tokenizer([sources[:1_000_000]], 8192, folder)
     (folder / "config.json").write_text(json.dumps({**CONFIGS[MODEL], "torch_dtype": "bfloat16"}))
@@ -44,19 +44,19 @@ def prepare(folder: Path) -> list[str]:
 
 
 def of_command(command: list[str], out: Path) -> float:
-    """Tokens a second, the median of the reports but the first, which has the warm-up."""
+    """Tokens per second: the median of all reports except the first, which includes the warm-up."""
     subprocess.run([*command, "--out", str(out), "--overwrite"], check=True, stdout=subprocess.DEVNULL)
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median([each["tokens_per_second"] for each in metrics if "tokens_per_second" in each][1:])
+    return statistics.median([report["tokens_per_second"] for report in metrics if "tokens_per_second" in report][1:])
 
 
 def of_bare_step(out: Path) -> float:
-    """Tokens a second of the bare step."""
+    """Tokens per second of the bare step."""
     case = f"{MODEL} {BATCH}x{LENGTH}"
     command = [sys.executable, "-m", "benchmarks", "training", case, "--providers", "ligermodels", "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    return float(next(each["tokens_per_s"] for each in reversed(found) if each["case"] == case))
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    return float(next(record["tokens_per_s"] for record in reversed(records) if record["case"] == case))
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """`python -m benchmarks compare [CASE ...] [--old TREE] [--new TREE]`: the same steps in two trees of this project.
 
-Each tree has a process of its own, both on one GPU; they take turns, one measuring while the other waits. A line of
-JSON for each step: ratios new / old of the median time and of peak memory, and the ratio of each turn, whose spread is
-the noise. Models are cut to fewer layers where two of them would not fit, and their vocabulary with the layers, so that
-the head keeps its share of the step. What differs between the trees' APIs is in `benchmarks.cases.trees`.
+Each tree has a process of its own, both on one GPU; they measure in turns. Each step prints a line of JSON: ratios
+new / old of the median time and of peak memory, and the ratio of each turn; the spread of the turns is the noise.
+Models have fewer layers where two of them would not fit, and a vocabulary cut by the same factor, so that the head
+keeps its share of the step. `benchmarks.cases.trees` handles differences between the trees' APIs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.cases.trees import ROOT, Step
 WARM_UP, STEPS, TURNS = 4, 4, 3
 SHORT, LONG, PROMPT = 8, 136, 128
 Found = dict[str, dict[str, Any]]
-"""Of each step of a case: `ms`, a list; `gib`, the most memory, where it is measured; `loss`."""
+"""Step of a case -> `ms`, a list; `gib`, the peak memory if it is measured; `loss`."""
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
@@ -43,7 +43,17 @@ def training(
     selective: bool = False,
     heads: int = 0,
 ) -> Callable[[], Found]:
-    """Training on batch x 4096 tokens: of a model, or of `heads` Medusa heads on a frozen one."""
+    """Training on batch x 4096 tokens.
+
+    Args:
+        name: Name of the model.
+        batch: Sequences per step.
+        tiny: Use small sizes on the CPU.
+        layers: Number of layers; all if None.
+        ignored: Fractions of ignored labels, one step each.
+        selective: Use selective activation checkpointing.
+        heads: Train this number of Medusa heads on the frozen model.
+    """
     import ligermodels as lm
 
     config = trees.config_of(name, tiny, layers)
@@ -62,7 +72,7 @@ def training(
 
 
 def decoding(*, tiny: bool) -> Callable[[], Found]:
-    """Greedy decoding of one sequence, and a step of tree decoding, by the time of many tokens less that of few."""
+    """Greedy decoding of one sequence, and a step of tree decoding: the difference between many and few tokens."""
     import ligermodels as lm
 
     config = trees.config_of("llama-3-8b", tiny)
@@ -90,7 +100,7 @@ def decoding(*, tiny: bool) -> Callable[[], Found]:
 
 
 def small_ops(*, tiny: bool) -> Callable[[], Found]:
-    """Ops on few tokens called from Python, forward and backward: the time to launch them."""
+    """Ops on few tokens from Python, forward and backward: the time to launch them."""
     import torch
 
     from ligermodels import ops
@@ -155,7 +165,7 @@ CASES: dict[str, Callable[..., Callable[[], Found]]] = {
 
 
 class Worker:
-    """A process that has one tree's `ligermodels`, and answers each line it is sent with a line of JSON."""
+    """A process that imports `ligermodels` from one tree and answers each line with a line of JSON."""
 
     def __init__(self, tree: Path, tiny: bool) -> None:
         self.tree, self.tiny = tree, tiny
@@ -164,7 +174,7 @@ class Worker:
         self.process: subprocess.Popen[str] | None = None
 
     def send(self, request: str) -> None:
-        """Ask for something: the name of a case to prepare, or "" to measure it."""
+        """Send the name of a case to prepare, or "" to measure it."""
         if self.process is None:
             arguments = [sys.executable, "-P", "-m", "benchmarks", "compare", "--worker", *["--tiny"] * self.tiny]
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log.open("w")}
@@ -174,19 +184,18 @@ class Worker:
         self.process.stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """What came back; a failure ends the process, for its GPU may be of no more use to it."""
+        """The answer. An error ends the process, because its CUDA context may be unusable."""
         assert self.process is not None and self.process.stdout is not None
         ready = select.select([self.process.stdout], [], [], max(seconds, 1))[0]
         line = self.process.stdout.readline() if ready else ""
-        found = (
-            json.loads(line) if line else {"error": "ended: " + self.log.read_text()[-300:] if ready else "too slow"}
-        )
-        if "error" in found:
+        error = "ended: " + self.log.read_text()[-300:] if ready else "too slow"
+        answer: dict[str, Any] = json.loads(line) if line else {"error": error}
+        if "error" in answer:
             self.end()
-        return dict(found)
+        return answer
 
     def end(self) -> None:
-        """Stop the process, if there is one."""
+        """Stop the process, if it runs."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -194,7 +203,7 @@ class Worker:
 
 
 def work(tiny: bool) -> None:
-    """The other end of `Worker`: prints nothing but answers."""
+    """The main loop of a worker process; it prints only answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     take: Callable[[], Found] | None = None
@@ -205,51 +214,70 @@ def work(tiny: bool) -> None:
                 trees.free()
                 take = CASES[request](tiny=tiny)
             answer: dict[str, Any] = take() if take is not None and not request else {}
-        except Exception as failure:  # which is a result
+        except Exception as failure:  # a result
             answer = {"error": f"{type(failure).__name__}: {failure}"[:300]}
         print(json.dumps(answer), file=answers, flush=True)
 
 
 def ask(workers: Sequence[Worker], requests: Sequence[str], seconds: float) -> list[dict[str, Any]]:
-    """The workers' answers, for which they work side by side; RuntimeError names those that failed."""
+    """Answers of workers that run at the same time.
+
+    Args:
+        workers: The workers.
+        requests: One request per worker.
+        seconds: Time limit.
+
+    Raises:
+        RuntimeError: A worker failed.
+    """
     for worker, request in zip(workers, requests, strict=True):
         worker.send(request)
-    found = [worker.answer(seconds) for worker in workers]
-    if failed := [f"{w.tree}: {f['error']}" for w, f in zip(workers, found, strict=True) if "error" in f]:
+    answers = [worker.answer(seconds) for worker in workers]
+    if failed := [f"{w.tree}: {a['error']}" for w, a in zip(workers, answers, strict=True) if "error" in a]:
         raise RuntimeError("; ".join(failed))
-    return found
+    return answers
 
 
 def compare(case: str, pair: Sequence[Worker], end: float) -> None:
-    """Print what a case's steps take in both trees."""
+    """Print the records of a case's steps.
+
+    Args:
+        case: Name of the case.
+        pair: The workers of the old and the new tree.
+        end: Time of `time.monotonic` at which to stop.
+    """
     ask(pair, [case] * 2, min(150.0, end - time.monotonic()))
     turns: list[list[Found]] = [[], []]
     for turn in range(TURNS):
         for i in (0, 1) if turn % 2 == 0 else (1, 0):
             turns[i] += ask([pair[i]], [""], min(90.0, end - time.monotonic()))
     for name in turns[0][0]:
-        old, new = ([found[name] for found in side] for side in turns)
-        times = [[ms for each in side for ms in each["ms"]] for side in (old, new)]
-        medians = [statistics.median(each) for each in times]
-        ratios = [statistics.median(n["ms"]) / statistics.median(o["ms"]) for o, n in zip(old, new, strict=True)]
-        record: dict[str, Any] = {"case": case, "step": name, "time_ratio": round(medians[1] / medians[0], 4)}
-        record |= {"turns": [round(r, 4) for r in ratios], "old_ms": medians[0], "new_ms": medians[1]}
-        if old[0].get("gib"):
-            peaks = [max(each["gib"] for each in side) for side in (old, new)]
-            record |= {"memory_ratio": round(peaks[1] / peaks[0], 4), "old_gib": peaks[0], "new_gib": peaks[1]}
-        if "loss" in old[0]:
-            record |= {"old_loss": old[0]["loss"], "new_loss": new[0]["loss"]}
-        print(json.dumps(record), flush=True)
+        old, new = ([steps[name] for steps in side] for side in turns)
+        print(json.dumps({"case": case, "step": name, **compared(old, new)}), flush=True)
+
+
+def compared(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios new / old of a step, from its measurements in each turn."""
+    old_ms, new_ms = (statistics.median([ms for turn in side for ms in turn["ms"]]) for side in (old, new))
+    ratios = [statistics.median(n["ms"]) / statistics.median(o["ms"]) for o, n in zip(old, new, strict=True)]
+    record: dict[str, Any] = {"time_ratio": round(new_ms / old_ms, 4), "turns": [round(r, 4) for r in ratios]}
+    record |= {"old_ms": old_ms, "new_ms": new_ms}
+    if old[0].get("gib"):
+        old_gib, new_gib = (max(turn["gib"] for turn in side) for side in (old, new))
+        record |= {"memory_ratio": round(new_gib / old_gib, 4), "old_gib": old_gib, "new_gib": new_gib}
+    if "loss" in old[0]:
+        record |= {"old_loss": old[0]["loss"], "new_loss": new[0]["loss"]}
+    return record
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
-    parser.add_argument("cases", nargs="*", help="parts of the names of cases (all)")
+    parser.add_argument("cases", nargs="*", help="parts of names of cases (all)")
     parser.add_argument("--old", type=Path, default=ROOT / ".base")
     parser.add_argument("--new", type=Path, default=ROOT)
-    parser.add_argument("--limit", type=float, default=520, help="seconds after which no more is measured")
-    parser.add_argument("--tiny", action="store_true", help="small models on the CPU, to try it out")
+    parser.add_argument("--limit", type=float, default=520, help="seconds until the benchmark stops")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU, for a trial")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

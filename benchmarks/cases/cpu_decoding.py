@@ -1,9 +1,9 @@
 """`python -m benchmarks cpu_decoding [CASE ...] [--out FILE]`: decoding on one thread of a CPU, beside transformers.
 
-Models of random weights in float32, prompts of 32 tokens. Times are CPU time of the process, of whole calls of
-`generate` in turns, of which the least counts: other programs on the machine then disturb both alike, and least.
-`ratio` is that of the two; `halves` are the ratios of the first and the second half of the rounds, by which a record
-says how far to trust it. Greedy tokens must be the same.
+Models have random weights in float32; prompts have 32 tokens. Whole calls of `generate` take turns, and the minimum of
+the process's CPU time counts: other programs on the machine then disturb both models alike, and least. `ratio` is our
+speed over the speed of transformers. `halves` has the ratio in the first and in the second half of the rounds; their
+difference shows the noise. Greedy tokens must be equal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CASES = [f"{size} {kind} batch {batch}" for size in SIZES for kind in KINDS for 
 
 
 def models(size: str) -> tuple[Any, lm.CausalLM]:
-    """A Llama of transformers, and the native one of its weights."""
+    """A Llama of transformers, and the native model with its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def models(size: str) -> tuple[Any, lm.CausalLM]:
 
 
 def least_seconds(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each call in the first and in the second half of the rounds, the least of each."""
+    """Minimum CPU seconds of each call in the first and in the second half of the rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -98,11 +98,11 @@ def run(case: str) -> list[dict[str, Any]]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks cpu_decoding", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"names of cases: {', '.join(CASES)} (all)")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if unknown := [case for case in arguments.cases if case not in CASES]:
-        parser.error(f"no such case: {unknown[0]!r}; there are {', '.join(CASES)}")
+        parser.error(f"unknown case {unknown[0]!r}; give any of {', '.join(CASES)}")
     torch.set_num_threads(1)
     for case in arguments.cases or CASES:
         records = [{**record, **recording.facts(), "gpu": "CPU"} for record in run(case)]

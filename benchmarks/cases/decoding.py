@@ -1,7 +1,7 @@
 """`python -m benchmarks decoding [--model NAME] [--out FILE]`: greedy decoding beside transformers and the GEMMs alone.
 
-The limit is the GEMMs of all layers and of the head, through cuBLAS in one CUDA graph. Time a token is the difference
-between a long and a short generation, so that prompts and recording the graph are left out.
+The lower bound is the GEMMs of all layers and of the head, through cuBLAS in one CUDA graph. Time per token is the
+difference between a long and a short generation, which leaves out the prefill and the capture of the graph.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ligermodels.speculative.tree import default_tree
 
 SHORT, LONG, PROMPT = 8, 520, 128
 WITHOUT_A_GRAPH = 40
-"""LONG, of steps that take ten times as long."""
+"""LONG for decode steps without a CUDA graph, which take ten times as long."""
 ROUNDS = 5
-"""Of which the shortest counts: what recording a graph takes varies by many steps."""
+"""Number of rounds; the minimum counts, because the time to capture a graph varies by many steps."""
 
 
 def gemms(model: lm.CausalLM, rows: int) -> float:
-    """Milliseconds of the model's projections alone, for `rows` tokens, in a CUDA graph."""
+    """Milliseconds of the model's GEMMs alone, for `rows` tokens, in a CUDA graph."""
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     weights = [m.weight for m in linears] + [model.head.weight]
     inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
@@ -45,7 +45,7 @@ def gemms(model: lm.CausalLM, rows: int) -> float:
 
 
 def seconds_a_token(generate: Callable[[int], Tensor], long: int | None = None) -> float:
-    """Seconds for each further step of `generate`, up to `long` tokens (LONG)."""
+    """Seconds per decode step of `generate`, between SHORT and `long` (default LONG) tokens."""
     long = LONG if long is None else long
     generate(SHORT)
     seconds = fewest_seconds(generate, (SHORT, long))
@@ -53,20 +53,27 @@ def seconds_a_token(generate: Callable[[int], Tensor], long: int | None = None) 
 
 
 def fewest_seconds(generate: Callable[[int], object], counts: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of `generate` for each of `counts` of tokens, the least of ROUNDS."""
-    found = dict.fromkeys(counts, math.inf)
+    """Minimum seconds of `generate` for each number of tokens, over ROUNDS rounds."""
+    seconds = dict.fromkeys(counts, math.inf)
     for _ in range(ROUNDS):
         for count in counts:
             measure.synchronize()
             start = time.perf_counter()
             generate(count)
             measure.synchronize()
-            found[count] = min(found[count], time.perf_counter() - start)
-    return found
+            seconds[count] = min(seconds[count], time.perf_counter() - start)
+    return seconds
 
 
 def tree_step(model: lm.CausalLM, ids: Tensor, heads: int, below: int) -> tuple[float, int]:
-    """Milliseconds for each further pass of tree decoding, with a tree of so many nodes below its root; its nodes."""
+    """Milliseconds per step of tree decoding, and the number of nodes of the tree.
+
+    Args:
+        model: The base model.
+        ids: Prompt (1, T).
+        heads: Number of Medusa heads.
+        below: Nodes of the tree below its root.
+    """
     medusa = lm.MedusaModel.from_base(model, heads, lm_head="shared")
     tree, passes = default_tree(heads, below), {}
 
@@ -111,7 +118,7 @@ def main() -> None:
     try:
         step, nodes = tree_step(model, ids, arguments.heads, arguments.nodes)
         note("medusa tree step", step, 1, nodes=nodes, of_plain=step / plain, gemms=gemms(model, nodes))
-    except Exception as failure:  # A result, not the end of the run: not every model decodes with heads.
+    except Exception as failure:  # a result: not every model decodes with heads
         named = {"case": arguments.model, "what": "medusa tree step", "batch": 1}
         recording.write(arguments.out, [{**named, "failed": f"{type(failure).__name__}: {failure}"[:200], **common}])
         print("medusa tree step", failure, flush=True)

@@ -1,10 +1,10 @@
 """`python -m benchmarks delta [--out FILE]`: Gated DeltaNet beside its bytes: decoding, trees, and training a layer.
 
-Sizes are those of Qwen3.5-9B. `..._of_copy` are shares of the rate of a large device copy, for the fewest bytes that a
-call must move: of decoding the state, read and written (by a tree, read) as fp32. Calls of decoding follow one another
-in a CUDA graph, each with a state of its own. Training is forward and backward in bf16 by each backend of the gated
-delta rule: of the rule alone, and of one layer, projections included. `limit` is what the rule's calls cannot go below:
-a device copy of its operands and results, or its products, each once, by cuBLAS. Errors are against float64, relative.
+The sizes are from Qwen3.5-9B. `..._of_copy`: the rate of the fewest bytes that a call must move, as a fraction of the
+rate of a large device copy. A decode step reads and writes the state in fp32; a tree only reads it. Decode steps run
+back to back in a CUDA graph, each with its own state. Training is forward and backward in bf16 by each backend of the
+gated delta rule: the rule alone, and one layer with its projections. `limit` is the lower bound of the rule: a device
+copy of its operands and results, and its products by cuBLAS, each computed once. Errors are relative to float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ligermodels.speculative.tree import default_tree
 
 HIDDEN, TOKENS = 4096, 8192
 CHECKED = 2048
-"""Tokens of the calls that are compared with float64."""
+"""Number of tokens for the comparison with float64."""
 BACKENDS = ("triton", *(("fla",) if fla.installed() else ()), "reference")
 CONFIG = GatedDeltaNetConfig(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128)
 STATE = CONFIG.num_value_heads, CONFIG.key_head_dim, CONFIG.value_head_dim
@@ -41,7 +41,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def operands(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Slices of one row each, as a projection and the convolution give them."""
+    """q, k, v, decays and betas, as slices of the rows of a projection."""
     sizes = [CONFIG.key_size, CONFIG.key_size, CONFIG.value_size]
     rows = normal(batch, tokens, CONFIG.conv_channels).split(sizes, dim=-1)
     heads = (CONFIG.num_key_heads, CONFIG.num_key_heads, CONFIG.num_value_heads)
@@ -51,14 +51,14 @@ def operands(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, T
 
 
 def candidates(nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """parent, depth and mask of the default tree of so many nodes."""
+    """parent, depth and mask of the default tree with `nodes` nodes."""
     tree = default_tree(4, nodes - 1)
     parent, depth, mask = (each.to(measure.DEVICE) for each in (tree.parent, tree.depth, tree.mask))
     return parent, depth, mask
 
 
 def steps(batch: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
-    """Name of a call, bytes that it moves at least, and what makes one call of several."""
+    """Name of a decode step, fewest bytes that it moves, and a function that creates one call with its own tensors."""
     one = operands(batch, 1)
     weight = normal(CONFIG.conv_channels, CONFIG.conv_width)
     state_bytes = 4 * batch * STATE[0] * STATE[1] * STATE[2]
@@ -160,9 +160,9 @@ def rule(backend: str, forward_only: bool) -> dict[str, Any]:
 
 
 def errors(backend: str, forward_only: bool) -> dict[str, float]:
-    """Relative errors of outputs and gradients, of tokens whose states last."""
+    """Relative errors of outputs and gradients, with slow decays."""
     q, k, v, g, beta = operands(1, CHECKED)
-    given = [q, k, v, g / 50, beta]
+    tensors = [q, k, v, g / 50, beta]
     dout = normal(*v.shape)
 
     def run(name: str, *tensors: Tensor) -> list[Tensor]:
@@ -170,15 +170,15 @@ def errors(backend: str, forward_only: bool) -> dict[str, float]:
         o, _ = ops.gated_delta_rule(*leaves, final_state=False, backend=name)
         return [o.detach(), *(() if forward_only else torch.autograd.grad(o, leaves, dout.to(o.dtype)))]
 
-    found, wanted = run(backend, *given), run("reference", *(x.double() for x in given))
+    found, wanted = run(backend, *tensors), run("reference", *(x.double() for x in tensors))
     names = ("o", "dq", "dk", "dv", "dg", "dbeta")[: len(found)]
     pairs = zip(names, found, wanted, strict=True)
     return {f"{name}_error": float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
 
 
 def rule_limits(copy_rate: float) -> dict[str, Any]:
-    """Bytes of operands and results, and the rule's products in chunks of 64, each once: in the backward pass twice as
-    many as in the forward pass, which it does not repeat."""
+    """Times of the operands' and results' bytes, and of the products in chunks of 64, each computed once. The backward
+    pass has twice as many products as the forward pass."""
     q, k, v, g, beta = operands(1, TOKENS)
     read, written = sum(x.nbytes for x in (q, k, v, g, beta)), v.nbytes
     heads, key_dim, width = STATE
@@ -196,7 +196,7 @@ def rule_limits(copy_rate: float) -> dict[str, Any]:
 
 
 def parts() -> Iterator[tuple[str, int, Callable[[], Any]]]:
-    """The convolution and the gated norm in training: name, bytes both ways, and a call of both."""
+    """Convolution and gated norm in training: name, bytes of both passes, and a call of both passes."""
     x, dy = normal(1, TOKENS, CONFIG.conv_channels).requires_grad_(), normal(1, TOKENS, CONFIG.conv_channels)
     weight = normal(CONFIG.conv_channels, CONFIG.conv_width).requires_grad_()
     heads = 1, TOKENS, CONFIG.num_value_heads, CONFIG.value_head_dim
@@ -241,7 +241,7 @@ def main() -> None:
     note(rule_limits(copy_rate))
 
     def tried(case: str, make: Callable[[], dict[str, Any]], backend: str) -> bool:
-        """Whether the backend serves it: fla has no gradients on some GPUs, and kernels are not for all of them."""
+        """Whether the backend supports the case: fla has no gradients on some GPUs, and kernels do not run on all."""
         try:
             note(make())
         except BackendError as error:

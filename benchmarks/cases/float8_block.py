@@ -1,10 +1,10 @@
 """`python -m benchmarks float8_block [--out FILE]`: one block of Llama-3-8B, forward and backward, in bf16 and float8.
 
-4 sequences of 4096 tokens. Each way of computing is one CUDA graph, casts of weights and gradients included; the graphs
-take turns after seconds of warming, so that a card at its power limit is compared with itself. Beside the whole block
-stand its matrix products alone, in float8 on operands that are already cast: the limit of what float8 can give. Then
-each cast and each producer of float8 by itself, with its rate beside that of a copy. Gradients are compared with those
-of the same block in bf16. On the way every float8 tensor of the block is checked: its two layouts hold the same bytes.
+4 sequences of 4096 tokens. Each variant is one CUDA graph, with the casts of weights and gradients. The graphs take
+turns after a warm-up of seconds, so that all run on a GPU at its power limit. Timed as well: the matrix products alone,
+in float8 on operands that are already cast, which is the lower bound; and each cast and producer of float8 alone, with
+its rate beside the rate of a copy. Gradients are compared with the gradients of the block in bf16. Every float8 tensor
+of the block is checked: its two layouts must hold the same bytes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,19 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Way:
-    """How the block is computed: in bf16 without a recipe; `fused` lets norms and activations write float8."""
+    """A variant of the block: in bf16 without a recipe; with `fused`, norms and activations write float8."""
 
     recipe: ops.Float8Recipe | None = None
     fused: bool = True
 
     def norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the sum, and the sum."""
+        """The norm of x + residual, and the sum.
+
+        Args:
+            x: Hidden states (..., hidden size).
+            residual: Added to x, if not None.
+            weight: Weight of the norm.
+        """
         if self.recipe is None or not self.fused:
             return ops.add_rms_norm(x, residual, weight, EPS)
         return ops.float8_add_rms_norm(x, residual, weight, EPS, self.recipe.dtype)
@@ -112,16 +118,22 @@ def products(recipe: ops.Float8Recipe | None) -> Call:
 
 
 def in_turns(graphs: Mapping[str, Call], seconds: float, rounds: int = 3) -> dict[str, float]:
-    """Milliseconds of each under sustained load: the median of rounds in which they take turns."""
-    found: dict[str, list[float]] = {name: [] for name in graphs}
+    """Milliseconds of graphs under sustained load: the median of rounds in which they take turns.
+
+    Args:
+        graphs: Name -> function that replays a graph.
+        seconds: Load before each timing.
+        rounds: Number of rounds.
+    """
+    times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(rounds):
         for name in list(graphs)[:: 1 if turn % 2 == 0 else -1]:
-            found[name].append(measure.sustained(graphs[name], seconds))
-    return {name: statistics.median(times) for name, times in found.items()}
+            times[name].append(measure.sustained(graphs[name], seconds))
+    return {name: statistics.median(of_graph) for name, of_graph in times.items()}
 
 
 def agreement(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """Cosine, and the ratio of norms."""
+    """Cosine of two tensors, and the ratio of their norms."""
     a, b = found.double().flatten(), wanted.double().flatten()
     return float(a @ b / (a.norm() * b.norm())), float(a.norm() / b.norm())
 

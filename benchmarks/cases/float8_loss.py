@@ -1,14 +1,14 @@
 """`python -m benchmarks float8_loss [--out FILE]`: loss curves of a Llama trained from scratch, in bf16 and in float8.
 
-The data are the Python sources on the machine (the standard library's and those of installed packages), repeated as
-often as `epochs` in a record says; every fiftieth file is held out. Both formats of a seed start from the same weights
-and see the same rows in the same order, and their updates are rounded with the same random bits. Training is as
-`ligermodels train` does it: weights and states of AdamW in bf16, updates rounded stochastically, warm-up and cosine,
-gradients clipped to norm 1. Every twentieth of the way: the training loss, the mean since the last point, and the loss
-on the held-out files, which both formats compute in eval mode, so in bf16, from the weights as a checkpoint has them.
+The data are the Python sources of the standard library and of installed packages; `epochs` in a record counts their
+repetitions. Every fiftieth file is held out. Both formats of a seed start from the same weights, see the same rows in
+the same order, and round updates with the same random bits. Training works as in `ligermodels train`: weights and
+states of AdamW in bf16, stochastic rounding of updates, warm-up and cosine, gradients clipped to norm 1. A run reports
+20 times: the mean training loss since the last report, and the loss on the held-out files. Both formats compute the
+held-out loss in eval mode, so in bf16, from the weights that a checkpoint would hold.
 
-Each run gives one record, written when it ends. Processes with other seeds or formats may share the GPU, each with a
-file of its own; `seconds` are then of all together. `--prepare --cache FOLDER`, once before, makes the tokens for all.
+Each run writes one record when it ends. Processes with other seeds or formats may share the GPU, each with its own
+file; `seconds` then includes their load. Run `--prepare --cache FOLDER` once before, to tokenise the data for all.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ SETTINGS = GpuDemoSettings(
     corpus_bytes=250_000_000, vocab_size=8192, hidden_size=512, num_layers=6, head_dim=64, seq_len=1024, batch_size=64,
     learning_rate=1e-3, dtype="bfloat16",
 )  # fmt: skip
-"""Of the demo on a GPU, with a smaller model: 18.9 M parameters beside 4.2 M of the embedding, which is the head too;
-65,536 tokens a step."""
+"""Settings of the GPU demo with a smaller model: 18.9 M parameters and 4.2 M in the tied embedding; 65,536 tokens per
+step."""
 POINTS = 20
 FILES_AT_ONCE = 512
 PROVIDERS: dict[str, Callable[[CausalLM], object]] = {"bf16": lambda model: model, "float8": lm.float8}
-"""What is done to the model before it is trained."""
+"""Format -> function that changes the model before training."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Token ids of all files, one after another, each closed by `end`; `digest` is of the ids to train on."""
+    """Token ids of all files, concatenated, with `end` after each file; `digest` is the hash of the training ids."""
 
     training: NDArray[np.uint16]
     held_out: NDArray[np.uint16]
@@ -71,8 +71,7 @@ class Data:
 
 
 def tokenised(s: TrainingSettings) -> Data:
-    """The sources on this machine, by a tokenizer that is trained on the first of them. Files that are not UTF-8 are
-    left out."""
+    """Tokens of the sources on this machine, by a tokenizer trained on the first files. Skips files not in UTF-8."""
     texts = [text for path in installed_sources(s.corpus_bytes) if (text := _text(path)) is not None]
     apart = round(1 / s.validation_fraction)
     held_out, training = texts[::apart], [text for i, text in enumerate(texts) if i % apart]
@@ -100,23 +99,23 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[str], end: int) -> NDArray[np.uin
 
 
 def data_in(cache: Path | None, s: TrainingSettings) -> Data:
-    """The tokens in a folder, made there if they are not; without a folder they are not kept."""
+    """The tokens cached in a folder, created there if they are missing; without a folder they are not cached."""
     if cache is None:
         return tokenised(s)
     path = cache / f"tokens-{s.vocab_size}-{s.corpus_bytes}.npz"
     if not path.exists():
-        made = tokenised(s)
+        data = tokenised(s)
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
-            np.savez(file, training=made.training, held_out=made.held_out, end=made.end)
-        os.replace(file.name, path)  # Another process sees all of it or nothing.
-    with np.load(path) as found:
-        return Data(found["training"], found["held_out"], int(found["end"]))
+            np.savez(file, training=data.training, held_out=data.held_out, end=data.end)
+        os.replace(file.name, path)  # other processes see the whole file or none
+    with np.load(path) as arrays:
+        return Data(arrays["training"], arrays["held_out"], int(arrays["end"]))
 
 
 def rows_of(tokens: Tensor, s: TrainingSettings) -> Iterator[Batch]:
     """Batches without end of rows of `seq_len` tokens, decided by the seed: each epoch cuts the tokens at another
-    offset, and takes the rows in another order; what does not fill a batch is left out. All on the device of `tokens`.
+    offset and shuffles the rows. An incomplete batch is dropped. Batches are on the device of `tokens`.
 
     Raises InputError when there are too few for a batch.
     """
@@ -133,13 +132,13 @@ def rows_of(tokens: Tensor, s: TrainingSettings) -> Iterator[Batch]:
 
 
 def held_out_rows(tokens: Tensor, s: TrainingSettings) -> list[Batch]:
-    """Batches of the tokens in order, the last row left out where they do not fill it."""
+    """Batches of the tokens in order, without an incomplete last row."""
     rows = tokens[: len(tokens) // s.seq_len * s.seq_len].view(-1, s.seq_len)
     return [Batch({"input_ids": ids, "labels": ids}) for ids in rows.split(s.batch_size)]
 
 
 def trained(provider: str, s: TrainingSettings, data: Data) -> dict[str, Any]:
-    """The record of a run of `s.steps` steps; "failed" in place of the losses where one was not finite."""
+    """The record of a run of `s.steps` steps; "failed" in place of the losses if a loss was not finite."""
     training, held_out = (
         torch.from_numpy(ids.astype(np.int64)).to(measure.DEVICE) for ids in (data.training, data.held_out)
     )

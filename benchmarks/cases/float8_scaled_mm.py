@@ -1,13 +1,15 @@
 """`python -m benchmarks float8_scaled_mm [--out FILE]`: matrix products of float8 by the granularity of their scales.
 
-Those of a block of Llama-3-8B on 16384 tokens, forward and both gradients, on operands that are cast already: in bf16;
-with one scale for each tensor; one for each row of either operand (of a weight: for each output channel); and as
-DeepSeek-V3 (arXiv 2412.19437, section 3.3) has them, of 1 x 128 numbers of activations and gradients and of 128 x 128
-of weights. With finer scales the two layouts of a tensor are rounded apart, and each cast is an own pass over it: what
-is measured here is what they cost the products alone. Each way is a CUDA graph for each kind of product, and the graphs
-take turns after seconds of warming, so that a card at its power limit is compared with itself. A way that this torch
-or this GPU does not have is recorded with the reason. Beside the times stand the errors, relative to the exact product
-of the bf16 operands, on normal data and where one channel in a hundred is 30 times as large.
+Products of a block of Llama-3-8B on 16384 tokens, forward and both gradients, on operands that are already cast: in
+bf16; with one scale per tensor; with one scale per row of each operand (per output channel of a weight); and as in
+DeepSeek-V3 (arXiv 2412.19437, section 3.3), with one scale per 1 x 128 values of activations and gradients and per
+128 x 128 values of weights. Only the products are timed. Finer scales cost more elsewhere: the two layouts of a tensor
+are rounded separately, and each cast is a pass of its own.
+
+Each variant is one CUDA graph per kind of product. The graphs take turns after a warm-up of seconds, so that all run on
+a GPU at its power limit. A variant that this torch or GPU does not support is recorded with the reason. Records have
+errors too, relative to the exact product of the bf16 operands, on normal data and with one channel in a hundred 30
+times as large.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ E4M3, MOST, BLOCK = torch.float8_e4m3fn, 448.0, 128
 Granularity = Literal["tensor", "row", "1x128", "128x128"]
 Product = Literal["forward", "gradient of the input", "gradient of the weight"]
 WRONG = 0.02
-"""Farther from the product of what was cast than sums in registers and rounding to bf16 leave it."""
+"""Relative error of a wrong product: more than sums in registers and rounding to bf16 cause."""
 KINDS: tuple[Product, ...] = ("forward", "gradient of the input", "gradient of the weight")
 
 
 @dataclass(frozen=True)
 class Way:
-    """The scales of activations and gradients, and of weights; and whether sums stay in the tensor cores' registers."""
+    """Granularity of scales for activations and gradients, and for weights. `fast`: fast accumulation."""
 
     activations: Granularity
     weights: Granularity
@@ -58,8 +60,10 @@ WAYS: dict[str, Way | None] = {
 
 
 def cast(x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:
-    """x (M, K), both multiples of 128 -> E4M3 of that shape, and float32 scales by which it is multiplied: (), (M, 1),
-    (M, K / 128) with the rows next to one another in memory, or (M / 128, K / 128)."""
+    """Cast x (M, K), multiples of 128, to E4M3; returns the values and their float32 scales.
+
+    The scales are (), (M, 1), (M, K / 128) with contiguous columns, or (M / 128, K / 128).
+    """
     M, K = x.shape
     rows, columns = {"tensor": (M, K), "row": (1, K), "1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}[granularity]
     parts = x.float().view(M // rows, rows, K // columns, columns)
@@ -80,7 +84,19 @@ def dequantize(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, way: Way) -> Tensor:
-    """a (M, K) b (N, K)^T in bf16, with scales as `cast` gives them. Raises what torch does where it cannot."""
+    """The product a b^T in bf16.
+
+    Args:
+        a: E4M3 values (M, K).
+        b: E4M3 values (N, K).
+        scale_a: Scales of a from `cast`.
+        scale_b: Scales of b from `cast`.
+        way: Granularity of the scales.
+
+    Raises:
+        RuntimeError or ValueError: From torch, if it does not support the product.
+        NotImplementedError: This torch has no `scaled_mm`.
+    """
     options: dict[str, Any] = {"use_fast_accum": way.fast}
     if way.activations == "tensor":
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, **options)
@@ -92,7 +108,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, way: Way) 
     def of(x: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
         if len(scale) == len(x):
             return scale, F.ScalingType.BlockWise1x128
-        # taken with the dimension that is summed over first, of a multiple of 4 scales
+        # the summed dimension comes first, padded to a multiple of 4 scales
         return F.pad(scale, (0, -scale.shape[1] % 4)).t(), F.ScalingType.BlockWise128x128
 
     (scale_a, recipe_a), (scale_b, recipe_b) = of(a, scale_a), of(b, scale_b)
@@ -100,7 +116,14 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, way: Way) 
 
 
 def operands(product: Product, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """The two of a product, the dimension that is summed over last: x (M, K), w (N, K), dy (M, N)."""
+    """Operands of a product with the summed dimension last.
+
+    Args:
+        product: Kind of product.
+        x: Activations (M, K).
+        w: Weight (N, K).
+        dy: Gradient (M, N).
+    """
     if product == "forward":
         return x, w
     if product == "gradient of the input":
@@ -109,14 +132,21 @@ def operands(product: Product, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor
 
 
 def in_float8(product: Product, a: Tensor, b: Tensor, way: Way) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both operands and their scales, as `scaled_mm` takes them."""
+    """Both operands in float8 and their scales, the first four arguments of `scaled_mm`.
+
+    Args:
+        product: Kind of product.
+        a: First operand.
+        b: Second operand.
+        way: Granularity of the scales.
+    """
     a8, scale_a = cast(a, way.activations)
     b8, scale_b = cast(b, way.activations if product == "gradient of the weight" else way.weights)
     return a8, b8, scale_a, scale_b
 
 
 def calls(product: Product, way: Way | None) -> Callable[[], Any]:
-    """This product of all projections of the block."""
+    """One kind of product for all projections of the block."""
     found: list[Callable[[], Any]] = []
     for N, K in PROJECTIONS.values():
         x, w, dy = random(TOKENS, K), random(N, K) * K**-0.5, random(TOKENS, N)
@@ -129,7 +159,7 @@ def calls(product: Product, way: Way | None) -> Callable[[], Any]:
 
 
 def why_not(way: Way) -> str | None:
-    """What torch says where it has no such products on this device, or that they are wrong; None where it has them."""
+    """The reason why a variant is not supported on this device, or is wrong; None if it works."""
     x, w, dy = (_uneven(random(m * BLOCK, n * BLOCK)) for m, n in ((4, 8), (12, 8), (4, 12)))
     for product in KINDS:
         given = in_float8(product, *operands(product, x, w, dy), way)
@@ -145,14 +175,13 @@ def why_not(way: Way) -> str | None:
 
 
 def _uneven(x: Tensor) -> Tensor:
-    """x, each row and each 128 columns of it scaled by another power of two, so that mistaken scales show."""
+    """x with rows and groups of 128 columns scaled by powers of two, so that wrong scales show."""
     rows, columns = (torch.randint(-3, 4, (size,), device=x.device) for size in (len(x), x.shape[1] // BLOCK))
     return x * torch.exp2(rows[:, None] + columns.repeat_interleave(BLOCK)).to(x.dtype)
 
 
 def errors(way: Way, size: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Of each product of a (size, size) weight, on normal data and with large channels: the norm of the error, relative
-    to that of the exact product."""
+    """Relative errors of the products of a (size, size) weight, on normal data and with large channels."""
     large = torch.arange(size, device=measure.DEVICE) % 100 == 7
     channels = torch.where(large, 30.0, 1.0)
     x, w, dy = random(TOKENS, size), random(size, size) * size**-0.5, random(TOKENS, size)
@@ -171,7 +200,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks float8_scaled_mm", description=__doc__)
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of load before each timing")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of load before each timing")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     facts, records = recording.facts(), []

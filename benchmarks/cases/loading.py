@@ -1,11 +1,11 @@
 """`python -m benchmarks loading FOLDER`: loading a Llama checkpoint, beside transformers: time and host memory.
 
-FOLDER gets a checkpoint of random bfloat16 weights, by default of Llama 3 8B's sizes, unless there is one. Its files
-are read once, so that they lie in the page cache; then it is loaded in turns, each time by a new process. On the CPU a
-loader may map weights, to be read when they are first used: timed there is loading and reading a value of every page.
+If FOLDER has no checkpoint, one with random bfloat16 weights is created there, by default with the sizes of Llama 3 8B.
+Its files are read once into the page cache. The providers then load it in turns, each time in a new process. On the CPU
+a loader may map the weights and read them on first use, so the time includes reading one value of every page.
 
-Of the host's memory only the anonymous part counts, sampled every 2 ms: pages of mapped files are resident too, but are
-the page cache's, given up whenever memory is short. A buffer of some hundred MB takes far longer than 2 ms to fill.
+Only anonymous memory of the host counts, sampled every 2 ms. Pages of mapped files are resident too, but belong to the
+page cache, which shrinks when memory is short. A buffer of some hundred MB takes far longer than 2 ms to fill.
 """
 
 from __future__ import annotations
@@ -49,13 +49,19 @@ COLUMNS = ("load_s", "ready_s", "host_peak_bytes", "host_after_bytes", "model_by
 
 
 def make(folder: Path, config: Mapping[str, Any], max_shard_size: str) -> None:
-    """Write a checkpoint of `config` with random weights, shard by shard."""
+    """Write a checkpoint with random weights, shard by shard.
+
+    Args:
+        folder: Folder of the checkpoint.
+        config: Config of the model.
+        max_shard_size: Size of a shard, such as "5GB".
+    """
     model = from_config(config, device="meta", dtype=torch.bfloat16)
     assert model.export_spec is not None
 
     def weights(shape: tuple[int, ...]) -> torch.Tensor:
         bits = torch.empty(shape, dtype=torch.int16)
-        return bits.random_(0x3C00, 0x3F00).view(torch.bfloat16)  # 2^-7 to 2^-1, which float16 has as well.
+        return bits.random_(0x3C00, 0x3F00).view(torch.bfloat16)  # 2^-7 to 2^-1: float16 can represent the values too
 
     tensors = [
         (name, shape, dtype, lambda shape=shape: weights(shape))
@@ -65,9 +71,16 @@ def make(folder: Path, config: Mapping[str, Any], max_shard_size: str) -> None:
 
 
 def load(provider: str, folder: Path, device: str, dtype: str) -> dict[str, Any]:
-    """Load the checkpoint in this process. Of what is found, `bits`, a sum, tells whether the weights are right."""
+    """Load the checkpoint in this process and measure it; `bits`, the sum of all weights' bits, checks the weights.
+
+    Args:
+        provider: "ligermodels" or "transformers".
+        folder: Folder of the checkpoint.
+        device: Device of the model.
+        dtype: Name of the dtype of the model.
+    """
     loader = _loader(provider, folder, device, getattr(torch, dtype))
-    _finish(device)  # So that no loader pays for the context.
+    _finish(device)  # create the CUDA context before the timing
     before = _anonymous()
     with _sampled() as samples:
         start = time.perf_counter()
@@ -98,7 +111,7 @@ def _loader(provider: str, folder: Path, device: str, dtype: torch.dtype) -> Cal
     plain = partial(LlamaForCausalLM.from_pretrained, folder, dtype=dtype)
     if device == "cpu":
         return plain
-    if find_spec("accelerate"):  # Which transformers needs for a device_map.
+    if find_spec("accelerate"):  # transformers needs it for a device_map
         return partial(plain, device_map=device)
     return lambda: plain().to(device)
 
@@ -132,7 +145,14 @@ def _anonymous() -> int:
 
 
 def run(folder: Path, device: str, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    """Load `rounds` times with each provider, in turns; a record each, of its fastest round and all of its times."""
+    """Load in turns with each provider; returns a record for each, of the fastest round, with the times of all rounds.
+
+    Args:
+        folder: Folder of the checkpoint.
+        device: Device of the model.
+        dtype: Name of the dtype of the model.
+        rounds: Number of loads per provider.
+    """
     for path in folder.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file:
             while file.read(2**24):
@@ -189,5 +209,5 @@ def main() -> None:
     print(f"ligermodels / transformers: load {ours['load_s'] / theirs['load_s']:.2f}, ", end="")
     print(f"ready {ours['ready_s'] / theirs['ready_s']:.2f}")
     if ours["bits"] != theirs["bits"]:
-        raise SystemExit("the two loaded different weights")
+        raise SystemExit("the two providers loaded different weights")
     write(arguments.out, records)

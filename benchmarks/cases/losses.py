@@ -1,4 +1,4 @@
-"""Cross entropy, alone and with the projection to the vocabulary, as cases."""
+"""Cases of the losses: cross entropy, alone and with the projection to the vocabulary, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = "LinearCrossEntropyOptions"
 
 
 def _torch_fused(reduction: str) -> Call | None:
-    """torch's own `linear_cross_entropy` (since 2.13) by chunks, in the sizes that it chooses for the device."""
+    """torch's `linear_cross_entropy` (since 2.13), chunked by its default sizes."""
     fused, options = optional("torch.nn.functional", "linear_cross_entropy"), optional("torch.nn", OPTIONS)
     if fused is None:
         return None
@@ -31,7 +31,7 @@ def _eager(x: Tensor, y: Tensor) -> Tensor:
 
 @of_tokens
 def cross_entropy(tokens: int, vocab: int) -> Case:
-    """Of logits that are kept."""
+    """Cross entropy of logits, which are not overwritten."""
     return Case(
         f"cross_entropy {tokens}x{vocab}",
         lambda: (random(tokens, vocab), integers(vocab, tokens)),
@@ -42,8 +42,15 @@ def cross_entropy(tokens: int, vocab: int) -> Case:
 
 @of_tokens
 def linear_cross_entropy(tokens: int, hidden: int, vocab: int, ignored: float = 0.0, frozen: str | None = None) -> Case:
-    """Projection and loss. The limit is its GEMMs alone, of rows that have a target and for gradients that are needed;
-    `frozen`, the "head" or the "hidden" states, needs none."""
+    """Projection and cross entropy. The lower bound is its GEMMs, for rows with a target and the needed gradients.
+
+    Args:
+        tokens: Number of tokens.
+        hidden: Hidden size.
+        vocab: Vocabulary size.
+        ignored: Fraction of tokens without a target.
+        frozen: "head" or "hidden" (states): needs no gradient.
+    """
     liger = optional("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction")
     count = tokens - int(tokens * ignored)
     name = f"linear_cross_entropy {tokens}x{hidden}x{vocab}"
@@ -80,11 +87,21 @@ def linear_cross_entropy(tokens: int, hidden: int, vocab: int, ignored: float = 
 def linear_log_probs(
     tokens: int, hidden: int, vocab: int, frozen: bool = False, entropy: bool = True, logged: bool = False
 ) -> Case:
-    """Log-probabilities of given tokens, and the entropy, which the loss uses or only a log. The limit is the GEMMs
-    alone: two if the head is frozen and no gradient of the entropy is needed, else one for the logits, one to compute
-    them again, and one for each gradient."""
+    """Log-probabilities of target tokens, and the entropy.
+
+    The lower bound is the GEMMs: two if the head is frozen and the entropy needs no gradient; otherwise one for the
+    logits, one to recompute them, and one for each gradient.
+
+    Args:
+        tokens: Number of tokens.
+        hidden: Hidden size.
+        vocab: Vocabulary size.
+        frozen: The head needs no gradient.
+        entropy: Compute the entropy too.
+        logged: The entropy is only logged, so it needs no gradient.
+    """
     liger, fused = None, None
-    if not entropy:  # which they do not give
+    if not entropy:  # these peers have no entropy
         liger = optional("liger_kernel.chunked_loss.fused_linear_ppo", "_ChunkedSelectiveLogProbFunction")
         fused = _torch_fused("none")
     name = f"linear_log_probs {tokens}x{hidden}x{vocab}" + (" frozen head" if frozen else "")

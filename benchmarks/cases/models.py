@@ -210,15 +210,15 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 6,
     },
 }
-"""Name -> fields of a model with every kind of its layers; two layers by default."""
+"""Name -> fields of a small model with every kind of layer; the default is two layers."""
 
 NOT_IN_FP32 = frozenset({"qwen3.5-9b"})
-"""Those that transformers does not compute in fp32 where flash-linear-attention is installed."""
+"""Models that transformers does not compute in fp32 if flash-linear-attention is installed."""
 
 
 LOSS_ALONE = frozenset({"gemma-4-e4b"})
-"""Those whose loss alone is checked: random weights amplify rounding so much that the gradients of transformers in bf16
-are as far from those in fp32 as these are long."""
+"""Models with a check of the loss alone: random weights amplify rounding so much that in transformers the difference
+between gradients in bf16 and fp32 is as large as the gradients."""
 
 
 def few_layers(name: str) -> dict[str, Any]:

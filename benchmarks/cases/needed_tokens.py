@@ -1,10 +1,9 @@
-"""`python -m benchmarks needed_tokens [MODEL ...]`: what it saves that layers without keys and values of their own run
-on needed tokens alone: in training those with a label, in a prefill the last one.
+"""`python -m benchmarks needed_tokens [MODEL ...]`: savings of Gemma 4's layers with shared keys and values.
 
-First the floating-point operations of all linear layers of the decoder in a forward pass, which are counted on any
-machine; a backward pass has twice as many. With a GPU, then the times of a training step's forward and backward pass,
-and of a prefill, with this and without: there the states of all tokens are computed, and the needed ones taken at the
-end.
+These layers have no keys and values of their own, so they run only on the needed tokens: tokens with a label in
+training, the last token in a prefill. First the FLOPs of the decoder's linear layers in a forward pass are counted, on
+any machine; a backward pass has twice as many. On a GPU, the forward and backward pass of a training step, and a
+prefill, are timed too, beside passes that compute all tokens and select the needed tokens at the end.
 """
 
 from __future__ import annotations
@@ -30,8 +29,15 @@ MODELS = ("gemma-4-e2b", "gemma-4-e4b")
 
 
 def linear_flops(config: Mapping[str, Any], length: int, needed: int) -> tuple[int, int]:
-    """Of all linear layers of the decoder in a forward pass over a sequence of `length` tokens, where the states of
-    `needed` ones are needed, and where those of all are. Nothing is computed: the model has no memory."""
+    """FLOPs of the decoder's linear layers in a forward pass: with `needed` needed tokens, and with all tokens.
+
+    Nothing is computed: the model is on the meta device.
+
+    Args:
+        config: Config of the model.
+        length: Tokens of the sequence.
+        needed: Number of needed tokens.
+    """
     model = lm.from_config(config, device="meta", dtype=torch.bfloat16)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
 
@@ -44,7 +50,7 @@ def linear_flops(config: Mapping[str, Any], length: int, needed: int) -> tuple[i
 
 
 def prefill_ways(model: CausalLM, ids: Tensor) -> list[Callable[[], Tensor]]:
-    """A prefill of ids (1, T), with and without; each gives the logits of the last token."""
+    """Prefills of ids (1, T) with only the needed tokens, and with all; both return the logits of the last token."""
     state, lengths = model.new_state(1, ids.shape[1] + 1), torch.full_like(ids[:, 0], ids.shape[1])
 
     def way(every_state: bool) -> Tensor:
@@ -55,17 +61,23 @@ def prefill_ways(model: CausalLM, ids: Tensor) -> list[Callable[[], Tensor]]:
 
 
 def training_ways(model: CausalLM, ids: Tensor, labels: Tensor) -> list[Callable[[], Tensor]]:
-    """Forward and backward pass over ids (1, T), with and without; each gives the loss."""
+    """Forward and backward passes with the needed tokens only, and with all tokens; both return the loss.
+
+    Args:
+        model: The model.
+        ids: Token ids (1, T).
+        labels: Labels (1, T).
+    """
     targets = shift_labels(labels, 1)
-    places = (targets != -100).flatten().nonzero().flatten()
+    token_indices = (targets != -100).flatten().nonzero().flatten()
 
     def with_needed() -> Tensor:
         return backward(model(ids, labels=labels).loss)
 
     def without() -> Tensor:
         states = model(ids, return_last_hidden_state=True).last_hidden_state
-        taken = targets.flatten()[places][None]
-        return backward(model(last_hidden_state=take_tokens(cast(Tensor, states), places), targets=taken).loss)
+        taken = targets.flatten()[token_indices][None]
+        return backward(model(last_hidden_state=take_tokens(cast(Tensor, states), token_indices), targets=taken).loss)
 
     def backward(loss: Tensor | None) -> Tensor:
         loss = cast(Tensor, loss)
@@ -77,10 +89,10 @@ def training_ways(model: CausalLM, ids: Tensor, labels: Tensor) -> list[Callable
 
 
 def timed(ways: list[Callable[[], Tensor]]) -> dict[str, float]:
-    """Milliseconds with and without, and the relative difference of the results."""
-    found = [way().float() for way in ways]
+    """Milliseconds of both ways, and the relative difference of their results."""
+    results = [way().float() for way in ways]
     with_ms, without_ms = (measure.milliseconds(way) for way in ways)
-    return {"with_ms": with_ms, "without_ms": without_ms, "error": measure.relative_error(*found)}
+    return {"with_ms": with_ms, "without_ms": without_ms, "error": measure.relative_error(*results)}
 
 
 def main() -> None:
@@ -88,11 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks needed_tokens", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)} (both)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of the sequence")
-    parser.add_argument("--ignored", type=float, default=0.75, help="share of them without a label in training")
+    parser.add_argument("--ignored", type=float, default=0.75, help="fraction of tokens without a label in training")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if unknown := set(arguments.models) - set(MODELS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; give any of {', '.join(MODELS)}")
     length, masked = arguments.length, int(arguments.ignored * arguments.length)
     records = []
     for name in arguments.models or MODELS:

@@ -1,4 +1,4 @@
-"""Models to train: ours, and transformers' with what may make it faster."""
+"""Models to train: ours, and transformers with its accelerators."""
 
 from __future__ import annotations
 
@@ -16,14 +16,26 @@ from benchmarks.timing import measure
 
 
 def ours(config: dict[str, Any], folder: Path | None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Of a config, or of a checkpoint in a folder."""
+    """Our model.
+
+    Args:
+        config: Config of the model.
+        folder: Folder of a checkpoint; random weights if None.
+        dtype: Dtype of the parameters.
+    """
     if folder is not None:
         return lm.from_pretrained(folder, dtype=dtype, device=measure.DEVICE)
     return lm.from_config(config, dtype=dtype, device=measure.DEVICE)
 
 
 def transformers(config: dict[str, Any], folder: Path | None, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Of a config, or of a checkpoint in a folder."""
+    """The model of transformers.
+
+    Args:
+        config: Config of the model.
+        folder: Folder of a checkpoint; random weights if None.
+        dtype: Dtype of the parameters.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     def made(attention: str) -> Any:
@@ -34,9 +46,9 @@ def transformers(config: dict[str, Any], folder: Path | None, dtype: torch.dtype
 
     with torch.device(measure.DEVICE):
         try:
-            # It leaves out Gemma 2's softcap of the scores, which random weights hardly notice, and is fastest there.
+            # SDPA ignores Gemma 2's softcap, with hardly any effect on random weights, and is fastest there.
             model = made("sdpa")
-        except ValueError:  # So some versions refuse it to Gemma 2.
+        except ValueError:  # some versions refuse SDPA for Gemma 2
             model = made("eager")
     model.config.use_cache = False
     return model.to(measure.DEVICE)
@@ -47,7 +59,7 @@ def _liger(config: dict[str, Any], folder: Path | None) -> nn.Module:
 
 
 def _with_liger(model: Any, **kernels: bool) -> nn.Module:
-    """Liger's kernels in a model of transformers, all that it has for it but those that are False."""
+    """Apply Liger's kernels to a model of transformers, except kernels that are False."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model, **kernels)
@@ -55,14 +67,16 @@ def _with_liger(model: Any, **kernels: bool) -> nn.Module:
 
 
 def _torchao(config: dict[str, Any], folder: Path | None) -> nn.Module:
-    """The linear layers of the blocks in torchao's float8, tensor-wise scales found anew in each step, but the small
-    ones, which its own filter leaves out as slower so; each block compiled, which fuses the casts with what is around
-    them, for static shapes; and of Liger the linear cross entropy alone, for the logits would take more memory."""
-    float8 = importlib.import_module("torchao.float8")  # a peer, which may be missing
+    """transformers with the linear layers of the blocks in torchao's float8, with dynamic tensor-wise scales.
+
+    torchao's own filter keeps small layers in bf16, because float8 is slower there. Each block is compiled for static
+    shapes, which fuses the casts with their neighbours. Liger's linear cross entropy saves the memory of the logits.
+    """
+    float8 = importlib.import_module("torchao.float8")  # an optional peer
     model = transformers(config, folder)
     recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
     if measure.DEVICE == "cpu":
-        recipe = replace(recipe, emulate=True)  # products of the rounded values, where no GEMM takes float8
+        recipe = replace(recipe, emulate=True)  # a CPU has no float8 GEMM: multiply the rounded values
     large = float8._auto_filter_for_recipe("tensorwise", filter_fqns=["lm_head"])
     float8.convert_to_float8_training(model, module_filter_fn=large, config=recipe)
     for block in model.model.layers:
@@ -79,7 +93,7 @@ def _compiled(make: Callable[..., nn.Module], **options: Any) -> Callable[[dict[
 
 
 FLOAT8 = "ligermodels + float8"
-"""Ours with the linear layers of the blocks in float8."""
+"""Our model with the linear layers of the blocks in float8."""
 TORCHAO = "transformers + torchao float8 + torch.compile"
 """transformers with the linear layers of the blocks in float8."""
 
@@ -93,4 +107,4 @@ PROVIDERS: dict[str, Callable[[dict[str, Any], Path | None], nn.Module]] = {
     TORCHAO: _torchao,
     "transformers + liger": _liger,
 }
-"""Liger comes last: it changes transformers for the whole process."""
+"""Liger is last, because it changes transformers for the whole process."""

@@ -1,11 +1,12 @@
 """`python -m benchmarks quantized_decoding [--model NAME] [--out FILE]`: decoding in bf16, float8, int4.
 
-First the linear layers of a block, and the head, by themselves, for 1 to 64 tokens: copies of a weight follow one
-another in a CUDA graph, more than the cache holds, beside the time in which their bytes, weights and scales, can be
-read at the rate of a large copy. torchao's int4 and float8 weights are timed too where it is installed, compiled. A
-result that is farther from that of the rounded weight than bf16 explains is an error. Then greedy decoding of the whole
-model, its head in bf16 or quantised too, and the step of a Medusa tree, beside the time in which all that a step needs
-of the weights can be read.
+First the linear layers of a block and the head alone, for 1 to 64 tokens. Calls run back to back in a CUDA graph on
+copies of a weight that exceed the cache. The lower bound is the time to read weights and scales at the rate of a large
+copy. If torchao is installed, its int4 and float8 weights are timed too, compiled. A result whose difference from the
+product with the rounded weight exceeds bf16 rounding is an error.
+
+Then greedy decoding of the whole model, with the head in bf16 or quantised, and the tree step of Medusa. The lower
+bound is the time to read all weights of a step.
 """
 
 from __future__ import annotations
@@ -38,33 +39,40 @@ FORMATS: dict[str, tuple[ops.Quantized | None, ops.Quantized | None]] = {
     "int4, head float8": ("int4", "float8"),
     "int4, head int4": ("int4", "int4"),
 }
-"""Of the weights of the blocks, and of the head; None is bf16."""
+"""Name -> formats of the weights of the blocks and of the head; None is bf16."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 Call = Callable[[Tensor], Tensor]
 Way = Callable[[Tensor], tuple[Call, Tensor, int]]
-"""Of a weight (N, K): what multiplies by it, the weight that this stands for, and the bytes to read."""
+"""From a weight (N, K): a function that multiplies by it, the rounded weight, and the bytes to read."""
 
 
 def bf16(weight: Tensor) -> tuple[Call, Tensor, int]:
-    """As it is."""
+    """`F.linear` of the weight in bf16."""
     return partial(F.linear, weight=weight), weight, weight.nbytes
 
 
 def decoding(weight: Tensor) -> tuple[Call, Tensor, int]:
-    """As it is, by `ops.decode_linear`."""
+    """`ops.decode_linear` of the weight in bf16."""
     return partial(ops.decode_linear, weight=weight), weight, weight.nbytes
 
 
 def ours(kind: ops.Quantized, weight: Tensor) -> tuple[Call, Tensor, int]:
-    """`ops.quantized_linear`."""
+    """`ops.quantized_linear` of the quantised weight."""
     codes, scales = ops.quantize_weight(weight, kind)
     rounded = ops.dequantize_weight(codes, scales, weight.shape[1], torch.float32)
     return partial(ops.quantized_linear, codes=codes, scales=scales), rounded, codes.nbytes + scales.nbytes
 
 
 def torchao(config: str, options: dict[str, Any], bits: float, weight: Tensor) -> tuple[Call, Tensor, int]:
-    """torchao's linear layer of this config, compiled; the weight is that of its product with the unit vectors."""
-    quantization = importlib.import_module("torchao.quantization")  # a peer, which may be missing
+    """torchao's compiled linear layer. Its product with the identity gives the rounded weight.
+
+    Args:
+        config: Name of a config in `torchao.quantization`.
+        options: Arguments of the config.
+        bits: Bits per weight, with scales.
+        weight: Weight (N, K).
+    """
+    quantization = importlib.import_module("torchao.quantization")  # an optional peer
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=weight.dtype)
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     quantization.quantize_(linear, getattr(quantization, config)(**options))
@@ -92,7 +100,7 @@ def projections(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def linears(config: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:
-    """A record for each projection, number of tokens and way."""
+    """A record for each projection, number of tokens and implementation."""
     for name, (N, K) in projections(config).items():
         weights = [
             torch.randn(N, K, device=measure.DEVICE, dtype=torch.bfloat16) * K**-0.5
@@ -102,7 +110,7 @@ def linears(config: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:
             case = {"linear": name, "shape": [N, K], "provider": way}
             try:
                 made = [make(weight) for weight in weights]
-            except Exception as failure:  # A result, not the end of the run: a peer may be missing.
+            except Exception as failure:  # a result: a peer may be missing
                 yield {**case, "failed": f"{type(failure).__name__}: {failure}"[:200]}
                 continue
             for rows in ROWS:
@@ -120,7 +128,15 @@ def linears(config: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:
 def models(
     config: dict[str, Any], rate: float, batches: list[int], nodes: int, formats: Iterable[str] = FORMATS
 ) -> Iterator[dict[str, Any]]:
-    """A record for each batch and format, and the step of a tree in each."""
+    """A record for each format and batch size, and for the tree step of each format.
+
+    Args:
+        config: Config of the model.
+        rate: Bytes per second of a large copy.
+        batches: Batch sizes.
+        nodes: Nodes of the tree below its root.
+        formats: Names in FORMATS.
+    """
     for name in formats:
         kind, head = FORMATS[name]
         torch.manual_seed(0)
@@ -130,7 +146,7 @@ def models(
         tensors = persistent_tensors(model)
         size = sum(each.nbytes for each in tensors.values())
         if not model.config.head.tied:
-            size -= model.decoder.embed.weight.nbytes  # of which a step needs a row
+            size -= model.decoder.embed.weight.nbytes  # a step reads one row
         provider, limit = f"ligermodels {name}", size / rate * 1e3
         for batch in batches:
             ids = torch.randint(config["vocab_size"], (batch, PROMPT), device=measure.DEVICE)
@@ -156,10 +172,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks quantized_decoding", description=__doc__)
     parser.add_argument("--model", default="llama-3-8b", choices=CONFIGS)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
-    parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS, help="of the whole model's weights")
+    parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS, help="formats of the whole model")
     parser.add_argument("--nodes", type=int, default=63, help="nodes of the tree below its root")
-    parser.add_argument("--no-linears", action="store_true", help="the whole model alone")
-    parser.add_argument("--no-model", action="store_true", help="the linear layers alone")
+    parser.add_argument("--no-linears", action="store_true", help="time only the whole model")
+    parser.add_argument("--no-model", action="store_true", help="time only the linear layers")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     config, facts, rate = CONFIGS[arguments.model], recording.facts(), measure.copy_rate()

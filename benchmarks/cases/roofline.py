@@ -173,7 +173,7 @@ def training_roofline(
 def medusa_roofline(
     config: dict[str, Any], num_heads: int, batch: int, length: int, ignored: float, products: Products = IN_BF16
 ) -> float:
-    """Lower bound of a step of Medusa stage 1, in milliseconds: the forward pass of the backbone, and heads in bf16 with
+    """Lower bound of a step of Medusa stage 1, in milliseconds: the backbone's forward pass, and heads in bf16 with
     one ResBlock and one lm_head each, forward and backward.
 
     Args:

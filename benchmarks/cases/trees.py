@@ -1,4 +1,4 @@
-"""What compares code with other code shares: a tree of this project that a process is to have, models, steps, times."""
+"""Helpers to compare two trees of this project: the environment of a process, models, steps and times."""
 
 from __future__ import annotations
 
@@ -59,7 +59,13 @@ def passes_of(output: Any) -> int:
 
 
 def config_of(name: str, tiny: bool = False, layers: int | None = None) -> dict[str, Any]:
-    """A model's config, cut to so many layers and the same share of the vocabulary; or so small that a CPU runs it."""
+    """Config of a model.
+
+    Args:
+        name: Name of the model.
+        tiny: Use sizes that a CPU runs.
+        layers: Number of layers; the vocabulary is cut by the same factor.
+    """
     config = CONFIGS[name]
     if tiny:
         return config | {key: value for key, value in TINY.items() if key in config or key == "head_dim"}
@@ -70,7 +76,15 @@ def config_of(name: str, tiny: bool = False, layers: int | None = None) -> dict[
 
 
 def tokens(config: dict[str, Any], batch: int, length: int, tiny: bool, ignored: float = 0.0) -> tuple[Any, Any]:
-    """Random ids, and labels of which a share is ignored."""
+    """Random token ids and labels.
+
+    Args:
+        config: Config of the model.
+        batch: Sequences.
+        length: Tokens per sequence.
+        tiny: Use 2 x 16 tokens on the CPU.
+        ignored: Fraction of labels that are -100.
+    """
     import torch
 
     device = "cpu" if tiny else "cuda"
@@ -79,7 +93,14 @@ def tokens(config: dict[str, Any], batch: int, length: int, tiny: bool, ignored:
 
 
 def training_step(model: Any, optimizer: Any, ids: Any, labels: Any) -> Step:
-    """A step, which gives the loss."""
+    """A training step that returns the loss.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        ids: Token ids.
+        labels: Labels.
+    """
 
     def step() -> Any:
         loss = model(input_ids=ids, labels=labels).loss
@@ -95,25 +116,25 @@ def training_step(model: Any, optimizer: Any, ids: Any, labels: Any) -> Step:
 
 
 def clocked(call: Step) -> tuple[float, Any]:
-    """Seconds until the device has done what `call` asks of it, and its result."""
+    """Seconds until the device has finished `call`, and the result."""
     import torch
 
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
     start = time.perf_counter()
     result = call()
-    wait()
+    synchronize()
     return time.perf_counter() - start, result
 
 
 def timed(step: Step, count: int) -> dict[str, Any]:
-    """Milliseconds of each of `count` steps back to back, after one more, and the most memory."""
+    """Milliseconds of `count` steps back to back, after one untimed step, and peak memory."""
     import torch
 
     if not torch.cuda.is_available():
         return {"ms": [1e3 * clocked(step)[0] for _ in range(count)], "gib": 0.0}
     torch.cuda.reset_peak_memory_stats()
-    step()  # the host is behind at first
+    step()  # the first launch is slow
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
@@ -124,7 +145,7 @@ def timed(step: Step, count: int) -> dict[str, Any]:
 
 
 def free() -> None:
-    """Give back the memory that nothing holds any more."""
+    """Free unused memory."""
     import torch
 
     gc.collect()
@@ -133,14 +154,13 @@ def free() -> None:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """For a process in which `ligermodels` is that of a tree, `benchmarks` are these, and convert/ is
-    ligermodels/convert: by a folder of links."""
+    """Environment of a process with `ligermodels` from `tree` and `benchmarks` from here, by a folder of links."""
     tree = tree.resolve()
     folder = ROOT / "build" / "trees" / tree.name
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "ligermodels").mkdir(parents=True)
-    for each in {e.name: e for e in [*(tree / "ligermodels").iterdir(), tree / "convert"]}.values():
-        if each.name != "__pycache__":
-            (folder / "ligermodels" / each.name).symlink_to(each)
+    for path in {path.name: path for path in [*(tree / "ligermodels").iterdir(), tree / "convert"]}.values():
+        if path.name != "__pycache__":
+            (folder / "ligermodels" / path.name).symlink_to(path)
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).strip(":")}

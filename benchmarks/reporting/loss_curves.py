@@ -1,5 +1,4 @@
-"""Loss curves of float8 beside those of bf16 as a picture: held-out loss by seed, and its difference beside the spread
-that seeds alone make."""
+"""Picture of loss curves in bf16 and float8: held-out loss by seed, and its difference beside the spread of seeds."""
 
 from __future__ import annotations
 
@@ -12,32 +11,31 @@ Record = dict[str, Any]
 BF16, FLOAT8 = "ligermodels bf16", "ligermodels float8"
 COLOURS = {BF16: "#1f77b4", FLOAT8: "#d62728"}
 SAME = ("tokens", "parameters", "layers", "data")
-"""What runs that are compared share."""
+"""Fields that must be equal in compared runs."""
 
 
 def of_seeds(records: Sequence[Record]) -> dict[int, dict[str, list[tuple[float, float]]]]:
-    """Seed -> provider -> tokens and held-out losses, of the seeds that were trained to the end in both formats, on the
-    data and sizes of the last record."""
+    """Seed -> provider -> tokens and held-out losses, of seeds with finished runs in both formats, on the data and with
+    the sizes of the last record."""
     if not records:
         return {}
-    found: dict[int, dict[str, list[tuple[float, float]]]] = {}
+    seeds: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for record in records:  # losses, unlike times, compare between runs
         if all(record[key] == records[-1][key] for key in SAME):
-            curves = found.setdefault(record["seed"], {})
-            curves.pop(record["provider"], None)  # A run that failed stands for no earlier one.
+            curves = seeds.setdefault(record["seed"], {})
+            curves.pop(record["provider"], None)  # a failed run replaces an earlier run
             if "failed" not in record:
                 curves[record["provider"]] = [(tokens, held_out) for tokens, _, held_out in record["points"]]
-    return {seed: curves for seed, curves in sorted(found.items()) if {BF16, FLOAT8} <= curves.keys()}
+    return {seed: curves for seed, curves in sorted(seeds.items()) if {BF16, FLOAT8} <= curves.keys()}
 
 
 def spreads(curves: Iterable[Sequence[tuple[float, float]]]) -> list[float]:
-    """At each point, from the lowest loss of the seeds to the highest."""
+    """Highest minus lowest loss of the seeds, at each point."""
     return [max(losses) - min(losses) for losses in zip(*([y for _, y in curve] for curve in curves), strict=True)]
 
 
 def of_spread(records: Sequence[Record]) -> float | None:
-    """How far the mean of float8's final losses is from that of bf16's, over the spread of bf16's; None of fewer than
-    three seeds."""
+    """|mean final loss in float8 - mean in bf16| / spread of the seeds in bf16; None with fewer than three seeds."""
     found = of_seeds(records)
     if len(found) < 3:
         return None

@@ -1,7 +1,7 @@
-"""Results as pictures: of each case how fast every provider is, over the fastest peer of the same run.
+"""Pictures of results: for each case the speed of every provider relative to the fastest peer of the same run.
 
-All pictures have that one axis, logarithmic where it spans much, and one colour for a provider. Records of different
-runs are never beside one another: a case shows the last run beside the most peers.
+All pictures share this axis, logarithmic for large ranges, and one colour per provider. Records of different runs are
+never compared: a case shows the last run with the most peers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 class Panel(NamedTuple):
-    """What is compared: the first of `keys` that the records of a run share; `lower` values are better, or higher."""
+    """A compared value: the first of `keys` that all records of a run have. `lower`: smaller values are better."""
 
     keys: tuple[str, ...]
     title: str
@@ -32,7 +32,7 @@ class Panel(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A picture of the records of a benchmark that `keep` wants. `reference`: the provider at 1; else the best peer."""
+    """A picture of a benchmark's records that `keep` accepts. `reference`: the provider at 1; the best peer if None."""
 
     benchmark: str
     panels: tuple[Panel, ...]
@@ -84,11 +84,11 @@ PLOTS = {
     ),
     "medusa": Plot("medusa", (SPEED, MEMORY), lambda record: not is_float8(record["provider"])),
 }
-"""Name of the picture -> what it shows."""
+"""Name of a picture -> its content."""
 REFERENCES = {"gemms": "the GEMMs alone", "ligermodels": "ours in bf16", "ligermodels bf16": "ours in bf16"}
-"""What is at 1 where that is not the best peer, in words."""
+"""Reference provider -> its description."""
 BENCHMARK_OF = {**{name: plot.benchmark for name, plot in PLOTS.items()}, "demo": "demo", "float8-loss": "float8-loss"}
-"""Of every picture."""
+"""Name of a picture -> its benchmark."""
 
 COLOURS = {
     "ligermodels": "#d62728",
@@ -121,36 +121,39 @@ COLOURS = {
     "sdpa flash": "#7f7f7f",
     "gemms": "#000000",
 }
-"""Of every provider, in all pictures. Plain transformers is torch's eager code, and Liger's kernels are Liger's."""
+"""Provider -> colour in all pictures. Plain transformers has the colour of eager torch."""
 OTHER = "#aaaaaa"
 
 
 class Group(NamedTuple):
-    """A case's records of one run, one for each provider."""
+    """The records of a case in one run, one for each provider."""
 
     case: str
     records: list[Record]
 
 
 def groups(plot: Plot, records: list[Record]) -> list[Group]:
-    """The cases that have something to compare."""
+    """The cases with at least two comparable records."""
     kept = [r for r in records if plot.keep(r)]
-    found = []
+    shown = []
     for case in dict.fromkeys(r["case"] for r in kept):
         for key in plot.panels[0].keys:
             group = Group(case, broadest_run((r for r in kept if r["case"] == case), key))
             if ratios(plot, plot.panels[0], group)[0]:
-                found.append(group)
+                shown.append(group)
                 break
-    return found
+    return shown
 
 
 def ratios(plot: Plot, panel: Panel, group: Group) -> tuple[dict[str, float], str]:
-    """Provider -> how much better than the best peer it is (above 1) or worse; and the values of ours and of that peer
-    as text. Empty where there are no two that were measured alike."""
-    records = [r for r in group.records if any(key in r for key in panel.keys)]
-    key = next((key for key in panel.keys if all(key in r for r in records)), None)
-    values = {r["provider"]: float(r[key]) for r in records} if key is not None else {}
+    """Provider -> ratio to the reference, above 1 if better; and the values of ours and of the reference as text.
+
+    Args:
+        plot: The picture, with its reference.
+        panel: The compared value.
+        group: Records of one case. Without two comparable records the result is empty.
+    """
+    values = _values(panel, group)
     peers = [v for p, v in values.items() if (is_peer(p) if plot.reference is None else p == plot.reference)]
     if len(values) < 2 or not peers:
         return {}, ""
@@ -161,12 +164,19 @@ def ratios(plot: Plot, panel: Panel, group: Group) -> tuple[dict[str, float], st
     return {p: best / value if panel.lower else value / best for p, value in values.items()}, text
 
 
+def _values(panel: Panel, group: Group) -> dict[str, float]:
+    """Provider -> its value in a panel."""
+    records = [r for r in group.records if any(key in r for key in panel.keys)]
+    key = next((key for key in panel.keys if all(key in r for r in records)), None)
+    return {r["provider"]: float(r[key]) for r in records} if key is not None else {}
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def draw(found: Mapping[str, list[Record]], folder: Path) -> list[str]:
-    """Write the pictures that there are results for; their names."""
+    """Write the pictures of all benchmarks with results; returns their names."""
     drawn = []
     for name, plot in PLOTS.items():
         if shown := groups(plot, found.get(plot.benchmark, [])):
@@ -221,7 +231,7 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, shown: list[Group]) -> Non
         axes.set_xlim(min(0.8, min(reached) - 0.03), max(1.2, max(reached) + 0.03))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(f"{panel.title}\n(numbers: ours · what is at 1)", fontsize=9)
+    axes.set_title(f"{panel.title}\n(numbers: ours · reference)", fontsize=9)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     right = axes.secondary_yaxis("right")

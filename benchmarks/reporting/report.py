@@ -1,5 +1,4 @@
-"""`python -m benchmarks report`: the recorded results as plots, docs/benchmark-tables.md, docs/results.md and the table
-of the README."""
+"""`python -m benchmarks report`: writes plots, docs/benchmark-tables.md, docs/results.md and the README's table."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ NAMES = (
     "ops", "attention", "delta", "training", "nativize", "decoding", "quantized", "medusa", "demo",
     "loading", "float8-loss",
 )  # fmt: skip
-"""The benchmarks, whose results are in NAME-GPU.jsonl."""
+"""Names of benchmarks; their results are in NAME-GPU.jsonl."""
 
 
 def read(folder: Path, gpu: str) -> dict[str, list[Record]]:
-    """The records of each benchmark that may be reported, in order, and none of those that were never run."""
+    """Benchmark -> its records that may be reported, in order."""
     found = {name: _lines(folder, name, gpu) for name in NAMES}
     return {name: [_named(name, r) for r in every if why_not(r) is None] for name, every in found.items()}
 
 
 def left_out(folder: Path, gpu: str) -> list[str]:
-    """How many records of each benchmark are not reported, and why."""
+    """Messages with the number of records that are not reported, and the reasons."""
     found = []
     for name in NAMES:
         reasons = Counter(why_not(record) for record in _lines(folder, name, gpu))
@@ -42,7 +41,7 @@ def _lines(folder: Path, name: str, gpu: str) -> list[Record]:
 
 
 def _named(name: str, record: Record) -> Record:
-    """With a case and a provider, which not every benchmark calls so."""
+    """The record with `case` and `provider`, which some benchmarks name differently."""
     record = of_one_measure(record)
     if name == "quantized":
         return {**record, "model": record["case"], "case": f"{record['case']} {_size(record)}"}
@@ -51,20 +50,26 @@ def _named(name: str, record: Record) -> Record:
     if "what" not in record:
         return {"case": f"to {record.get('dtype')} on {record.get('device')}"} | record
     named = record | {"case": f"{record['case']} batch {record['batch']}", "provider": record["what"]}
-    if "tree" not in record["what"] and "step_ms" in record:  # How many tokens a tree yields depends on the heads.
+    if "tree" not in record["what"] and "step_ms" in record:  # tokens per tree step depend on the heads
         named["tokens_per_s"] = record["batch"] / record["step_ms"] * 1e3
     return named
 
 
 def _size(record: Record) -> str:
-    """Of a record of `benchmarks.cases.quantized_decoding`, what its case leaves out."""
+    """The size in a record of `benchmarks.cases.quantized_decoding`, which its case does not name."""
     if "linear" in record:
         return record["linear"] + (f", {record['rows']} tokens" if "rows" in record else "")
     return f"tree of {record['tree']}" if "tree" in record else f"batch {record['batch']}"
 
 
 def write(results: Path, gpu: str, out: Path) -> list[Path]:
-    """The page and the plots of the results in a folder; what was written."""
+    """Write the pages and the plots; returns their paths.
+
+    Args:
+        results: Folder of the results.
+        gpu: Suffix of the result files, such as h200.
+        out: Folder of the pages.
+    """
     from benchmarks.reporting import plots, summary, tables
 
     found = read(results, gpu)
@@ -80,9 +85,9 @@ def write(results: Path, gpu: str, out: Path) -> list[Path]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
-    parser.add_argument("--gpu", default="h200", help="whose results, the last part of their files' names")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder they are in")
-    parser.add_argument("--out", type=Path, default=DOCS, help="where pages and plots go")
+    parser.add_argument("--gpu", default="h200", help="GPU of the results: the last part of the files' names")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder for pages and plots")
     arguments = parser.parse_args()
     print(*write(arguments.results, arguments.gpu, arguments.out), sep="\n")
     if arguments.out == DOCS:

@@ -1,4 +1,4 @@
-"""The GPU demo as a picture: speed-up by batch size, greedy and typical."""
+"""Picture of the GPU demo: speed-up by batch size, greedy and typical."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.reporting.runs import last_run
 
 Record = dict[str, Any]
 COLOURS = {1: "#ff7f0e", 2: "#d62728"}
-"""Of the stage of training."""
+"""Stage of training -> colour."""
 STYLES = {"greedy": "-", "typical": "--"}
 
 
@@ -23,10 +23,10 @@ def _sorted(records: Sequence[Record]) -> list[Record]:
 
 def lines(records: Sequence[Record]) -> dict[tuple[int, str], list[tuple[int, float]]]:
     """(stage, acceptance) -> batch sizes and speed-ups of the last run."""
-    found: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    curves: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for r in _sorted(records):
-        found.setdefault((r["stage"], r["acceptance"]), []).append((r["batch"], float(r["speed_up"])))
-    return found
+        curves.setdefault((r["stage"], r["acceptance"]), []).append((r["batch"], float(r["speed_up"])))
+    return curves
 
 
 def draw(records: Sequence[Record], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/results.md and the table of the README: a few rows, each of one run, beside the fastest peer of that run."""
+"""docs/results.md and the table of the README: rows of one run each, beside the fastest peer of the run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ Record = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A case of a benchmark, by a provider of ours, and the command that measures it. `key` is what is compared: tokens
-    per second, or a time. `front`: the row is in the README too. In bf16 ours is beside peers in bf16, in float8 beside
-    all of them."""
+    """A case of a benchmark, by a provider of ours, and the command that measures it.
+
+    `key` is the compared value: tokens per second, or a time. `front`: the row is in the README too. Ours in bf16 is
+    compared with peers in bf16, ours in float8 with all peers.
+    """
 
     what: str
     benchmark: str
@@ -83,12 +85,12 @@ records are of the commits named: `make bench` measures the present code on your
 """
 
 TAIL = """
-A command is `python -m benchmarks` and what stands in the last column (`python -m benchmarks training ...`). What each
-counts is said by its `--help`.
+A command is `python -m benchmarks` and the last column (`python -m benchmarks training ...`); its `--help` describes
+the columns.
 
 ![training](training.png)
 
-- [How they are made](benchmarks.md): the commands, what every timed call is held to, which records are compared.
+- [How they are made](benchmarks.md): the commands, the checks of every timed call, which records are compared.
 - [The log](benchmark-log.md): how these numbers came about, what was tried and removed, lower bounds, memory-bound ops.
 - [The tables](benchmark-tables.md): the last record of every case and provider, and the targets.
 - Where a peer is faster, it shows above: `torch.compile` computes log-probabilities faster where its logits, several
@@ -97,7 +99,7 @@ counts is said by its `--help`.
 
 
 class Result(NamedTuple):
-    """A row as measured: both records, and by how much ours is faster and smaller (memory: None where not recorded)."""
+    """A measured row: both records, and the ratios of speed and of memory (None if it is not recorded)."""
 
     row: Row
     ours: Record
@@ -107,7 +109,7 @@ class Result(NamedTuple):
 
 
 def results(found: Mapping[str, list[Record]]) -> list[Result]:
-    """Of each row that has one, the last run beside the most peers."""
+    """The result of each measured row: the last run with the most peers."""
     measured = (_measured(row, found.get(row.benchmark, [])) for row in ROWS)
     return [result for result in measured if result is not None]
 
@@ -233,7 +235,7 @@ def _demo(records: Sequence[Record]) -> str:
 
 
 def write_front(readme: Path, found: Mapping[str, list[Record]]) -> None:
-    """Put the table in the place of the one in a README."""
+    """Replace the table in a README."""
     text = readme.read_text(encoding="utf-8")
     before, rest = text.split(MARKS[0])
     readme.write_text(before + front(found) + rest.split(MARKS[1])[1], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What this project wants to reach on an H200, and what the results say."""
+"""Targets of this project on an H200, and the measured values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 
 class Target(NamedTuple):
-    """`measured` is to be `sign` (≥ or ≤) `bound`; `limit` is what the same run shows that nothing could go beyond."""
+    """A target: `measured` should be `sign` (≥ or ≤) `bound`. `limit`: the best possible value, from the same run."""
 
     what: str
     sign: str
@@ -22,7 +22,7 @@ class Target(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether it is."""
+        """Whether the target is met."""
         return self.measured >= self.bound if self.sign == "≥" else self.measured <= self.bound
 
 
@@ -35,7 +35,7 @@ MEMORY_BOUND = {
     "rope": (0.93, 0.93),
     "qk_norm_rope": (0.90, 0.85),
 }
-"""Op -> share of the copy rate, forward and in both passes, at 16384 tokens."""
+"""Op -> fraction of the copy rate, forward and in both passes, at 16384 tokens."""
 
 AGAINST_LIGER = {
     "llama-3-8b 1x4096": 1.10,
@@ -47,12 +47,12 @@ AGAINST_LIGER = {
     "qwen2.5-7b 2x4096": 1.04,
     "qwen3-1.7b 4x4096": 1.06,
 }
-"""Case -> tokens/s over those of transformers + Liger."""
+"""Case -> ratio of tokens/s to transformers + Liger."""
 
 AGAINST_TRANSFORMERS = ("qwen3.5-9b 1x4096", "gemma-4-e4b 1x4096", "ministral-3-8b 2x4096")
-"""Cases of training beside plain transformers: 1.25 times its tokens/s, and no more memory."""
+"""Training cases beside plain transformers: 1.25 times its tokens/s, and no more memory."""
 OF_THE_GEMMS = {"llama-3-8b": 0.85, "qwen3.5-9b": 0.8, "gemma-4-e4b": 0.8}
-"""Model -> share of the speed of its GEMMs alone, decoding one sequence."""
+"""Model -> decode speed of one sequence, as a fraction of the speed of its GEMMs."""
 
 FLOAT8_OVER_BF16 = {
     "llama-3-8b 4x4096": 1.40,
@@ -60,22 +60,22 @@ FLOAT8_OVER_BF16 = {
     "qwen2.5-7b 2x4096": 1.35,
     "llama-3.2-1b 4x4096": 1.12,
 }
-"""Case -> tokens/s of training in float8 over those in bf16."""
+"""Case -> ratio of training tokens/s in float8 to bf16."""
 FLOAT8_SPEED = {"llama-3-8b 4x4096": (17_500, 18_800), "llama-3-8b 4x4096 LoRA 16": (24_000,)}
 """Case -> tokens/s of training in float8."""
 QUANTISED_SPEED = {"float8": 360, "int4": 500, "int4, head int4": 500}
-"""Format of the weights (of the head too, where it says so) -> tokens/s of decoding one sequence with Llama-3-8B."""
+"""Format of the weights -> tokens/s of decoding one sequence with Llama-3-8B."""
 
 LARGE_LOSSES = ("8192x4096x128256", "32768x4096x128256", "16384x2048x128256", "8192x2304x256000")
 
 
 def latest(records: list[Record]) -> list[Record]:
-    """The last of each case and provider."""
+    """The last record of each case and provider."""
     return list({(r["case"], r["provider"]): r for r in records}.values())
 
 
 class Results:
-    """Values of the last record of a case and provider, and ratios; None where one is missing."""
+    """Values of the last record of a case and provider, and ratios; None if a record is missing."""
 
     def __init__(self, records: list[Record]) -> None:
         self.records = {(r["case"], r["provider"]): r for r in records}
@@ -83,20 +83,27 @@ class Results:
         self.of_runs = {(r["case"], r["provider"], run_of(r)): r for r in records}
 
     def value(self, case: str, key: str, provider: str = "ligermodels") -> float | None:
-        """What the record has at `key`."""
+        """The value of `key` in the last record of a case and provider."""
         record = self.records.get((case, provider), {})
         return float(record[key]) if key in record else None
 
     def bound(self, case: str, provider: str = "ligermodels") -> float | None:
-        """Tokens/s of the least step that was measured beside the record's."""
+        """Tokens/s of the roofline of the record."""
         speed, share = (self.value(case, key, provider) for key in ("tokens_per_s", "of_floor"))
         return speed / share if speed and share else None
 
     def ratio(
         self, case: str, key: str, provider: str, of: str | None = None, ours: str = "ligermodels"
     ) -> float | None:
-        """Ours over that of a provider, in the same case or in the case `of`, of the last run of both; None if
-        one failed there."""
+        """Ratio of our value to a provider's value, in the last run that has both; None if one failed there.
+
+        Args:
+            case: Case of ours.
+            key: The compared value.
+            provider: The provider.
+            of: Case of the provider; `case` if None.
+            ours: Name of our provider.
+        """
         pair = ((case, ours), (of or case, provider))
         for run in self.runs:
             upper, lower = (self.of_runs.get((*each, run)) for each in pair)
@@ -106,7 +113,7 @@ class Results:
 
 
 def targets(found: Mapping[str, list[Record]]) -> list[Target]:
-    """Those that there are results for."""
+    """The targets with results."""
     ops, training, decoding, medusa = (Results(found[name]) for name in ("ops", "training", "decoding", "medusa"))
     every = [*_ops(ops), *_attention(latest(found["attention"])), *_training(training), *_generation(decoding)]
     every += _float8(training, medusa, Results(found.get("quantized", [])))
@@ -125,13 +132,17 @@ def _ops(results: Results) -> Iterator[Row]:
             for pass_, name, bound in zip(
                 ("forward", "both"), ("forward", "both passes"), MEMORY_BOUND[op], strict=True
             ):
-                # Called from Python, both passes of the smaller ones take as long as their launches.
+                # from Python, both passes of small ops take as long as their launches
                 share, at_size = (results.value(case, f"{pass_}_row_of_copy{end}") for end in ("", "_at_size"))
                 copy = share / at_size if share and at_size else None
                 yield f"{case}, {name}, of the copy rate, in a row", "≥", bound, share, copy
         if provider == "ligermodels" and op == "small":
             yield f"{case}, from Python, over torch's time", "≤", 2, results.ratio(case, "eager_us", "torch")
             yield f"{case}, in a CUDA graph, over torch's time", "≤", 1, results.ratio(case, "graph_us", "torch")
+    yield from _losses(results)
+
+
+def _losses(results: Results) -> Iterator[Row]:
     case = "cross_entropy in place 8192x128256"
     yield f"{case}, over one read and one write", "≤", 1.15, _inverse(results.value(case, "both_of_copy_at_size"))
     for shape in LARGE_LOSSES:
@@ -151,13 +162,13 @@ def _ops(results: Results) -> Iterator[Row]:
 
 
 def _apart(results: Results, case: str, tokens: int, _: int, vocab: int) -> float | None:
-    """The GEMMs and, apart from them, one read and one write of the logits at the copy rate, over the GEMMs."""
+    """Time of the GEMMs plus one read and one write of the logits at the copy rate, over the time of the GEMMs."""
     gemms, rate = results.value(case, "both_limit_ms"), results.value(case, "copy_bytes_per_s")
     return 1 + 4 * tokens * vocab / rate * 1e3 / gemms if gemms and rate else None
 
 
 def _least_mib(tokens: int, hidden: int, vocab: int) -> float:
-    """All logits, or the half of a float32 sum that has no room in the gradient, and the logits of a tile of rows."""
+    """MiB of all logits; or of the float32 sum beyond the gradient in bf16, plus the logits of 128 rows."""
     return 2 * vocab * min(tokens, hidden + 128) / 2**20
 
 
@@ -189,7 +200,7 @@ def _training(results: Results) -> Iterator[Row]:
     case = "ligermodels train, llama-3.2-1b 4x4096"
     yield f"{case}, tokens/s over the bare step", "≥", 0.98, results.ratio(case, "tokens_per_s", "bare step")
     for (case, provider), record in results.records.items():
-        if provider == "ligermodels" and record.get("lora_rank") is None:  # whose bound leaves LoRA's products out
+        if provider == "ligermodels" and record.get("lora_rank") is None:  # the bound leaves out LoRA's products
             yield f"{case}, share of the floor", "≥", 0.95, results.value(case, "of_floor")
 
 
