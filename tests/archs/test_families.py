@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from zoo import BASE, CONFIGS, MIXTURES, gradients_of, make_checkpoint, plain, relative_error, stored_as
+from zoo import BASE, CONFIGS, EACH_FAMILY, MIXTURES, gradients_of, make_checkpoint, plain, relative_error, stored_as
 
 import ligermodels as lm
 from ligermodels.cli.describe import checkpoint_facts
@@ -16,8 +16,7 @@ from ligermodels.verify import verify
 
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
 Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
-FIRST = list({config["model_type"]: name for name, config in reversed(CONFIGS.items())}.values())
-one_of_each_family = pytest.mark.parametrize("pair", FIRST, indirect=True)
+one_of_each_family = pytest.mark.parametrize("pair", EACH_FAMILY, indirect=True)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
