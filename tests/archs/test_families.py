@@ -89,7 +89,6 @@ def test_packed_documents_equal_separate_ones(pair: Pair) -> None:
     assert relative_error(together, torch.cat(apart, dim=1)) < TOLERANCE
 
 
-@one_of_each_family
 def test_medusa_heads_train_and_decode(pair: Pair) -> None:
     model = pair[2]
     medusa = lm.MedusaModel.from_base(model, num_heads=2)
