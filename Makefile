@@ -58,7 +58,7 @@ package: $(BIN)/.package
 # All benchmarks, or those of BENCH (BENCH="ops attention"), added to benchmarks/results/; then the report in docs/.
 bench: $(READY)
 	@$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('make bench needs a CUDA GPU; torch sees none')"
-	$(BIN)/python -m benchmarks.all $(BENCH)
+	$(BIN)/python -m benchmarks all $(BENCH)
 
 # torch comes first, alone and by its exact pin; the rest then fits itself to the build that pip found for this machine.
 $(READY): pyproject.toml constraints.txt

@@ -9,16 +9,7 @@ from torch import nn
 
 import ligermodels as lm
 from ligermodels.archs import Family, register
-from ligermodels.layers import (
-    AttentionConfig,
-    BlockConfig,
-    Layer,
-    LayerConfig,
-    Linear,
-    NormConfig,
-    RecurrentState,
-    RopeConfig,
-)
+from ligermodels.layers import AttentionConfig, BlockConfig, Layer, LayerConfig, Linear, NormConfig, RecurrentState
 
 
 class SquaredReLU(Layer, nn.Sequential):
@@ -55,7 +46,7 @@ class DecayConfig(LayerConfig):
 
 def decoder_config(config):
     size, layers, norm = config["hidden_size"], config["num_hidden_layers"], NormConfig(1e-6)
-    attention = AttentionConfig(4, 2, size // 4, rope=RopeConfig(size // 4), window=8)
+    attention = AttentionConfig(4, 2, size // 4, rope=lm.layers.RopeConfig(size // 4), window=8)
     mixers = [attention if layer % 2 else DecayConfig() for layer in range(layers)]
     blocks = tuple(BlockConfig(mixer, SquaredReLUConfig(3 * size), norm) for mixer in mixers)
     return lm.DecoderConfig(config["vocab_size"], size, blocks, norm)

@@ -11,12 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported, and inherited by the processes that tests start. Under xdist each worker has one thread,
-# whatever it inherits from the process that starts the workers, which has come by here too: threads that spin for one
-# another on cores that they all want take several times as long.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before torch is imported, and inherited by the processes that tests start. One thread: threads that spin for one
+# another on cores that other processes use take several times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hypothesis
@@ -32,13 +29,24 @@ hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="run whole products of parameters on the CPU too")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU skip tests marked `gpu`, and cover products of parameters pairwise: the interpreter is slow."""
     if HAS_CUDA:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.getoption("--every-case"):
+        from pairwise import pairwise
+
+        kept = set(pairwise(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -249,11 +249,16 @@ def test_every_field(config: Config) -> None:
     """Several at a time: where a field is ignored that should not be, those around it do not hide that."""
     fields = {**EVERY_FIELD, **FIELDS[config["model_type"]]}
     likely = {name: values_of(name, default, layers_of(config)) for name, default in fields.items()}
+    first = True
 
     @seed(crc32(json.dumps(config).encode()))
-    @settings(max_examples=FUZZ + 1, phases=[Phase.generate])  # the first is always the simplest
+    @settings(max_examples=FUZZ + 1, phases=[Phase.generate])
     @given(st.fixed_dictionaries(likely), st.permutations(sorted(fields)))
     def fuzz(values: Config, names: list[str]) -> None:
+        nonlocal first
+        if first:  # always the simplest values, so the least telling
+            first = False
+            return
         alone = ((name, {name: values[name]}) for name in names)
         taken = [name for name, one in alone if accepted(config, one) and transformers_accepts(config, one)]
         taken = [name for name in taken if name not in TOWERS or name not in config]
@@ -304,7 +309,7 @@ def test_garbage(model_type: str) -> None:
     fields = st.sampled_from(sorted({*FIELDS[model_type], *ONE_OF[model_type]} - {"model_type"}))
 
     @seed(crc32(model_type.encode()))
-    @settings(max_examples=8 * FUZZ)
+    @settings(max_examples=4 * FUZZ)
     @given(st.dictionaries(fields, garbage, max_size=2), st.sets(fields, max_size=1))
     def fuzz(changed: Config, lost: set[str]) -> None:
         config = {**copy.deepcopy(ONE_OF[model_type]), **changed}

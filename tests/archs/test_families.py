@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from zoo import BASE, CONFIGS, MIXTURES, gradients_of, make_checkpoint, plain, relative_error, stored_as
+from zoo import BASE, CONFIGS, EACH_FAMILY, MIXTURES, gradients_of, make_checkpoint, plain, relative_error, stored_as
 
 import ligermodels as lm
 from ligermodels.cli.describe import checkpoint_facts
@@ -16,6 +16,7 @@ from ligermodels.verify import verify
 
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
 Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
+one_of_each_family = pytest.mark.parametrize("pair", EACH_FAMILY, indirect=True)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -101,8 +102,8 @@ def test_medusa_heads_train_and_decode(pair: Pair) -> None:
         optimizer.step()
     assert losses[1] < losses[0]
     prompts = [ids[0, :5].tolist(), ids[1, :23].tolist()]
-    plain = model.generate(prompts, max_new_tokens=30, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(medusa.generate(prompts, max_new_tokens=30, eos_token_id=None, pad_token_id=0), plain)
+    plain = model.generate(prompts, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(medusa.generate(prompts, max_new_tokens=12, eos_token_id=None, pad_token_id=0), plain)
     model.requires_grad_(True)
 
 
@@ -126,6 +127,7 @@ def test_export_is_byte_equal_and_opens_in_transformers(pair: Pair, tmp_path: Pa
     assert kept[0] == kept[1]
 
 
+@one_of_each_family
 def test_bf16_is_no_worse_than_transformers(pair: Pair) -> None:
     folder, oracle, _ = pair
     with torch.no_grad():
@@ -138,6 +140,7 @@ def test_bf16_is_no_worse_than_transformers(pair: Pair) -> None:
     assert errors[0] <= 1.1 * errors[1]
 
 
+@one_of_each_family
 @pytest.mark.parametrize("mixed", [False, True], ids=["bf16", "autocast"])
 def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixed: bool) -> None:
     """Against fp64: the loss, each gradient and all together; of parameters in bf16, or in fp32 under autocast."""

@@ -1,4 +1,4 @@
-"""Providers that cheat are caught by the benchmarks: each in the way that `benchmarks.checks` names."""
+"""Providers that cheat are caught by the benchmarks: each in the way that `benchmarks.timing.checks` names."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +10,11 @@ import torch
 from benching import without_a_device
 from torch import Tensor
 
-from benchmarks import __main__ as ops_benchmark
-from benchmarks import attention, checks, losses, measure, ops
-from benchmarks.case import Case, Passes, random
+from benchmarks.cases import attention, losses, ops
+from benchmarks.reporting import recording
+from benchmarks.timing import checks, measure
+from benchmarks.timing import op as ops_benchmark
+from benchmarks.timing.case import Case, Passes, random
 
 Compute = Callable[[], Tensor]
 
@@ -159,8 +161,8 @@ def test_a_cheat_has_no_time(name: str, small: bool) -> None:
     record = measured(product(Provider(make()), small=small))
     where = "(once its inputs|in a timed|when its CUDA graph|after it was timed|for another shape)"
     with pytest.raises(SystemExit, match=rf"wrong by .* {where if small else found_out}"):
-        measure.end([record])
-    assert not [key for key in record if key in ops_benchmark.COLUMNS and key != "error"]
+        recording.end([record])
+    assert not [key for key in record if key in ops.COLUMNS and key != "error"]
 
 
 @pytest.mark.usefixtures("on_the_cpu")

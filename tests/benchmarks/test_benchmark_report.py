@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import demo, measure, peers, plots, report, speed_ups, summary, targets
-from benchmarks.runs import why_not
+from benchmarks.cases import demo, peers
+from benchmarks.reporting import plots, recording, report, speed_ups, summary, targets
+from benchmarks.reporting.runs import why_not
 
 
 def test_the_report_of_the_stored_results(tmp_path: Path) -> None:
-    written = report.write(measure.RESULTS, "h200", tmp_path)
+    written = report.write(recording.RESULTS, "h200", tmp_path)
     assert all(path.stat().st_size > 500 for path in written)
     page = written[0].read_text(encoding="utf-8")
     assert "| llama-3-8b 4x4096 | ligermodels |" in page
@@ -21,7 +22,7 @@ def test_the_report_of_the_stored_results(tmp_path: Path) -> None:
 
 def test_the_front_pages_have_the_stored_results() -> None:
     """No number in the README or in docs/results.md but those of the records."""
-    found = report.read(measure.RESULTS, "h200")
+    found = report.read(recording.RESULTS, "h200")
     assert (report.DOCS / "results.md").read_text(encoding="utf-8") == summary.page(found)
     assert summary.front(found) in (report.DOCS.parent / "README.md").read_text(encoding="utf-8")
 
@@ -53,7 +54,7 @@ def test_only_records_of_one_run_are_compared() -> None:
 
 
 def test_every_provider_has_a_colour_and_every_picture_a_gpu_and_a_date() -> None:
-    found = report.read(measure.RESULTS, "h200")
+    found = report.read(recording.RESULTS, "h200")
     for name, plot in plots.PLOTS.items():
         shown = plots.groups(plot, found[plot.benchmark])
         assert shown and {r["provider"] for group in shown for r in group.records} <= plots.COLOURS.keys(), name
@@ -66,17 +67,17 @@ def test_a_report_takes_the_last_record_and_misses_no_field(tmp_path: Path) -> N
         {"case": "small rms_norm 1x4096", "provider": p, "commit": "bbbbbbb"} for p in ("ligermodels", "torch")
     )
     old = ours | {"eager_us": 90.0, "commit": "aaaaaaa"}
-    measure.write(tmp_path / "in" / "ops-h200.jsonl", [old, ours | {"eager_us": 30.0}, theirs | {"eager_us": 20.0}])
+    recording.write(tmp_path / "in" / "ops-h200.jsonl", [old, ours | {"eager_us": 30.0}, theirs | {"eager_us": 20.0}])
     (target,) = targets.targets(report.read(tmp_path / "in", "h200"))
     assert (target.measured, target.met) == (1.5, True)
-    measure.write(tmp_path / "in" / "ops-h200.jsonl", [old])
+    recording.write(tmp_path / "in" / "ops-h200.jsonl", [old])
     assert targets.targets(report.read(tmp_path / "in", "h200")) == [target]  # by the last commit that both are of
     failed = [ours | {"failed": "out of memory", "commit": "ccccccc"}, theirs | {"eager_us": 20.0, "commit": "ccccccc"}]
-    measure.write(
+    recording.write(
         tmp_path / "failed" / "ops-h200.jsonl", [ours | {"eager_us": 30.0}, theirs | {"eager_us": 20.0}, *failed]
     )
     assert targets.targets(report.read(tmp_path / "failed", "h200")) == []  # nothing older stands in for it
-    measure.write(tmp_path / "apart" / "ops-h200.jsonl", [old, theirs | {"eager_us": 20.0}])
+    recording.write(tmp_path / "apart" / "ops-h200.jsonl", [old, theirs | {"eager_us": 20.0}])
     assert targets.targets(report.read(tmp_path / "apart", "h200")) == []
     names = [path.name for path in report.write(tmp_path / "in", "h200", tmp_path / "out")]
     assert names == ["benchmark-tables.md", "results.md", "small.png"]
@@ -93,14 +94,14 @@ def test_records_of_no_commit_or_of_another_measure_are_not_compared(tmp_path: P
     uncommitted = [r | {"tokens_per_s": 900.0, "commit": "working tree before abcdef1"} for r in (ours, theirs)]
     old = [ours | {"tokens_per_s": 200.0, "of_floor": 0.5, "floor_ms": 3.0, "floor_gemms_ms": 1.0}]
     new = [theirs | {"tokens_per_s": 100.0, "measure": 2}]
-    measure.write(tmp_path / "training-h200.jsonl", [*uncommitted, *old, *new])
+    recording.write(tmp_path / "training-h200.jsonl", [*uncommitted, *old, *new])
     found = report.read(tmp_path, "h200")
     assert [r["tokens_per_s"] for r in found["training"]] == [200.0, 100.0]
     assert not {"of_floor", "floor_ms", "floor_gemms_ms"} & found["training"][0].keys()
     assert targets.targets(found) == [] and summary.results(found) == []
     (page, *_) = report.write(tmp_path, "h200", tmp_path)
     assert "- training: 2 records of no commit (working tree before abcdef1)" in page.read_text()
-    measure.write(tmp_path / "training-h200.jsonl", [ours | {"tokens_per_s": 250.0, "measure": 2}])
+    recording.write(tmp_path / "training-h200.jsonl", [ours | {"tokens_per_s": 250.0, "measure": 2}])
     (result,) = summary.results(report.read(tmp_path, "h200"))
     assert (result.speed, targets.targets(report.read(tmp_path, "h200"))[0].measured) == (2.5, 2.5)
 
@@ -119,9 +120,9 @@ def test_changed_code_is_of_no_commit(tmp_path: Path, monkeypatch: pytest.Monkey
         git(*line.split())
     for name in ("benchmarks/results/a.jsonl", "tests/a.py"):
         (tmp_path / name).write_text("more")
-    assert why_not({"commit": measure.commit()}) is None
+    assert why_not({"commit": recording.commit()}) is None
     (tmp_path / "ligermodels/a.py").write_text("more")
-    assert "with changes" in str(why_not({"commit": measure.commit()}))
+    assert "with changes" in str(why_not({"commit": recording.commit()}))
     assert why_not({}) is not None and why_not({"commit": "unknown"}) is not None
 
 
@@ -139,7 +140,7 @@ def test_the_report_of_a_gpu_demo(tmp_path: Path) -> None:
     assert [r["case"] for r in records if "float32_same" in r] == ["stage 1 greedy batch 1"]
     common = {"gpu": "NVIDIA H200", "date": "2026-01-01"}
     old = [{**r, **common, "commit": "0000000", "speed_up": 9.0} for r in records]
-    measure.write(tmp_path / "demo-h200.jsonl", [*old, *({**r, **common, "commit": "abcdef1"} for r in records)])
+    recording.write(tmp_path / "demo-h200.jsonl", [*old, *({**r, **common, "commit": "abcdef1"} for r in records)])
     found = report.read(tmp_path, "h200")
     lines = speed_ups.lines(found["demo"])
     assert len(lines) == 4
@@ -168,9 +169,9 @@ def test_float8_is_beside_all_and_bf16_beside_bf16(tmp_path: Path) -> None:
     case = {"case": "llama-3-8b 4x4096", "commit": "abcdef1", "gpu": "G"}
     records = [case | {"provider": p, "tokens_per_s": 125 * v, "peak_gib": 10.0} for p, v in speeds.items()]
     records[1]["peak_gib"] = 10.25
-    measure.write(tmp_path / "training-h200.jsonl", records)
+    recording.write(tmp_path / "training-h200.jsonl", records)
     case = {"case": "llama-3-8b 5 heads 4x4096 0% ignored", "commit": "abcdef1", "provider": "ligermodels float8"}
-    measure.write(tmp_path / "medusa-h200.jsonl", [case | {"tokens_per_s": 26_000.0}])
+    recording.write(tmp_path / "medusa-h200.jsonl", [case | {"tokens_per_s": 26_000.0}])
     found = report.read(tmp_path, "h200")
     compared = {r.ours["provider"]: (r.peer["provider"], r.speed) for r in summary.results(found)}
     assert compared == {"ligermodels": ("transformers + liger", 1.25), "ligermodels + float8": (peers.TORCHAO, 1.25)}
@@ -198,9 +199,9 @@ def test_the_limit_of_a_speed_is_its_lower_bound(tmp_path: Path) -> None:
     case |= {"step_ms": 900.0, "tokens_per_s": 18_000.0}
     lora = facts | {"case": "llama-3-8b 4x4096 LoRA 16", "provider": "ligermodels", "lora_rank": 16}
     lora |= {"tokens_per_s": 16_000.0, "of_floor": 0.8}
-    measure.write(tmp_path / "training-h200.jsonl", [case | {"floor_ms": 810.0, "of_floor": 0.9}, lora])
+    recording.write(tmp_path / "training-h200.jsonl", [case | {"floor_ms": 810.0, "of_floor": 0.9}, lora])
     medusa = facts | {"case": "llama-3-8b 5 heads 4x4096 0% ignored", "provider": "ligermodels float8"}
-    measure.write(tmp_path / "medusa-h200.jsonl", [medusa | {"tokens_per_s": 24_000.0, "of_floor": 0.96}])
+    recording.write(tmp_path / "medusa-h200.jsonl", [medusa | {"tokens_per_s": 24_000.0, "of_floor": 0.96}])
     found = targets.targets(report.read(tmp_path, "h200"))
     limits = {(t.what.rsplit(", ", 1)[0], t.bound): pytest.approx(t.limit) for t in found}
     assert limits == {
@@ -211,7 +212,7 @@ def test_the_limit_of_a_speed_is_its_lower_bound(tmp_path: Path) -> None:
     }
     page = report.write(tmp_path, "h200", tmp_path / "out")[0].read_text()
     assert "| llama-3-8b 4x4096 in float8, tokens/s | ≥ 18800 | 18,000 | **no** | 20,000 |" in page
-    measure.write(tmp_path / "training-h200.jsonl", [case])
+    recording.write(tmp_path / "training-h200.jsonl", [case])
     assert all(t.limit is None for t in targets.targets(report.read(tmp_path, "h200")) if "4x4096 in float8" in t.what)
 
 
@@ -229,7 +230,7 @@ def test_decoding_with_quantised_weights(tmp_path: Path) -> None:
     records += [linear | {"rows": 4, "ms": 0.02, "of_limit": 0.3}, linear | {"failed": "no torchao"}]
     old = [{**records[0], "commit": "0000000", "tokens_per_s": 9e9}]
     old.append({**records[0], "commit": "0000000", "provider": "ligermodels int4, head int4", "tokens_per_s": 600.0})
-    measure.write(tmp_path / "quantized-h200.jsonl", [*old, *records])
+    recording.write(tmp_path / "quantized-h200.jsonl", [*old, *records])
     found = report.read(tmp_path, "h200")
     cases = dict.fromkeys(r["case"] for r in found["quantized"])
     assert list(cases) == [
@@ -260,12 +261,14 @@ def test_targets_of_newer_families(tmp_path: Path) -> None:
     case = {"case": "gemma-4-e4b 1x4096", "commit": "abcdef1"}
     ours = {"provider": "ligermodels", "tokens_per_s": 130.0, "peak_gib": 30.0}
     theirs = {"provider": "transformers", "tokens_per_s": 100.0, "peak_gib": 20.0}
-    measure.write(tmp_path / "training-h200.jsonl", [case | ours, case | theirs])
+    recording.write(tmp_path / "training-h200.jsonl", [case | ours, case | theirs])
     step = {"case": "qwen3.5-9b", "batch": 1, "commit": "abcdef1"}
     plain = step | {"what": "ligermodels", "step_ms": 5.0, "of_limit": 0.75}
-    measure.write(tmp_path / "decoding-h200.jsonl", [plain, step | {"what": "medusa tree step", "failed": "no heads"}])
+    recording.write(
+        tmp_path / "decoding-h200.jsonl", [plain, step | {"what": "medusa tree step", "failed": "no heads"}]
+    )
     one = {"case": "step, batch 1", "provider": "ligermodels", "us": 12.0, "of_copy": 0.7, "commit": "abcdef1"}
-    measure.write(tmp_path / "delta-h200.jsonl", [one])
+    recording.write(tmp_path / "delta-h200.jsonl", [one])
     found = [(t.what, t.measured, t.met) for t in targets.targets(report.read(tmp_path, "h200"))]
     assert found == [
         ("gemma-4-e4b 1x4096, tokens/s over transformers", 1.3, True),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks import float8_block, measure
+from benchmarks.cases import float8_block
+from benchmarks.timing import measure
 from ligermodels.ops import Float8Tensor
 
 SIZES = {"BATCH": 2, "LENGTH": 24, "HIDDEN": 64, "INTERMEDIATE": 96, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}

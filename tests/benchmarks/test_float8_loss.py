@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import float8_loss, loss_curves, measure, report, targets
+from benchmarks.cases import float8_loss
+from benchmarks.reporting import loss_curves, recording, report, targets
+from benchmarks.timing import measure
 from ligermodels.demo.corpus import python_sources
 from ligermodels.errors import InputError
 from ligermodels.layers.float8 import Float8
@@ -122,7 +124,7 @@ def _records(gap: float, **other: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("gap, met", [(-0.01, True), (0.03, False)])
 def test_report(tmp_path: Path, gap: float, met: bool) -> None:
-    measure.write(tmp_path / "float8-loss-h200.jsonl", [*_records(9.0, data="other"), *_records(gap)])
+    recording.write(tmp_path / "float8-loss-h200.jsonl", [*_records(9.0, data="other"), *_records(gap)])
     found = report.read(tmp_path, "h200")
     (target,) = targets.targets(found)
     assert (target.measured, target.met) == (pytest.approx(abs(gap) / 0.02), met)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import float8_scaled_mm as benchmark
-from benchmarks import measure
+from benchmarks.cases import float8_scaled_mm as benchmark
+from benchmarks.timing import measure
 
 SHAPES = {"qkv": (384, 256), "down": (256, 512)}
 

@@ -9,7 +9,8 @@ import torch
 from benching import without_a_device
 from zoo import BASE
 
-from benchmarks import measure, quantized_decoding
+from benchmarks.cases import quantized_decoding
+from benchmarks.timing import measure
 
 SMALL = {
     **BASE,
@@ -28,8 +29,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_decoding, "CONFIGS", {"llama-3-8b": SMALL})
     monkeypatch.setattr(quantized_decoding, "ROWS", (1, 3))
     monkeypatch.setattr(quantized_decoding, "PROMPT", 3)
-    monkeypatch.setattr("benchmarks.decoding.SHORT", 2)
-    monkeypatch.setattr("benchmarks.decoding.LONG", 5)
+    monkeypatch.setattr("benchmarks.cases.decoding.SHORT", 2)
+    monkeypatch.setattr("benchmarks.cases.decoding.LONG", 5)
 
 
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ligermodels as lm
-from benchmarks import demo, report
+from benchmarks.cases import demo
+from benchmarks.reporting import report
 from ligermodels.demo import (
     END,
     DemoSettings,

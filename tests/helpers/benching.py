@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import measure
+from benchmarks.timing import measure
 
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 16, "vocab_size": 128, "num_hidden_layers": 2}
+"""Sizes of a config that a CPU runs."""
 CALLS = 3
 """That a time is the median of."""
 

@@ -103,7 +103,7 @@ def main(check: bool) -> int | str:
     """Exit status, or what is wrong."""
     matrix = Matrix()
     files = sorted({str(TESTS / pattern.partition("::")[0]) for group in CAPABILITIES.values() for pattern in group})
-    status = pytest.main([*files, *(["--collect-only", "-qq"] if check else ["-q"])], plugins=[matrix])
+    status = pytest.main([*files, "--every-case", *(["--collect-only", "-qq"] if check else ["-q"])], plugins=[matrix])
     if faults := matrix.faults():
         return "\n".join(faults)
     if not check:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import CONFIGS
+from zoo import CONFIGS, EACH_FAMILY
 
 import ligermodels as lm
 from ligermodels.errors import InputError
@@ -30,7 +30,7 @@ def gradients(model: lm.CausalLM, ids: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EACH_FAMILY)
 def test_same_gradients(name: str, mode: str) -> None:
     model, ids = make(name), torch.randint(100, (2, 19))
     wanted = gradients(model, ids)

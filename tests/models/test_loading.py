@@ -38,9 +38,9 @@ def test_memory_and_time_beside_transformers(
     """Two layers and the embedding of Llama 3 8B, 1.9 GB in shards; as stored, where both map what they can, and cast.
 
     As stored, ours copies what is one weight here and several in the files: of each layer q, k and v, and gate and up.
-    `benchmarks.loading` says what is measured, and how.
+    `python -m benchmarks loading --help` says what is measured, and how.
     """
-    command = [sys.executable, "-m", "benchmarks.loading", large, "--device=cpu", "--dtype", dtype, "--rounds=3"]
+    command = [sys.executable, "-m", "benchmarks", "loading", large, "--device=cpu", "--dtype", dtype, "--rounds=3"]
     command += ["--num-hidden-layers=2", "--tied", "--max-shard-size=500MB", "--out", tmp_path / "out"]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr

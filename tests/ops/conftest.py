@@ -30,6 +30,7 @@ MARKS = {"reference": (), "interpreter": (pytest.mark.kernels,), "cuda": (pytest
     params=[
         pytest.param((place, dtype), id=f"{place}-{str(dtype).removeprefix('torch.')}", marks=MARKS[place])
         for place, dtypes in PLACES.items()
+        if place == "reference" or (place == "cuda") == torch.cuda.is_available()
         for dtype in dtypes
     ]
 )

@@ -1,8 +1,6 @@
 """Bad values on CUDA as an error on the host, where that is asked for; on the CPU they always are."""
 
-import os
-import subprocess
-import sys
+import runpy
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,13 +38,12 @@ def test_where_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_checks.checked_on_host(cuda) != capturing
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("1", "True"), ("0", "False"), ("", "False"), (None, "False")])
-def test_the_environment_asks_for_them(value: str | None, wanted: str) -> None:
-    environment = {name: x for name, x in os.environ.items() if name != "LIGERMODELS_HOST_CHECKS"}
-    environment |= {} if value is None else {"LIGERMODELS_HOST_CHECKS": value}
-    command = [sys.executable, "-c", "from ligermodels.ops.runtime import host_checks; print(host_checks._on_cuda)"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == wanted
+@pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_the_environment_asks_for_them(value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGERMODELS_HOST_CHECKS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("LIGERMODELS_HOST_CHECKS", value)
+    assert runpy.run_path(host_checks.__file__)["_on_cuda"] == wanted
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -230,9 +230,14 @@ def test_gradients_in_float64() -> None:
 
 
 @peak_memory.needs_linux
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "options", [{}, {"divergence": "reverse_kl", "reduction": "none"}, {"divergence": "jsd", "softcap": 5.0}], ids=str
+    ("dtype", "options"),
+    [
+        ("bfloat16", {}),
+        ("float32", {"divergence": "reverse_kl", "reduction": "none"}),
+        ("float32", {"divergence": "jsd", "softcap": 5.0}),
+    ],
+    ids=str,
 )
 def test_memory_stays_within_the_budget(dtype: str, options: dict[str, Any]) -> None:
     """Forward and backward, where the logits would be five times the budget; twice the budget would show."""

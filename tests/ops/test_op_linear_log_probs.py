@@ -272,8 +272,7 @@ def test_gradients_in_float64(options: dict[str, Any]) -> None:
 
 
 @peak_memory.needs_linux
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head", ["trained", "frozen"])
+@pytest.mark.parametrize(("dtype", "head"), [("float32", "trained"), ("bfloat16", "frozen")])
 def test_memory_stays_within_the_budget(dtype: str, head: str) -> None:
     """Forward and backward, where the logits would be ten times the budget; twice the budget would show."""
     budget = peak_memory.T * peak_memory.V * getattr(torch, dtype).itemsize // 10

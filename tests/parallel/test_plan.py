@@ -10,10 +10,10 @@ import pytest
 import torch
 import typer
 from typer.testing import CliRunner
-from zoo import BASE, CONFIGS
+from zoo import BASE, CONFIGS, EACH_FAMILY
 
 import ligermodels as lm
-from benchmarks.models import CONFIGS as MODELS
+from benchmarks.cases.models import CONFIGS as MODELS
 from ligermodels.cli import app
 from ligermodels.cli.plan import memory_size
 from ligermodels.errors import ConfigError, InputError
@@ -56,7 +56,7 @@ def test_memory_is_that_measured_on_an_h200(record: dict[str, Any]) -> None:
     assert abs(found / peak - 1) < 0.05, (found / GIB, record["peak_gib"])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EACH_FAMILY)
 def test_every_family_can_be_asked(name: str) -> None:
     model = on_meta(CONFIGS[name])
     found = {}

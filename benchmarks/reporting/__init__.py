@@ -1,0 +1,1 @@
+"""Reporting: records of results, the runs that may be compared, plots, tables and pages."""
