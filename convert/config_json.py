@@ -36,6 +36,16 @@ def as_config(config: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
+def as_object(value: Any) -> Mapping[str, Any]:
+    """`value` if it is a JSON object; otherwise an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def is_int(value: Any) -> bool:
+    """Whether `value` is a whole number; True and False are none, although Python's `bool` is an `int`."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 THINKER, TEXT = "thinker_config", "text_config"
 """Fields in which a config of several models holds that of the one that reads and writes text: the first, where there
 is one (Qwen's Omni models), holds the second."""

@@ -8,15 +8,15 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
-from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.convert.config_json import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
+from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 DEEPSEEK_V3 = {
     "vocab_size": 129280,
@@ -138,4 +138,6 @@ def _softmax_scale(fields: Fields, key_dim: int) -> float | None:
     return float(key_dim**-0.5 * yarn_mscale(settings.number("factor", positive=True), mscale) ** 2)
 
 
-FAMILIES = (Family("deepseek_v3", deepseek_v3, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)
+FAMILIES = (
+    Family("deepseek_v3", deepseek_v3, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=NUMBERED_LAYERS),
+)

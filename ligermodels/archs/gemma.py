@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
 from ligermodels.archs.multimodal import BESIDE_VISION_TOWER, TextModel, wrapper
 from ligermodels.layers import NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 COMMON = {
     "pad_token_id": 0,

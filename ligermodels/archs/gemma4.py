@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from ligermodels.archs.compose import ACTIVATIONS, decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
 from ligermodels.archs.heads import heads_by_type
 from ligermodels.archs.multimodal import TextModel, layouts, wrapper
@@ -27,6 +26,7 @@ from ligermodels.layers import (
     ValueConfig,
 )
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 UNIFIED = {
     "vocab_size": 262144,

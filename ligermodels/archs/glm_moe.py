@@ -8,11 +8,11 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
-from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
+from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 GLM4_MOE = {
     "vocab_size": 151552,
@@ -74,4 +74,4 @@ def glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)
+FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=NUMBERED_LAYERS),)

@@ -7,10 +7,10 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields, renamed
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig, RouterConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 98304,

@@ -8,11 +8,11 @@ from typing import Any
 from ligermodels.archs import mixtral
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MoEConfig, NormConfig, QKNormConfig, RouterConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 MINIMAX_M2 = {
     "vocab_size": 200064,

@@ -7,15 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.convert.config_json import TEXT, THINKER, short
-from ligermodels.convert.loading import Reader
 from ligermodels.errors import ConfigError
 from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import FamilyLike
+from ligermodels.models.families import Family
 from ligermodels.models.untie import TIED
 
 SHARED = (
@@ -197,23 +193,3 @@ def plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
                 plain |= {key: "default"} if plain.get(key) == "mrope" else {}
             found[name] = plain
     return found
-
-
-def tied_as_stored(config: dict[str, Any], family: FamilyLike, reader: Reader) -> dict[str, Any]:
-    """The config of a multimodal checkpoint, saying whether the checkpoint of `reader` has a tied head.
-
-    Files have `tie_word_embeddings` beside text_config, in it, in both or in neither, and the defaults of config
-    classes do not fit all checkpoints. Where both are there and are equal, they count; else the head is tied if it is
-    not stored, or is equal to the embedding.
-    """
-    if isinstance(thinker := config.get(THINKER), Mapping):
-        return {**config, THINKER: tied_as_stored(dict(thinker), family, reader)}
-    text = config.get(TEXT)
-    flags = [config.get(TIED), (text if isinstance(text, Mapping) else config).get(TIED)]
-    unclear = flags[0] is None or flags[0] != flags[1]
-    if family.text is None or not unclear or not all(flag in (None, True, False) for flag in flags):
-        return config
-    names = reader.headers
-    places = [(layout["head"], f"{layout['prefix']}.embed_tokens.weight") for layout in family.layouts]
-    stored = [[reader.read(name) for name in place] for place in places if all(name in names for name in place)]
-    return {**config, TIED: all(torch.equal(head, embedding) for head, embedding in stored)}

@@ -7,12 +7,12 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, mixture, sparse_layers
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, Fields
 from ligermodels.archs.multimodal import TextModel, layouts, plain_rope, wrapper
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, GatedDeltaNetConfig, LayerConfig, NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 LINEAR = "linear_attention"
 QWEN3_5 = {
