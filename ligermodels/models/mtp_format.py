@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.convert.config_json import TEXT, as_object, is_int
+from ligermodels.convert.config_json import TEXT
+from ligermodels.convert.json_values import as_object, is_int
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, short
