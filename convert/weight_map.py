@@ -181,8 +181,8 @@ class WeightMap:
     def _planned(
         self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]
     ) -> tuple[list[_Filled], list[_Filled], list[tuple[WeightMapping, Tensor]]]:
-        """Plain tensors with their pieces; this rank's rows of DTensors with their pieces; and DTensors that are sharded
-        along another dimension than rows."""
+        """Plain tensors with their pieces; this rank's rows of DTensors with their pieces; and DTensors that are not
+        sharded by rows."""
         plain: list[_Filled] = []
         shards: list[_Filled] = []
         others: list[tuple[WeightMapping, Tensor]] = []
