@@ -1,4 +1,4 @@
-"""AFM: Llama with feed-forward layers that have no gate."""
+"""AFM: Llama with ungated feed-forward layers."""
 
 from __future__ import annotations
 

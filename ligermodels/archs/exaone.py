@@ -1,4 +1,4 @@
-"""EXAONE 4: norms only after the sublayers and over the heads of queries and keys; NoPE where there is no window."""
+"""EXAONE 4: norms only after the sublayers and over the heads of queries and keys; NoPE in full-attention layers."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
 
 
 def _experts(fields: Fields, norm: NormConfig) -> MoEConfig | None:
-    """The experts beside each dense layer, if there are any."""
+    """The mixture of experts beside each dense layer, or None."""
     names = ("num_experts", "top_k_experts", "moe_intermediate_size")
     fields.ignore(*names)
     if not fields.flag("enable_moe_block", False):
@@ -122,7 +122,7 @@ def _experts(fields: Fields, norm: NormConfig) -> MoEConfig | None:
     count, chosen, size = (own.size(name) for name in names)
     if chosen > count:
         raise ConfigError(f"{own.where}: top_k_experts {chosen} is above num_experts {count}")
-    scaled = NormConfig(norm.eps)  # Here the product with the weight is one of rounded values.
+    scaled = NormConfig(norm.eps)  # here rounded values are multiplied by the weight
     factor = fields.size("hidden_size") ** -0.5
     router = RouterConfig(count, chosen, norm=scaled, input_scale=factor, expert_scales=True)
     return MoEConfig(router, size, aux_loss=False)
@@ -136,7 +136,13 @@ LAYOUTS = layouts(
 
 
 def families(name: str, architecture: str, *, unified: bool) -> tuple[Family, Family]:
-    """The text model alone, and the multimodal checkpoints around it."""
+    """The families of the text model alone, and of multimodal checkpoints.
+
+    Args:
+        name: `model_type` of the multimodal checkpoints.
+        architecture: class of the text model in transformers.
+        unified: the argument of `gemma4`.
+    """
     compose = partial(gemma4, unified=unified)
     text = Family(f"{name}_text", compose, [{"names": EXPERTS}], ROPES, attribute_map=dict.fromkeys(UNREAD_ROPE))
     return text, wrapper(name, {text.model_type: TextModel(text, architecture)}, LAYOUTS, tied=True)

@@ -52,14 +52,14 @@ def gpt_oss(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `GptOssConfig` dict."""
     fields = Fields(renamed(config, "num_local_experts", "num_experts"), DEFAULTS)
     fields.choices("hidden_act", "silu", "swish", default="silu")
-    # Older names, in published configs beside today's, which alone are read by transformers.
+    # Published configs also have older names of these fields; transformers reads only the newer names.
     context = rope_parameters(config, ROPE).get("original_max_position_embeddings")
-    for name, today, value in (
+    for name, newer, value in (
         ("experts_per_token", "num_experts_per_tok", fields.config["num_experts_per_tok"]),
         ("initial_context_length", "original_max_position_embeddings", context),
     ):
         if value is not None and fields.optional_size(name) not in (None, value):
-            raise ConfigError(f"{fields.where}: {name} = {fields.config[name]} contradicts {today} = {value}")
+            raise ConfigError(f"{fields.where}: {name} = {fields.config[name]} contradicts {newer} = {value}")
     bias = fields.flag("attention_bias", True)
     windows = fields.windows(lambda layer: layer % 2 == 0)
     activation: dict[str, Any] = {

@@ -32,7 +32,7 @@ DEFAULTS = {
 }
 THETAS = {SLIDING: 1e4, FULL: 5e5}
 OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
-"""Fields of transformers 4, in which there was no Mellum."""
+"""Fields of transformers 4, which has no Mellum; exports leave them out."""
 DENSE, SPARSE = "dense", "sparse"
 
 

@@ -16,7 +16,7 @@ MISTRAL3 = {
     "vocab_size": 131072,
     "rope_theta": 1e9,
 }
-"""The `text_config` of a Mistral 3 that has none."""
+"""The `text_config` of a Mistral 3 config that has none."""
 
 MISTRAL, _, MINISTRAL3 = mistral.FAMILIES
 (MISTRAL4,) = mistral4.FAMILIES

@@ -1,4 +1,4 @@
-"""Mistral Small 4: DeepSeek-V3 with a softmax in the router, and queries that grow with their positions."""
+"""Mistral Small 4: DeepSeek-V3 with a softmax in the router, and queries that are scaled by position."""
 
 from __future__ import annotations
 

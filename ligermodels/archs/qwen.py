@@ -39,11 +39,11 @@ QWEN3_MOE = {
     "router_aux_loss_coef": 0.001,
 }
 ATTRIBUTE_MAP = {"num_experts": "num_local_experts"}
-"""Fields that transformers 5 may write under their attribute's name, as in its `attribute_map`."""
+"""Field -> name that transformers 5 may write instead, by its `attribute_map`."""
 
 
 def windowed(fields: Fields) -> Fields:
-    """A window counts only where `use_sliding_window` says so."""
+    """`fields` without `sliding_window`, unless `use_sliding_window` is true."""
     return fields if fields.flag("use_sliding_window", False) else fields.replaced(sliding_window=None)
 
 

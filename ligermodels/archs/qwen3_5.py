@@ -90,7 +90,7 @@ def qwen3_next(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
-    """The model of both families; `more` as of `decoder`."""
+    """The decoder of both families; `more` are further arguments of `compose.decoder`."""
     fields.choices("attn_output_gate", True, default=True)
     fields.choices("output_gate_type", "swish", default="swish")
     fields.choices("mamba_ssm_dtype", "float32", default="float32")
@@ -123,9 +123,9 @@ def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
 
 
 BESIDE = (r"^(model\.)?visual\.", r"^mtp\.")
-"""Tensors of the vision tower, and of the head that drafts."""
+"""Patterns of tensors of the vision tower and of MTP layers."""
 NESTED, ALONE = ("model.language_model", "lm_head.weight"), ("model", "lm_head.weight")
-"""Prefix and head of the text model, beside a vision tower and without one."""
+"""Prefix and head of the text model, with a vision tower and without one."""
 PACKED = {"delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba"}
 EXPERTS = [each["names"] for each in expert_layouts()]
 TEXT = Family("qwen3_5_text", qwen3_5_text, layouts(ALONE, NESTED, ignored=BESIDE))

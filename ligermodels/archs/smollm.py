@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama with layers that have no positions."""
+"""SmolLM 3: Llama with some layers that have no rotary positions (NoPE)."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class ParallelPlan(BaseModel):
         tensor: ranks that each matrix product is divided over. Default: 1.
         context: ranks that each sequence is divided over. Default: 1.
         expert: ranks that the experts of a mixture are divided over, out of shard x context. Default: 1.
-        param_dtype: "bfloat16" or "float32", dtype of gathered parameters and of the computation. Default: the parameters'
-            dtype.
+        param_dtype: "bfloat16" or "float32", dtype of gathered parameters and of the computation. Default: the
+            parameters' dtype.
         reduce_dtype: "bfloat16" or "float32", dtype of sums of gradients over ranks. Default: the dtype of the
             computation.
         activation_checkpointing: "none", "selective" or "full". Default: the model's setting.

@@ -84,8 +84,10 @@ class Meshes(NamedTuple):
 
     @classmethod
     def of(cls, plan: ParallelPlan, device_type: str) -> Meshes:
-        """The meshes of `plan` on devices of `device_type` ("cuda"). ConfigError if its degrees do not divide the number
-        of ranks, InputError without a process group."""
+        """The meshes of `plan` on devices of `device_type` ("cuda").
+
+        ConfigError if its degrees do not divide the number of ranks, InputError without a process group.
+        """
         ranks = parameters = _mesh(plan, device_type)
         replicate, shard, context, tensor = ranks.shape
         experts = None
