@@ -24,8 +24,8 @@ class GatedDeltaNetConfig(LayerConfig):
     """Config of a Gated DeltaNet layer. Value head j uses key head j // (num_value_heads / num_key_heads).
 
     `conv_width` is the number of tokens in the convolution, the current token included. `norm_eps` is the epsilon of
-    the output's norm. `backend` is the backend of `ops.gated_delta_rule` in training and prefill; it does not count when
-    configs are compared.
+    the output's norm. `backend` is the backend of `ops.gated_delta_rule` in training and prefill; comparisons of
+    configs ignore it.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {

@@ -17,6 +17,6 @@ class QueryScaling:
     original_context: int
 
     def scale(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Scaled q (B, T, heads, D), at positions (B or 1, T). The factor is computed in float32 and cast to q's dtype."""
+        """q (B, T, heads, D), scaled by its positions (B or 1, T). The factor is computed in float32, then cast."""
         contexts = torch.floor(positions.float() / self.original_context)
         return q * (1 + self.beta * torch.log(1 + contexts)).to(q.dtype)[..., None, None]

@@ -307,7 +307,7 @@ def test_index_and_shards_that_disagree(sharded: Path) -> None:
     good = json.loads((sharded / INDEX).read_text())
     for name, file in [("d", FIRST), ("c", FIRST), ("a", SECOND)]:
         (sharded / INDEX).write_text(json.dumps({**good, "weight_map": {**good["weight_map"], name: file}}))
-        refused(sharded, rf"index\.json: says that {file} holds '{name}', which it does not")
+        refused(sharded, rf"index\.json: says that {file} holds '{name}', but it does not")
     (sharded / INDEX).write_text(json.dumps(good))
     save_file(floats("c", "a"), sharded / SECOND)
     refused(sharded, rf"{SECOND}: holds 'a', but so does {FIRST}")
