@@ -71,9 +71,7 @@ class RouterConfig:
             )
         size = self.num_experts // self.num_groups
         if self.num_groups > self.top_k_groups and size < 2:
-            raise ConfigError(
-                f"num_groups: groups must have two experts or more, but {self.num_groups} have one each"
-            )
+            raise ConfigError(f"num_groups: groups must have two experts or more, but {self.num_groups} have one each")
         if not 1 <= self.top_k <= self.top_k_groups * size:
             raise ConfigError(
                 f"top_k: must lie in [1, {self.top_k_groups * size}], the number of experts that a token can be sent "
