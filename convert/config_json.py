@@ -11,9 +11,7 @@ import torch
 from ligermodels.convert.files import ADAPTER_CONFIG
 from ligermodels.convert.input_files import check_depth, read_json_object
 from ligermodels.convert.json_values import first_value, is_int, is_list_of, is_object
-from ligermodels.convert.rope_settings import LAYER_THETAS as LAYER_THETAS
 from ligermodels.convert.rope_settings import THETA, rope_fields
-from ligermodels.convert.rope_settings import rope_parameters as rope_parameters
 from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import ConfigError
 from ligermodels.errors import short as short

@@ -10,7 +10,7 @@ from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
 from ligermodels.archs.fields import Fields
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
-from ligermodels.convert.config_json import rope_parameters
+from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale
 from ligermodels.layers.query_scaling import QueryScaling

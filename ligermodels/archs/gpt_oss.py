@@ -7,7 +7,7 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.fields import Fields, renamed
-from ligermodels.convert.config_json import rope_parameters
+from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MoEConfig, NormConfig, RouterConfig
 from ligermodels.models.decoder import DecoderConfig

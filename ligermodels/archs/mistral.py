@@ -8,7 +8,7 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.fields import Fields
-from ligermodels.convert.config_json import rope_parameters
+from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import Family

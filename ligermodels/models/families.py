@@ -37,8 +37,8 @@ class Family:
 
     Example:
         >>> from ligermodels.archs import Family, register
-        >>> from ligermodels.archs.llama import llama
-        >>> register(Family("my_llama", llama))  # config.json with "model_type": "my_llama" now loads as a Llama
+        >>> from ligermodels.archs.llama import decoder_config
+        >>> register(Family("my_llama", decoder_config))  # loads "model_type": "my_llama" as a Llama
     """
 
     model_type: str
@@ -68,8 +68,8 @@ def register(family: Family) -> None:
 
     Example:
         >>> from ligermodels.archs import FAMILIES, Family, register
-        >>> from ligermodels.archs.llama import llama
-        >>> register(Family("my_llama", llama))
+        >>> from ligermodels.archs.llama import decoder_config
+        >>> register(Family("my_llama", decoder_config))
         >>> "my_llama" in FAMILIES
         True
     """
