@@ -56,10 +56,10 @@ class Dequantized:
     def __init__(self, files: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> None:
         self._files, self._dtype = files, dtype
         self._encoded = ENCODINGS[quantization.encoding](files.headers, quantization.block)
-        hidden = {name for each in self._encoded.values() for name in each.stored}
+        hidden = {name for encoded in self._encoded.values() for name in encoded.stored}
         self.headers: Mapping[str, Spec] = {
             **{n: h for n, h in files.headers.items() if n not in hidden and not re.search(ACTIVATION_SCALES, n)},
-            **{name: Decoded(dtype, each.shape) for name, each in self._encoded.items()},
+            **{name: Decoded(dtype, encoded.shape) for name, encoded in self._encoded.items()},
         }
 
     def read(self, name: str) -> Tensor:

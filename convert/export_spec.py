@@ -68,7 +68,7 @@ class SourceCheckpoint:
         model = next(reversed(configs))
         exported = export({**theta, **configs[model]})
         dtypes = {name: exported[name] for name in ("dtype", "torch_dtype")}
-        return joined({**{name: {**each, **dtypes} for name, each in configs.items()}, model: exported})
+        return joined({**{name: {**config, **dtypes} for name, config in configs.items()}, model: exported})
 
     def extra_tensors(self, opened: ExitStack, dtype: torch.dtype) -> list[LazyTensor]:
         """The extra tensors, mapped from files that `opened` closes. Quantised tensors are dequantised to `dtype`."""
@@ -151,7 +151,7 @@ class ExportSpec:
         if keep not in get_args(Keep):
             raise InputError(f"keep: must be 'model' or 'all', got {keep!r}")
         folder = folder_to_write(folder)
-        dtype = next((each.dtype for each in state.values() if each.is_floating_point()), torch.float32)
+        dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
         export = partial(for_export, dtype=dtype, default_theta=self.default_theta, attribute_map=self.attribute_map)
         config, weight_map, files, extra = export(self.hf_config), self.weight_map, self.files, []
         ranks = Ranks(state.values())

@@ -31,7 +31,7 @@ DEPTH = 100
 
 def shown(path: object) -> str:
     """A path for a message: shortened if no file can have it, and without control characters and lone surrogates."""
-    text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(path))
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(path))
     return text if len(text) <= 1024 else f"{text[:80]}... ({len(text):,} characters)"
 
 
@@ -204,7 +204,7 @@ def check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEPTH + 2):
         # By id, so that a value that is nested many times in one level is visited once.
-        nested = {id(each): each for each in level if isinstance(each, dict | list | tuple)}.values()
+        nested = {id(item): item for item in level if isinstance(item, dict | list | tuple)}.values()
         if not nested:
             return
         level = [inner for outer in nested for inner in (outer.values() if isinstance(outer, dict) else outer)]

@@ -64,12 +64,12 @@ def mxfp4_tensors(headers: Mapping[str, Header], block: tuple[int, int] | None) 
     ends = ("_blocks", "_scales")
     for name in dict.fromkeys(name.removesuffix(end) for name in headers for end in ends if name.endswith(end)):
         pair = [name + end for end in ends]
-        if missing := [each for each in pair if each not in headers]:
+        if missing := [stored for stored in pair if stored not in headers]:
             faults["missing from the checkpoint"] += missing
             continue
-        for each in pair:
-            check_dtype(each, headers[each], (torch.uint8,), faults)
-        blocks, scales = (headers[each].shape for each in pair)
+        for stored in pair:
+            check_dtype(stored, headers[stored], (torch.uint8,), faults)
+        blocks, scales = (headers[stored].shape for stored in pair)
         if len(blocks) < 3 or blocks != (*scales, FP4_BLOCK // 2):
             faults["of shapes that do not match"].append(f"{pair[0]} {list(blocks)} and {pair[1]} {list(scales)}")
         else:

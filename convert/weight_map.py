@@ -103,7 +103,9 @@ class WeightMap:
                 mappings or native tensors without a counterpart.
         """
         views, faults = self._split(state)
-        sources = {view.source: self._stored(view.source, headers) for each in self.mappings for view in each.views}
+        sources = {
+            view.source: self._stored(view.source, headers) for mapping in self.mappings for view in mapping.views
+        }
         faults["missing from the checkpoint"] = [source for source, name in sources.items() if name not in headers]
         known = {*sources, *self.aliases}
         faults["not expected in the checkpoint"] = [
@@ -220,19 +222,19 @@ class WeightMap:
     ) -> list[loading.Piece]:
         """The pieces of `tensor`; with a `box`, only the pieces of its rows in the box, as parts of `local`."""
         pieces = []
-        for source, view in mapping.split(tensor.detach()):
-            name = self._stored(source.source, headers)
+        for view, part in mapping.split(tensor.detach()):
+            name = self._stored(view.source, headers)
             size, row = math.prod(headers[name].shape), math.prod(headers[name].shape[1:])
-            dtype, start = headers[name].dtype, source.start * row
+            dtype, start = headers[name].dtype, view.start * row
             if box is None or local is None:
-                pieces.append(loading.Piece(view, name, start, dtype, view.numel() == size))
+                pieces.append(loading.Piece(part, name, start, dtype, part.numel() == size))
                 continue
             length = math.prod(tensor.shape[1:])
             first = box.starts[0] * length if box.starts else 0
-            for part, at in within(view, start, first, first + local.numel()):
-                offset = part.storage_offset() - first + local.storage_offset()
-                part = local.as_strided(part.shape, part.stride(), offset)
-                pieces.append(loading.Piece(part, name, at, dtype, part.numel() == size))
+            for inner, at in within(part, start, first, first + local.numel()):
+                offset = inner.storage_offset() - first + local.storage_offset()
+                inner = local.as_strided(inner.shape, inner.stride(), offset)
+                pieces.append(loading.Piece(inner, name, at, dtype, inner.numel() == size))
         return pieces
 
     def export(self, state: Mapping[str, Tensor]) -> list[LazyTensor]:
@@ -273,7 +275,7 @@ class WeightMap:
         for mapping in (mapping for mapping in self.mappings if mapping.target in state):
             tensor = stand_in(state[mapping.target])
             try:
-                parts += [_Part(mapping.target, each, view) for each, view in mapping.split(tensor)]
+                parts += [_Part(mapping.target, view, part) for view, part in mapping.split(tensor)]
             except (RuntimeError, IndexError) as error:
                 fault = f"{mapping.target} {list(tensor.shape)} ({str(error).splitlines()[0]})"
                 faults["of the model not split as the weight map says"].append(fault)

@@ -218,8 +218,8 @@ class Fields:
             raise ConfigError(
                 f"{self.where}: field {name!r} must be a list of {count} numbers, got one{length}{reason}"
             )
-        each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, where=self.where)
-        return tuple(each.number(key, positive=positive) for key in each.config)
+        items = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, where=self.where)
+        return tuple(items.number(key, positive=positive) for key in items.config)
 
     def rope(
         self,

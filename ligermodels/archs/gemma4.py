@@ -72,7 +72,9 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
     heads = heads_by_type(fields, config, windows)
     for name in UNREAD_ROPE if fields.config.get("rope_parameters") is None else ():
         fields.choices(name, None, default=None)
-    ropes = fields.ropes({kind: head_dim for kind, (head_dim, _) in heads.items()}, ROPES, windows, UNREAD_ROPE)
+    ropes = fields.ropes(
+        {layer_type: head_dim for layer_type, (head_dim, _) in heads.items()}, ROPES, windows, UNREAD_ROPE
+    )
     bias, same = fields.flag("attention_bias", False), fields.flag("attention_k_eq_v", False)
     sources = kv_sources(fields, windows)
     doubled = fields.flag("use_double_wide_mlp", False)
@@ -107,8 +109,8 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
     inputs = None
     if size:
         inputs = PerLayerInputsConfig(vocab_size, len(blocks), size, norm, composed.padding_idx)
-        given = partial(PerLayerInputConfig, activation=ACTIVATIONS[fields.config["hidden_activation"]])
-        blocks = [replace(block, after=given(i, size, norm)) for i, block in enumerate(blocks)]
+        per_layer = partial(PerLayerInputConfig, activation=ACTIVATIONS[fields.config["hidden_activation"]])
+        blocks = [replace(block, after=per_layer(i, size, norm)) for i, block in enumerate(blocks)]
     return replace(composed, blocks=tuple(blocks), per_layer_inputs=inputs)
 
 

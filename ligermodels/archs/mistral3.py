@@ -29,7 +29,7 @@ FAMILIES = (
             "ministral3": TextModel(MINISTRAL3, "Ministral3ForCausalLM"),
             "mistral4": TextModel(MISTRAL4, "Mistral4ForCausalLM"),
         },
-        [{**place, **names} for names in mistral4.LAYOUTS for place in BESIDE_VISION_TOWER],
+        [{**layout, **names} for names in mistral4.LAYOUTS for layout in BESIDE_VISION_TOWER],
         tied=True,
         absent=MISTRAL3,
     ),

@@ -127,7 +127,7 @@ BESIDE = (r"^(model\.)?visual\.", r"^mtp\.")
 NESTED, ALONE = ("model.language_model", "lm_head.weight"), ("model", "lm_head.weight")
 """Prefix and head of the text model, with a vision tower and without one."""
 PACKED = {"delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba"}
-EXPERTS = [each["names"] for each in expert_layouts()]
+EXPERTS = [layout["names"] for layout in expert_layouts()]
 TEXT = Family("qwen3_5_text", qwen3_5_text, layouts(ALONE, NESTED, ignored=BESIDE))
 MOE_TEXT = Family("qwen3_5_moe_text", qwen3_5_moe_text, layouts(ALONE, NESTED, ignored=BESIDE, names=EXPERTS))
 

@@ -40,7 +40,7 @@ QWEN2_5_THINKER = wrapper(
     {"qwen2_5_omni_text": TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_5_OMNI, unread=("head_dim",))},
     layouts(*ALONE, *TOGETHER, ignored=BESIDE),
 )
-EXPERTS = [each["names"] for each in expert_layouts()]
+EXPERTS = [layout["names"] for layout in expert_layouts()]
 QWEN3_THINKER = wrapper(
     "qwen3_omni_moe_thinker",
     {"qwen3_omni_moe_text": TextModel(QWEN3_MOE, "Qwen3MoeForCausalLM", QWEN3_OMNI_MOE)},

@@ -38,7 +38,7 @@ QWEN2, QWEN3, QWEN3_MOE = qwen.FAMILIES
 QWEN2_TEXT = TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_VL, unread=("head_dim",))
 QWEN3_TEXT = TextModel(QWEN3, "Qwen3ForCausalLM", QWEN3_VL)
 QWEN3_MOE_TEXT = TextModel(QWEN3_MOE, "Qwen3MoeForCausalLM", QWEN3_VL_MOE)
-EXPERTS = [each["names"] for each in expert_layouts()]
+EXPERTS = [layout["names"] for layout in expert_layouts()]
 
 FAMILIES = (
     wrapper("qwen2_vl", {"qwen2_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), flat=True),
