@@ -1,4 +1,4 @@
-"""Quantised checkpoints as if they had been stored in a floating dtype: tensors are dequantised as they are read."""
+"""Read quantised checkpoints as if they were stored in a floating dtype: tensors are dequantised when they are read."""
 
 from __future__ import annotations
 
@@ -21,42 +21,49 @@ ENCODINGS: Mapping[str, Callable[[Mapping[str, Header], tuple[int, int] | None],
     "fp8": fp8_tensors,
     "mxfp4": mxfp4_tensors,
 }
-"""What finds the quantised tensors, by `Quantization.encoding`."""
+"""`Quantization.encoding` -> the function that finds the quantised tensors."""
 
-OF_ACTIVATIONS = r"(^|\.)(k_scale|v_scale|input_scale|([^.]+_)?activation_scale)$"
-"""Scales of inputs and of the cache; they say nothing of the weights."""
+ACTIVATION_SCALES = r"(^|\.)(k_scale|v_scale|input_scale|([^.]+_)?activation_scale)$"
+"""Pattern of scales of activations and of the KV cache, which do not affect the weights."""
 
 AT_A_TIME = 2**18
-"""Elements that are float32 at a time."""
+"""Elements that are dequantised at once; they take 4 bytes each."""
 
 
 class Decoded(NamedTuple):
-    """What is known of a tensor before it is dequantised."""
+    """Dtype and shape of a tensor after dequantisation."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class Dequantized:
-    """A reader of `files` (`loading.FileReader`) that dequantises tensors to `dtype`, in float32 and rounded once.
+    """A `loading.FileReader` that dequantises tensors: computed in float32, rounded once to `dtype`.
 
-    They have the names of the tensors that were quantised; scales are not seen. Other tensors are as they are stored.
+    Quantised tensors appear under their names before quantisation, and scales are hidden. Other tensors are read as
+    they are stored.
 
-    Raises one CheckpointError that lists every quantised tensor without its scales, scales without their tensor, and
-    scales of a wrong shape or dtype.
+    Args:
+        files: reads the stored tensors.
+        quantization: how they are stored.
+        dtype: dtype of the dequantised tensors.
+
+    Raises:
+        CheckpointError: quantised tensors have no scales, scales have no tensor, or scales have a wrong shape or dtype;
+            the message lists all of them.
     """
 
     def __init__(self, files: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> None:
         self._files, self._dtype = files, dtype
         self._encoded = ENCODINGS[quantization.encoding](files.headers, quantization.block)
-        hidden = {name for each in self._encoded.values() for name in each.stored}
+        hidden = {name for encoded in self._encoded.values() for name in encoded.stored}
         self.headers: Mapping[str, Spec] = {
-            **{n: h for n, h in files.headers.items() if n not in hidden and not re.search(OF_ACTIVATIONS, n)},
-            **{name: Decoded(dtype, each.shape) for name, each in self._encoded.items()},
+            **{n: h for n, h in files.headers.items() if n not in hidden and not re.search(ACTIVATION_SCALES, n)},
+            **{name: Decoded(dtype, encoded.shape) for name, encoded in self._encoded.items()},
         }
 
     def read(self, name: str) -> Tensor:
-        """Tensor `name`, on the CPU; what was not quantised is mapped from its file."""
+        """Tensor `name` on the CPU. Tensors that are not quantised are mapped from their file."""
         if name not in self._encoded:
             return self._files.read(name)
         shape = self._encoded[name].shape
@@ -66,36 +73,36 @@ class Dequantized:
         """Elements `start` to `start + count` of tensor `name`, flat."""
         if name not in self._encoded:
             return self._files.read_slice(name, start, count)
-        found = torch.empty(count, dtype=self._dtype, device="cpu")
-        self._decode(self._encoded[name], start, found)
-        return found
+        elements = torch.empty(count, dtype=self._dtype, device="cpu")
+        self._decode(self._encoded[name], start, elements)
+        return elements
 
     def read_together(self, names: Sequence[str]) -> Tensor | None:
-        """As of `Checkpoint`; None when one of them is quantised."""
+        """The bytes of adjacent tensors, mapped from their file; None if they are not adjacent, or one is quantised."""
         return None if any(name in self._encoded for name in names) else self._files.read_together(names)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of tensor `name` from its byte `start` on, both those of whole elements."""
+        """Fill `buffer` with bytes of tensor `name` from byte `start` on; both hold whole elements."""
         if name not in self._encoded:
             self._files.read_into(name, start, buffer)
         elif buffer:
-            found = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
-            self._decode(self._encoded[name], start // self._dtype.itemsize, found)
+            elements = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
+            self._decode(self._encoded[name], start // self._dtype.itemsize, elements)
 
-    def _decode(self, encoded: Encoded, start: int, found: Tensor) -> None:
-        """Fill `found`, flat, with the elements from `start` on, a few rows at a time."""
+    def _decode(self, encoded: Encoded, start: int, output: Tensor) -> None:
+        """Fill `output`, flat, with the elements from `start` on, a few rows at a time."""
         rows, columns = matrix_of(encoded.shape)
-        while left := found.numel():
+        while left := output.numel():
             row, skipped = divmod(start, columns)
             matrix, first = divmod(row, rows)
-            wanted = -(-(skipped + left) // columns)
-            last = min(rows, first + min(wanted, max(1, AT_A_TIME // columns)))
+            rows_left = -(-(skipped + left) // columns)
+            last = min(rows, first + min(rows_left, max(1, AT_A_TIME // columns)))
             values = encoded.decode(self._files, matrix, first, last).reshape(-1)[skipped:][:left]
             count = values.numel()
-            found[:count] = values
-            start, found = start + count, found[count:]
+            output[:count] = values
+            start, output = start + count, output[count:]
 
 
 def dequantized(files: Checkpoint, quantization: Quantization | None, dtype: torch.dtype) -> Checkpoint | Dequantized:
-    """`files` as they are read: through `Dequantized` if there is a `quantization`."""
+    """A reader of `files`: `files` itself, or with a `quantization` a `Dequantized` of `dtype`."""
     return files if quantization is None else Dequantized(files, quantization, dtype)

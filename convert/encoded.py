@@ -1,4 +1,4 @@
-"""Tensors that are stored in an encoding of a few bits, with scales."""
+"""Tensors that are stored in few bits per element, with scales."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from ligermodels.convert.safetensors_reader import Checkpoint, Header
 
 E8M0 = torch.float8_e8m0fnu
-"""A byte b that stands for 2^(b - 127). Many files call it uint8."""
+"""Dtype of scales: byte b has the value 2^(b - 127). Many files declare it as uint8."""
 
 
 class Encoded(Protocol):
-    """A tensor of `shape` (..., rows, columns) as it is stored, in tensors that are called `stored`."""
+    """A quantised tensor of `shape` (..., rows, columns), stored in the checkpoint tensors named in `stored`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def stored(self) -> Sequence[str]: ...
     def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
-        """Rows `first` to `last` of matrix number `matrix`, float32 (last - first, columns)."""
+        """Rows `first` to `last` of matrix number `matrix`, read from `files`: float32 (last - first, columns)."""
         ...
 
 
@@ -34,16 +34,16 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """`table[codes]`, codes being bytes. Five times as fast on a CPU as torch's cast of FP8 to float32."""
+    """`table[codes]` for codes of one byte. On a CPU it is five times as fast as torch's cast of FP8 to float32."""
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def as_float(scales: Tensor) -> Tensor:
-    """`scales` in float32; bytes are E8M0."""
+    """`scales` in float32; uint8 is read as E8M0."""
     return scales.view(E8M0).float() if scales.dtype == torch.uint8 else scales.float()
 
 
 def check_dtype(name: str, header: Header, known: Sequence[torch.dtype], faults: defaultdict[str, list[str]]) -> None:
-    """Add a fault unless tensor `name` has one of the dtypes `known`."""
+    """Add an entry to `faults` unless the `header` of tensor `name` has one of the dtypes `known`."""
     if header.dtype not in known:
         faults["of a dtype that scales and blocks do not have"].append(f"{name} {str(header.dtype)[6:]}")

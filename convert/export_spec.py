@@ -26,7 +26,7 @@ from ligermodels.convert.weight_map import LazyTensor, WeightMap
 from ligermodels.errors import CheckpointError, InputError
 
 Keep = Literal["model", "all"]
-"""What is written: the language model, or the whole checkpoint that it was loaded from."""
+"""What to write: the language model alone, or the whole checkpoint that it was loaded from."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,15 @@ class SourceCheckpoint:
     """The checkpoint that a language model was loaded from.
 
     Args:
-        folder: where it is.
-        hf_config: its config.json.
-        weight_map: the one by which the model was loaded.
-        extra: names of the tensors that are not the language model's, such as a vision tower's.
-        nested: whether it holds more than a language model, whose config is the last of `nested_configs(hf_config)`.
-        files: name -> path of further files that belong to the extra tensors.
-        repo_id: its name on the hub, if it came from there.
-        quantization: how its quantised tensors are stored, which its `hf_config` does not say any more.
+        folder: its folder.
+        hf_config: its config.json, without `quantization_config`.
+        weight_map: the map by which the model was loaded.
+        extra: names of tensors outside the language model, such as the tensors of a vision tower.
+        nested: whether the checkpoint holds more than a language model. The language model's config is then the last of
+            `nested_configs(hf_config)`.
+        files: name -> path of the files that belong to the extra tensors.
+        repo_id: its name on the hub, or None if it is a local folder.
+        quantization: how its quantised tensors are stored, or None.
     """
 
     folder: Path
@@ -56,44 +57,57 @@ class SourceCheckpoint:
     def exported_config(
         self, export: Callable[[Mapping[str, Any]], dict[str, Any]], alone: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """`hf_config` with `export` applied to the language model's config, which is `alone` by itself."""
+        """`hf_config` with the language model's config replaced by its export.
+
+        Args:
+            export: function from a config to the config to write, such as `for_export`.
+            alone: config of the language model as a checkpoint of its own.
+        """
         theta = {name: alone[name] for name in ("rope_theta",) if self.nested and name in alone}
         configs = nested_configs(self.hf_config) if self.nested else {"": self.hf_config}
         model = next(reversed(configs))
         exported = export({**theta, **configs[model]})
         dtypes = {name: exported[name] for name in ("dtype", "torch_dtype")}
-        return joined({**{name: {**each, **dtypes} for name, each in configs.items()}, model: exported})
+        return joined({**{name: {**config, **dtypes} for name, config in configs.items()}, model: exported})
 
     def extra_tensors(self, opened: ExitStack, dtype: torch.dtype) -> list[LazyTensor]:
-        """The extra tensors, mapped from their files, which `opened` closes; quantised ones dequantised to `dtype`."""
+        """The extra tensors, mapped from files that `opened` closes. Quantised tensors are dequantised to `dtype`."""
         try:
             files = opened.enter_context(Checkpoint(self.folder))
             checkpoint = dequantized(files, self.quantization, dtype)
             if lost := [name for name in self.extra if name not in checkpoint.headers]:
-                raise CheckpointError(f"{self.folder}: no longer holds {len(lost)} of them, such as {lost[0]}")
+                raise CheckpointError(f"{self.folder}: {len(lost)} of the tensors are gone, such as {lost[0]}")
         except CheckpointError as error:
             raise CheckpointError(
                 f"keep='all' reads the extra tensors from the checkpoint that the model was loaded from: {error}; "
                 "put that checkpoint back, or write the model alone"
             ) from error
-        found = [(name, checkpoint.headers[name]) for name in self.extra]
-        return [LazyTensor(name, tuple(each.shape), each.dtype, partial(checkpoint.read, name)) for name, each in found]
+        headers = {name: checkpoint.headers[name] for name in self.extra}
+        return [LazyTensor(n, tuple(h.shape), h.dtype, partial(checkpoint.read, n)) for n, h in headers.items()]
 
 
 @dataclass(frozen=True)
 class ExportSpec:
-    """The Hugging Face checkpoint that a model is written as.
+    """How a model is written as a Hugging Face checkpoint.
 
     Args:
-        hf_config: config.json as found.
-        weight_map: native names to those of the checkpoint.
-        generation_config: generation_config.json, if there is one.
-        default_theta: as of `for_export`.
-        files: name -> path of files to copy, such as the tokenizer's.
-        attribute_map: other names of the config's fields, see `for_export`.
-        source: the checkpoint that the model was loaded from, if it was.
+        hf_config: config.json. Exports keep all its fields.
+        weight_map: maps native tensors to checkpoint tensors.
+        generation_config: content of generation_config.json, or None to write no such file.
+        default_theta: rotary base of a config that names none, or a dict as in `rope_settings.rope_parameters`.
+        files: name -> path of files to copy, such as the tokenizer's files.
+        attribute_map: field name in transformers 4 -> name in transformers 5, or None to drop the field.
+        source: the checkpoint that the model was loaded from, or None.
 
-    Raises ConfigError when a token id in `generation_config` is not one.
+    Raises:
+        ConfigError: a token id in `generation_config` is none.
+
+    Example:
+        >>> import ligermodels as lm
+        >>> model = lm.from_config("config.json", device="meta")
+        >>> spec = model.export_spec
+        >>> spec.hf_config["model_type"], sorted(spec.weight_map.sources())[0]
+        ('llama', 'lm_head.weight')
     """
 
     hf_config: dict[str, Any]
@@ -117,16 +131,27 @@ class ExportSpec:
         check: Callable[[Path], object] | None = None,
         keep: Keep = "model",
     ) -> None:
-        """Write `state` (native name -> tensor) as a checkpoint folder; `check` and errors as in `save_checkpoint`.
+        """Write a checkpoint folder. With DTensors all ranks call this, rank 0 writes, and all succeed or none.
 
-        With DTensors all ranks call this with the same arguments; rank 0 writes, and all succeed or none. With `keep`
-        "all", the whole checkpoint that the model was loaded from is written, `state` in place of the language model;
-        CheckpointError if it is not there any more, or never was.
+        Args:
+            folder: folder to write; it is created if it does not exist.
+            state: native name -> tensor.
+            max_shard_size: largest file in bytes, or text such as "5GB" (10^9) or "5GiB" (2^30).
+            overwrite: replace a checkpoint in `folder`; other files there stay.
+            check: called with the temporary folder before its files replace the files of `folder`. If it raises,
+                nothing is written.
+            keep: "model" writes the language model alone. "all" writes the whole checkpoint that the model was loaded
+                from, with `state` as its language model.
+
+        Raises:
+            CheckpointError: `folder` is a file, is not empty, or cannot be written; another rank failed; or `keep` is
+                "all" and the source checkpoint is gone or never existed.
+            InputError: `keep`, `max_shard_size` or `overwrite` is not usable.
         """
         if keep not in get_args(Keep):
             raise InputError(f"keep: must be 'model' or 'all', got {keep!r}")
         folder = folder_to_write(folder)
-        dtype = next((each.dtype for each in state.values() if each.is_floating_point()), torch.float32)
+        dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
         export = partial(for_export, dtype=dtype, default_theta=self.default_theta, attribute_map=self.attribute_map)
         config, weight_map, files, extra = export(self.hf_config), self.weight_map, self.files, []
         ranks = Ranks(state.values())
@@ -135,7 +160,7 @@ class ExportSpec:
                 with ranks.step(os.fspath(folder)):
                     if (source := self.source) is None:
                         raise CheckpointError(
-                            "keep='all': the model was not loaded from a checkpoint, so there is no more to keep"
+                            "keep='all': the model was not loaded from a checkpoint, so it has no other tensors to keep"
                         )
                     config, weight_map = source.exported_config(export, self.hf_config), source.weight_map
                     files, extra = {**files, **source.files}, source.extra_tensors(opened, dtype)
@@ -155,11 +180,11 @@ class ExportSpec:
 
 
 def _adapter_in(folder: Path) -> tuple[str, ...]:
-    """The files of an adapter that is in `folder` without a checkpoint. Beside one, transformers would open the
-    adapter's base model in its place."""
+    """The files of an adapter, if `folder` has no checkpoint. They have to be replaced: given both, transformers would
+    open the adapter's base model instead of the checkpoint."""
     return () if (folder / "config.json").is_file() else (ADAPTER, ADAPTER_CONFIG)
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """The text of a JSON file that holds `content`."""
+    """`content` as the text of a JSON file."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Tensors in FP8, with a scale for the whole, for each row or for each block."""
+"""Tensors in FP8 with one scale per tensor, per row or per block."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from ligermodels.convert.weight_map import raise_faults
 
 FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 SCALES = ("_scale_inv", "_scale")
-"""What is added to the name of a tensor for that of its scales. Both are factors, despite the name of the first."""
+"""Suffixes of the names of scales. Both kinds are factors of the weights, despite the name of the first."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0)
 
 
 class ScaledFP8(NamedTuple):
-    """FP8 numbers `name` times the scale of their block, each of `block` rows and columns but for the last ones.
+    """A tensor in FP8 whose blocks each have a scale. Blocks at the end may be smaller.
 
-    `scale` has as many scales for each matrix as that has blocks, or one for all matrices.
+    Args:
+        shape: shape of the tensor.
+        name: checkpoint tensor with the FP8 numbers.
+        scale: checkpoint tensor with the scales: one for each block of each matrix, or one for all matrices.
+        block: rows and columns of a block.
     """
 
     shape: tuple[int, ...]
@@ -51,12 +55,17 @@ class ScaledFP8(NamedTuple):
 
 
 def fp8_tensors(headers: Mapping[str, Header], block: tuple[int, int] | None) -> dict[str, Encoded]:
-    """The tensors in FP8 with their scales, in blocks of (rows, columns); without, the scales' shapes tell.
+    """Name -> FP8 tensor, for all FP8 tensors of a checkpoint with these `headers`.
 
-    Raises one CheckpointError that lists tensors without scales, scales without such a tensor, and scales of a wrong
-    shape or dtype.
+    Args:
+        headers: name -> dtype and shape of the checkpoint's tensors.
+        block: rows and columns of a block; None to take them from the scales' shapes.
+
+    Raises:
+        CheckpointError: tensors without scales, scales without a tensor, or scales of a wrong shape or dtype; the
+            message lists all of them.
     """
-    found: dict[str, Encoded] = {}
+    tensors: dict[str, Encoded] = {}
     faults: defaultdict[str, list[str]] = defaultdict(list)
     used = set()
     for name, header in headers.items():
@@ -73,16 +82,17 @@ def fp8_tensors(headers: Mapping[str, Header], block: tuple[int, int] | None) ->
             shapes = f"{scale} {list(headers[scale].shape)} of {name} {list(header.shape)}"
             faults["scales of the wrong shape"].append(shapes + (f" in blocks of {list(block)}" if block else ""))
         else:
-            found[name] = ScaledFP8(header.shape, name, scale, size)
+            tensors[name] = ScaledFP8(header.shape, name, scale, size)
     scales = {name for name in headers if name.endswith(("_scale_inv", ".weight_scale"))}
     faults["scales without a tensor in FP8"] = sorted(scales - used)
     raise_faults("the checkpoint's FP8 tensors and scales do not match", faults)
-    return found
+    return tensors
 
 
 def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Rows and columns of a block of a tensor of `shape`, in the config's blocks if it has any; None if `scales`, the
-    shape of the scales, does not fit. As in transformers, without blocks in the config the scales divide the matrix."""
+    """Rows and columns of a block; None if `scales`, the shape of the scales, does not fit the tensor's `shape`.
+
+    Without a `block` in the config, the matrix is divided evenly by the number of scales, as in transformers."""
     rows, columns = matrix_of(shape)
     if block is None and len(scales) > 1 and all(scales) and not (rows % scales[-2] or columns % scales[-1]):
         block = max(rows // scales[-2], 1), max(columns // scales[-1], 1)
@@ -92,12 +102,12 @@ def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int,
 
 
 def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """Blocks along the rows and the columns."""
+    """Number of blocks along the rows and along the columns."""
     rows, columns = matrix_of(shape)
     return -(-rows // block[0]), -(-columns // block[1])
 
 
 @cache
 def _fp8(dtype: torch.dtype) -> Tensor:
-    """What each byte stands for in this dtype, float32 (256,)."""
+    """The value of each byte in an FP8 dtype: float32 (256,)."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()

@@ -1,4 +1,4 @@
-"""From the name of a checkpoint to a local folder, fetching from the Hugging Face hub only what is needed."""
+"""Find the local folder of a checkpoint, and download only the needed files from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ligermodels.convert.journal import settle
 from ligermodels.convert.patience import patient
 from ligermodels.errors import CheckpointError, HubError
 
-# The first class that an error is of tells what to say; some are subclasses of later ones.
+# The first class that matches an error decides; some classes are subclasses of later ones.
 REASONS: tuple[tuple[type[Exception], str], ...] = (
     (GatedRepoError, "is gated: accept its terms at {url}, then pass a token or run `hf auth login`"),
     (RepositoryNotFoundError, "no such local folder, nor such a repository on the hub; a private one needs a token"),
@@ -53,21 +53,22 @@ def resolve(
     local_files_only: bool = False,
     weights: bool = True,
 ) -> Path:
-    """The folder of a checkpoint: a local one as it is, or a snapshot of a hub repository in huggingface_hub's cache.
+    """The folder of a checkpoint: a local folder, or a snapshot of a hub repository in huggingface_hub's cache.
 
-    Fetches config, tokenizer, chat template and the safetensors that transformers would load, if the cache lacks them.
+    If the cache lacks them, config, tokenizer, chat template and the safetensors that transformers would load are
+    downloaded. Pickles are never downloaded.
 
     Args:
-        name_or_path: a local folder, or else a hub repo id such as "meta-llama/Llama-3.1-8B".
+        name_or_path: local folder, or hub repo id such as "meta-llama/Llama-3.1-8B".
         revision: branch, tag or commit; "main" by default.
-        token: of the hub; by default the one that `hf auth login` or HF_TOKEN set.
-        cache_dir: by default huggingface_hub's, which HF_HOME moves.
-        local_files_only: look only into the cache, as with HF_HUB_OFFLINE=1.
-        weights: False leaves the weights out.
+        token: hub token. Default: the token that `hf auth login` or HF_TOKEN set.
+        cache_dir: folder for downloads. Default: huggingface_hub's cache (HF_HOME sets its place).
+        local_files_only: use only the cache, and do not connect to the hub; HF_HUB_OFFLINE=1 has the same effect.
+        weights: whether to download the weights.
 
     Raises:
-        CheckpointError: a local folder that does not exist, or a repository's index that is none.
-        HubError: the repository, revision or files do not exist, are not open to this user, or cannot be fetched; or
+        CheckpointError: the local folder does not exist, or the repository's index is damaged.
+        HubError: the repository, revision or files do not exist, are not open to this user, or cannot be downloaded; or
             the hub stalls (see `patience`).
     """
     if (folder := _local_folder(name_or_path)) is not None:
@@ -86,8 +87,19 @@ def resolve_adapter(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """The folder of an adapter in PEFT's format; arguments and errors as of `resolve`. A repository's config and
-    safetensors are fetched, and nothing else."""
+    """The folder of an adapter in PEFT's format. Only its config and safetensors are downloaded.
+
+    Args:
+        name_or_path: local folder or hub repo id.
+        revision: branch, tag or commit; "main" by default.
+        token: hub token. Default: the token that `hf auth login` or HF_TOKEN set.
+        cache_dir: folder for downloads. Default: huggingface_hub's cache.
+        local_files_only: use only the cache, and do not connect to the hub.
+
+    Raises:
+        CheckpointError: the local folder does not exist.
+        HubError: the repository, revision or files do not exist, are not open to this user, or cannot be downloaded.
+    """
     if (folder := _local_folder(name_or_path)) is not None:
         return folder
     name = os.fspath(name_or_path)
@@ -99,15 +111,15 @@ def resolve_adapter(
 
 
 def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """The local folder of this name, None where it can only be a repo id; CheckpointError where it is neither."""
+    """The local folder, or None if the name is a repo id; CheckpointError if it can be neither."""
     path = as_path(name_or_path, CheckpointError, "the name of the checkpoint")
     name = os.fspath(name_or_path)
     if os.path.isdir(path):
         settle(path)
         return path
-    there = os.path.lexists(path)
-    if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or there:
-        raise CheckpointError(f"{shown(name)}: {'is not a' if there else 'no such'} folder")
+    exists = os.path.lexists(path)
+    if isinstance(name_or_path, os.PathLike) or name.startswith((".", "/", "~")) or exists:
+        raise CheckpointError(f"{shown(name)}: {'is not a' if exists else 'no such'} folder")
     return None
 
 
@@ -115,20 +127,27 @@ def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
 def explained(
     name: str, revision: str | None, *, local_files_only: bool = False, action: str = "download"
 ) -> Iterator[None]:
-    """Turn what huggingface_hub raises about the repository `name` into a HubError that says what to do."""
+    """Context manager that turns errors of huggingface_hub into a HubError that says what to do.
+
+    Args:
+        name: the repository.
+        revision: the revision that is asked for.
+        local_files_only: whether only the cache is used.
+        action: "download" or "upload", for the message. Downloads also get a time limit: see `patience`.
+    """
     try:
         with patient(shown(name)) if action == "download" else nullcontext():
             yield
     except (CheckpointError, HubError):
         raise
-    # The library lets errors of its transports (httpx, Xet) through, which have no base class in common.
+    # Errors of the library's transports (httpx, Xet) have no common base class.
     except Exception as error:
         raise HubError(f"{shown(name)}: {_reason(name, revision, error, local_files_only, action)}") from error
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:
     folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options)
-    commit = folder.name  # From here on, so that files of two commits never mix.
+    commit = folder.name  # used from here on, so that all files are of one commit
     _require(name, commit, "config.json", options)
     if weights:
         snapshot(name, commit, (SINGLE, INDEX), options)
@@ -143,20 +162,27 @@ def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, An
 
 
 def snapshot(name: str, revision: str | None, files: Iterable[str], options: dict[str, Any]) -> Path:
-    """Fetch those of `files` that the repository has; without a hub, find the snapshot that the cache has."""
+    """The folder of a snapshot with all `files` that exist in the repository; offline, the cached snapshot.
+
+    Args:
+        name: the repository.
+        revision: branch, tag or commit; None for "main".
+        files: names of files.
+        options: further arguments of `huggingface_hub.snapshot_download`.
+    """
     try:
         patterns = [glob.escape(file) for file in files]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, **options))
     except LocalEntryNotFoundError:
-        # A snapshot without optional files counts as incomplete; it may do all the same.
-        found = try_to_load_from_cache(name, "config.json", cache_dir=options.get("cache_dir"), revision=revision)
-        if not isinstance(found, str):
+        # A snapshot without optional files counts as incomplete, but may have all files that are needed.
+        config = try_to_load_from_cache(name, "config.json", cache_dir=options.get("cache_dir"), revision=revision)
+        if not isinstance(config, str):
             raise
-        return Path(found).parent
+        return Path(config).parent
 
 
 def _require(name: str, commit: str, file: str, options: dict[str, Any]) -> None:
-    """Make sure of a file that a snapshot should hold by now: if it does not, this finds out why."""
+    """Check that a snapshot has `file`; if not, raise the error that says why."""
     try:
         hf_hub_download(name, file, revision=commit, **options)
     except LocalEntryNotFoundError:
@@ -168,8 +194,8 @@ def _require(name: str, commit: str, file: str, options: dict[str, Any]) -> None
 
 def _reason(name: str, revision: str | None, error: Exception, local_files_only: bool, action: str) -> str:
     offline = local_files_only or constants.HF_HUB_OFFLINE
-    kind = OfflineModeIsEnabled if offline and isinstance(error, LocalEntryNotFoundError) else type(error)
-    return next(text for each, text in REASONS if issubclass(kind, each)).format(
+    error_class = OfflineModeIsEnabled if offline and isinstance(error, LocalEntryNotFoundError) else type(error)
+    return next(text for known, text in REASONS if issubclass(error_class, known)).format(
         action=action,
         url=f"{constants.ENDPOINT}/{name}",
         endpoint=constants.ENDPOINT,

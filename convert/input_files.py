@@ -1,8 +1,8 @@
-"""Opening files that a user names: regular files of bounded size alone, and JSON of bounded depth.
+"""Open files that a user names: only regular files of limited size, and JSON of limited depth.
 
-Everything that reads a file which a user names, or which lies in a checkpoint, comes through here. Names that no file
-can have, FIFOs and devices (which would block or never end), links to themselves, files too large to be what they are
-named, and text that is no UTF-8 end in an error of the caller's class that names the file.
+All code that reads a user's file, or a file of a checkpoint, uses these functions. Impossible file names, FIFOs and
+devices (reading would block or never end), links to themselves, oversized files and text that is not UTF-8 raise an
+error of the class that the caller chooses (`error_class`); the message names the file.
 """
 
 from __future__ import annotations
@@ -16,53 +16,64 @@ from typing import Any, BinaryIO
 
 from ligermodels.errors import CheckpointError, LigerModelsError
 
-Kind = type[LigerModelsError]
+ErrorClass = type[LigerModelsError]
 
 MIB = 2**20
 JSON_BYTES = 64 * MIB
-"""Most bytes of a JSON file. The index of the largest published checkpoints has about 15 MB."""
+"""Largest JSON file in bytes. The index of the largest published checkpoints has about 15 MB."""
 TEXT_BYTES = 4 * MIB
-"""Most bytes of a recipe or a chat template."""
+"""Largest recipe or chat template in bytes."""
 TOKENIZER_BYTES = 512 * MIB
-"""Most bytes of a tokenizer.json; published ones have up to about 35 MB."""
+"""Largest tokenizer.json in bytes; published files have up to about 35 MB."""
 DEPTH = 100
-"""Deepest nesting of JSON: Python can walk, compare and print that deep without reaching its recursion limit."""
+"""Deepest nesting of JSON. Python walks, compares and prints values of this depth within its recursion limit."""
 
 
 def shown(path: object) -> str:
-    """A path for a message: shortened where no file has one so long, without control and half characters."""
-    text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(path))
+    """A path for a message: shortened if no file can have it, and without control characters and lone surrogates."""
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(path))
     return text if len(text) <= 1024 else f"{text[:80]}... ({len(text):,} characters)"
 
 
-def as_path(name: object, kind: Kind, what: str) -> Path:
-    """A path with `~` expanded; `kind` where `name`, which is `what`, can be none."""
-    if not isinstance(name, str | os.PathLike) or not isinstance(os.fspath(name), str):
-        raise kind(f"{what} must be a str or a path, got {type(name).__name__}")
-    text = os.fspath(name)
+def as_path(name: object, error_class: ErrorClass, argument: str) -> Path:
+    """The path `name` with `~` expanded.
+
+    Args:
+        name: a str or path-like object.
+        error_class: class of the error.
+        argument: description of `name` for the message, such as "the folder to write".
+
+    Raises:
+        error_class: no file can have this name.
+    """
+    try:
+        path = Path(name)  # type: ignore[arg-type]
+    except TypeError:
+        raise error_class(f"{argument} must be a str or a path, got {type(name).__name__}") from None
+    text = os.fspath(name)  # type: ignore[call-overload]
     if not text:
-        raise kind(f"{what} is empty; give one")
+        raise error_class(f"{argument} is empty; give one")
     try:
         os.fsencode(text)
-        path = Path(text).expanduser()
-    except (ValueError, RuntimeError) as error:  # half characters; no home of this user
-        raise kind(f"{what} {shown(text)}: is no path: {error}") from None
+        path = path.expanduser()
+    except (ValueError, RuntimeError) as error:  # lone surrogates; a user without a home
+        raise error_class(f"{argument} {shown(text)}: is no path: {error}") from None
     if "\0" in text:
-        raise kind(f"{what} {text!r}: has a null byte, which no path has")
+        raise error_class(f"{argument} {text!r}: has a null byte, which no path has")
     return path
 
 
 def folder_to_write(name: object) -> Path:
-    """A folder to write into, with `~` expanded as where it is read; CheckpointError where `name` can be none."""
+    """The path of a folder to write, with `~` expanded; CheckpointError if no folder can have this name."""
     return as_path(name, CheckpointError, "the folder to write")
 
 
-def is_present(path: Path, kind: Kind) -> bool:
-    """Whether there is a regular file at `path`; `kind` where there is something else, a link to nothing, say."""
+def is_present(path: Path, error_class: ErrorClass) -> bool:
+    """Whether `path` is a regular file; `error_class` if it is something else, such as a link to nothing."""
     if os.path.isfile(path):
         return True
     if os.path.lexists(path):
-        raise kind(f"{shown(path)}: {_what_it_is(path)}, not a file")
+        raise error_class(f"{shown(path)}: {_what_it_is(path)}, not a file")
     return False
 
 
@@ -75,87 +86,126 @@ def _what_it_is(path: Path) -> str:
     return f"is a {kinds.get(stat.S_IFMT(mode), 'device')}"
 
 
-def open_file(path: Path, kind: Kind, most: int | None = None, hint: str = "") -> BinaryIO:
-    """The regular file at `path`, open for reading; `kind`, naming it, for anything else or one of over `most` bytes.
+def open_file(path: Path, error_class: ErrorClass, most: int | None = None, hint: str = "") -> BinaryIO:
+    """Open a regular file for reading.
 
-    `hint` is added to the message.
+    Args:
+        path: the file.
+        error_class: class of the error.
+        most: largest size in bytes; None for any size.
+        hint: text to append to the message.
+
+    Raises:
+        error_class: the file is missing, not regular, too large, or cannot be read.
     """
     descriptor = -1
     try:
-        # A FIFO without a writer would block, a device might do anything at the first read.
+        # Without O_NONBLOCK, opening a FIFO that has no writer would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise kind(f"{shown(path)}: {_what_it_is(path)}, not a file{hint}")
-        if most is not None and found.st_size > most:
-            raise kind(f"{shown(path)}: has {found.st_size:,} bytes, more than the {most:,} that such a file may have")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise error_class(f"{shown(path)}: {_what_it_is(path)}, not a file{hint}")
+        if most is not None and status.st_size > most:
+            raise error_class(
+                f"{shown(path)}: has {status.st_size:,} bytes, more than the {most:,} that such a file may have"
+            )
         opened = os.fdopen(descriptor, "rb")
         descriptor = -1
         return opened
     except OSError as error:
         if error.errno == errno.ENOENT:
-            raise kind(f"{shown(path)}: no such file{hint}") from None
-        raise kind(f"{shown(path)}: cannot be read: {error.strerror or error}{hint}") from None
-    except LigerModelsError:  # which may be a ValueError
+            raise error_class(f"{shown(path)}: no such file{hint}") from None
+        raise error_class(f"{shown(path)}: cannot be read: {error.strerror or error}{hint}") from None
+    except LigerModelsError:  # before ValueError, since some of these are ValueErrors
         raise
-    except ValueError as error:  # null bytes and half characters
-        raise kind(f"{shown(path)}: no path: {error}") from None
+    except ValueError as error:  # null bytes and lone surrogates
+        raise error_class(f"{shown(path)}: no path: {error}") from None
     finally:
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def read_bytes(path: Path, kind: Kind, most: int, hint: str = "") -> bytes:
-    """The content of a file; errors as of `open_file`."""
-    with open_file(path, kind, most, hint) as file:
+def read_bytes(path: Path, error_class: ErrorClass, most: int, hint: str = "") -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Args:
+        path: the file.
+        error_class: class of the error.
+        most: largest size in bytes.
+        hint: text to append to the message.
+
+    Raises:
+        error_class: the file is missing, not regular, too large, or cannot be read.
+    """
+    with open_file(path, error_class, most, hint) as file:
         try:
             content = file.read(most + 1)
         except OSError as error:
-            raise kind(f"{shown(path)}: cannot be read: {error.strerror or error}") from None
+            raise error_class(f"{shown(path)}: cannot be read: {error.strerror or error}") from None
     if len(content) > most:  # it has grown
-        raise kind(f"{shown(path)}: has more than the {most:,} bytes that such a file may have")
+        raise error_class(f"{shown(path)}: has more than the {most:,} bytes that such a file may have")
     return content
 
 
-def read_text(path: Path, kind: Kind, most: int = TEXT_BYTES, hint: str = "") -> str:
-    """The text of a file, with line ends as `\\n`; errors as of `open_file`, and for text that is no UTF-8."""
+def read_text(path: Path, error_class: ErrorClass, most: int = TEXT_BYTES, hint: str = "") -> str:
+    """The text of a file in UTF-8, with all line ends as `\\n`.
+
+    Args:
+        path: the file.
+        error_class: class of the error.
+        most: largest size in bytes.
+        hint: text to append to the message.
+
+    Raises:
+        error_class: the file is missing, not regular, too large, not UTF-8, or cannot be read.
+    """
     try:
-        text = read_bytes(path, kind, most, hint).decode()
+        text = read_bytes(path, error_class, most, hint).decode()
     except UnicodeDecodeError as error:
-        raise kind(f"{shown(path)}: cannot be read: not UTF-8 text: {error}") from None
+        raise error_class(f"{shown(path)}: cannot be read: not UTF-8 text: {error}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_json_object(path: Path, kind: Kind, hint: str = "") -> dict[str, Any]:
-    """The JSON object in a file; `kind`, naming it, where it is missing, too large, not JSON, or not an object."""
-    content = read_bytes(path, kind, JSON_BYTES, hint)
+def read_json_object(path: Path, error_class: ErrorClass, hint: str = "") -> dict[str, Any]:
+    """The JSON object in a file of at most JSON_BYTES.
+
+    Args:
+        path: the file.
+        error_class: class of the error.
+        hint: text to append to the message if there is no such file.
+
+    Raises:
+        error_class: the file is missing, too large, not JSON, nested too deep, or holds something else.
+    """
+    content = read_bytes(path, error_class, JSON_BYTES, hint)
     try:
-        found = parse_json(content)
+        value = parse_json(content)
     except ValueError as error:
-        raise kind(f"{shown(path)}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise kind(f"{shown(path)}: holds a {type(found).__name__}, not an object")
-    return found
+        raise error_class(f"{shown(path)}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise error_class(f"{shown(path)}: holds a {type(value).__name__}, not an object")
+    return value
 
 
 def parse_json(content: str | bytes) -> Any:
-    """What JSON says. Raises ValueError for what is not JSON in UTF-8, or nested deeper than DEPTH."""
+    """The value of a JSON text. Raises ValueError if it is not JSON in UTF-8, or is nested deeper than DEPTH."""
+    text = content.decode() if isinstance(content, bytes) else content
     try:
-        found = json.loads(content if isinstance(content, str) else content.decode())
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested deeper than {DEPTH} levels") from None
-    pairs = (("[", "{"), (b"[", b"{"))[isinstance(content, bytes)]
-    if sum(content.count(each) for each in pairs) > DEPTH:  # type: ignore
-        check_depth(found)
-    return found
+    if text.count("[") + text.count("{") > DEPTH:
+        check_depth(value)
+    return value
 
 
 def check_depth(value: Any) -> None:
-    """ValueError for dicts, lists and tuples nested deeper than DEPTH, or in themselves."""
-    level = {id(value): value} if isinstance(value, dict | list | tuple) else {}
-    for _ in range(DEPTH + 1):
-        inner = [each for outer in level.values() for each in (outer.values() if isinstance(outer, dict) else outer)]
-        level = {id(each): each for each in inner if isinstance(each, dict | list | tuple)}
-        if not level:
+    """ValueError if dicts, lists and tuples are nested deeper than DEPTH, or in themselves."""
+    level = [value]
+    for _ in range(DEPTH + 2):
+        # By id, so that a value that is nested many times in one level is visited once.
+        nested = {id(item): item for item in level if isinstance(item, dict | list | tuple)}.values()
+        if not nested:
             return
+        level = [inner for outer in nested for inner in (outer.values() if isinstance(outer, dict) else outer)]
     raise ValueError(f"nested deeper than {DEPTH} levels")

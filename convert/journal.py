@@ -1,11 +1,10 @@
-"""The files of a checkpoint replaced by those of another, all or none, and read as one save left them.
+"""Replace the files of a checkpoint by the files of another checkpoint: all of them or none.
 
-Readers, Hugging Face's tools among them, look for files by fixed names, so several files have to be replaced one after
-another. Before the first of them, all new files are complete in JOURNAL, a folder within the checkpoint's; its rename
-to that name is the commit point. Then the old files are moved into it, beginning with those by which readers find a
-checkpoint, and the new ones out of it, ending with these. A reader that does not know this folder finds the old
-checkpoint, none, or the new one at any moment. One that does finishes what a killed process has begun, or waits for a
-process that is still at work.
+Readers, Hugging Face's tools included, look for files by fixed names, so the files have to be replaced one after
+another. First, all new files are completed in a folder within the checkpoint's folder. Renaming that folder to JOURNAL
+is the commit point. Then the old files are moved into it, ENTRIES first, and the new files out of it, ENTRIES last.
+Readers find a checkpoint by its ENTRIES. So at any moment other programs find the old checkpoint, none, or the new one.
+Readers of this package wait for a live process, and finish the moves of a killed process.
 """
 
 from __future__ import annotations
@@ -19,35 +18,41 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, INDEX, SINGLE, matching
 from ligermodels.convert.input_files import read_json_object, shown
+from ligermodels.convert.json_values import is_file_name, is_list_of
 from ligermodels.convert.locks import POLL, Locked, locked
 from ligermodels.errors import CheckpointError
 
 JOURNAL = ".replacing"
 PLAN, OLD = ".plan.json", ".old"
-"""Within it: the names of the files to move, and the folder that the old ones are moved to."""
+"""Within JOURNAL: the file with the names of the files to move, and the folder for the old files."""
 LOCK = ".save.lock"
-"""Held, within a folder, by whoever changes its files."""
+"""Lock file within a folder; a process holds it while it changes the files."""
 WAIT = 60.0
 """Seconds to wait for a process that replaces the files of a folder."""
 
 ENTRIES = (INDEX, SINGLE, ADAPTER, "config.json", ADAPTER_CONFIG)
-"""The files by which others find a checkpoint: gone first, there last."""
+"""Files by which readers find a checkpoint: removed first, and added last."""
 
 
 def temporary_name(folder: Path) -> str:
-    """A new name for what is not, or no longer, part of `folder`."""
+    """A new name for a folder with files that are not yet, or no longer, part of `folder`."""
     return f".{folder.name}.{secrets.token_hex(4)}.partial"
 
 
 def replace_files(folder: Path, temporary: Path, replaced: Collection[str]) -> None:
-    """Make the files of `temporary`, a folder within `folder`, those of `folder`, in place of its files whose names
-    match the patterns `replaced`. The caller holds the lock.
+    """Replace files of `folder` by the files of `temporary`. The caller holds the lock.
 
-    Raises OSError when that fails; then all is as before, but for a disk on which it cannot be: see `settle`.
+    Args:
+        folder: folder of a checkpoint.
+        temporary: folder within `folder` with the new files.
+        replaced: patterns of the names of old files to remove.
+
+    Raises:
+        OSError: a move failed. All moves have been undone, unless undoing failed too; then `settle` finishes them.
     """
     new = [path.name for path in temporary.iterdir()]
     old = [path.name for path in folder.iterdir() if path.name in new or matching(path.name, replaced)]
@@ -68,15 +73,16 @@ def replace_files(folder: Path, temporary: Path, replaced: Collection[str]) -> N
 
 
 def settle(folder: Path) -> None:
-    """Finish what a process that was killed has begun in `folder`; wait for one that is alive.
+    """Finish the moves of a killed process in `folder`, and wait until a live process has finished.
 
-    Raises CheckpointError when it cannot be finished, takes longer than WAIT, or is not what a save leaves.
+    Raises:
+        CheckpointError: the moves cannot be finished, take longer than WAIT, or the journal is not a save's.
     """
     journal, deadline = folder / JOURNAL, time.monotonic() + WAIT
     while is_folder(journal):
         try:
             with locked(folder / LOCK) as works:
-                if works or time.monotonic() > deadline:  # else it may be another's who is alive
+                if works or time.monotonic() > deadline:  # otherwise the journal may belong to a live process
                     finish(folder)
             time.sleep(0 if works else POLL)
         except Locked:
@@ -91,9 +97,11 @@ def settle(folder: Path) -> None:
 
 
 def finish(folder: Path) -> None:
-    """Move the files as the journal says, if there is one, whatever has been moved by now. The caller holds the lock.
+    """Make the moves of the journal that have not been made yet, if there is a journal. The caller holds the lock.
 
-    Raises OSError when that fails; what it has moved is back then. CheckpointError for a journal of no save.
+    Raises:
+        OSError: a move failed; the moves of this call have been undone.
+        CheckpointError: the journal is not a save's.
     """
     journal = folder / JOURNAL
     if not is_folder(journal):
@@ -105,7 +113,7 @@ def finish(folder: Path) -> None:
     moved: list[tuple[Path, Path]] = []
     try:
         for source, target in (*aside, *into_place):
-            # Of the old files one that is aside has been moved, and what has its name now is new.
+            # If an old file is already in OLD, the file that has its name now is a new one.
             if source.exists() and not (target.parent.name == OLD and target.exists()):
                 moved.append((source, target))
                 source.rename(target)
@@ -120,27 +128,23 @@ def finish(folder: Path) -> None:
 
 
 def _plan(journal: Path) -> tuple[list[str], list[str]]:
-    """Names of the old files and of the new ones; CheckpointError for a journal that none of ours is: it moves nothing.
+    """Names of the old and of the new files; CheckpointError if the journal has no valid plan.
 
-    The plan is on the disk before a folder becomes the journal: a save that was killed has it.
+    A save syncs its plan to disk before it makes the journal, so the journal of a killed save always has one.
     """
     try:
         plan = read_json_object(journal / PLAN, CheckpointError)
         old, new = plan.get("old"), plan.get("new")
-        if isinstance(old, list) and isinstance(new, list) and all(map(_is_name, [*old, *new])):
-            return old, new
-        wrong = f"{journal / PLAN}: does not name the files to move"
+        if is_list_of(old, is_file_name) and is_list_of(new, is_file_name):
+            return cast(list[str], old), cast(list[str], new)
+        fault = f"{journal / PLAN}: does not name the files to move"
     except CheckpointError as error:
-        wrong = str(error)
+        fault = str(error)
     raise CheckpointError(
-        f"{shown(journal)}: holds a save to be finished, by a plan that cannot be followed: {wrong}; make it readable, "
-        "or, where it is damaged or of no save, move what you need out of that folder (new files are in it, those that "
-        f"they replace in its {OLD}) and remove it"
+        f"{shown(journal)}: holds an unfinished save with a plan that cannot be followed: {fault}; make it readable. "
+        "If it is damaged, move the files that you need out of that folder (new files are in it, the files that they "
+        f"replace are in its {OLD}) and remove it"
     )
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 def _first(names: Collection[str]) -> list[str]:
@@ -148,8 +152,8 @@ def _first(names: Collection[str]) -> list[str]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder itself, not a link to one, which might be anywhere."""
-    with suppress(OSError, ValueError):  # no path can be named so: those who open it say that
+    """Whether `path` is a folder, and not a link to one."""
+    with suppress(OSError, ValueError):  # an impossible name; opening the path reports it
         return stat.S_ISDIR(path.lstat().st_mode)
     return False
 
@@ -163,5 +167,5 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    with suppress(OSError):  # Not every file system can do this to a folder.
+    with suppress(OSError):  # not supported by every file system
         sync(path)

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to tensors: mapped, copied on the host, or uploaded to a GPU by pinned buffers."""
+"""Fill tensors from the files of a checkpoint: mapped, copied on the host, or uploaded to a GPU by pinned buffers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 COPY_THREADS = 4
-"""Threads that copy on the host: pages of one tensor are read from disk while another is copied."""
+"""Threads that copy on the host, so that one tensor is read from disk while another is copied."""
 SLICE_ELEMENTS = 2**21
-"""Elements that a thread copies at once."""
+"""Elements per copy of a thread."""
 UPLOAD_THREADS = 8
 BUFFERS = 2
-"""Pinned buffers of each upload thread: one is filled while the other is copied to the GPU."""
+"""Pinned buffers per upload thread: one is filled while the other is copied to the GPU."""
 BUFFER_BYTES = 8 * 2**20
-"""Large enough to copy at full rate. All buffers together are what the host holds."""
+"""Bytes of a buffer, enough for the full rate. The host holds UPLOAD_THREADS x BUFFERS of them."""
 
 
 class Spec(Protocol):
-    """What planning needs to know of a stored tensor."""
+    """Dtype and shape of a stored tensor."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -34,7 +34,7 @@ class Spec(Protocol):
 
 
 class Reader(Protocol):
-    """Where tensors are read from. Threads read at the same time."""
+    """A source of tensors. Several threads read at the same time."""
 
     @property
     def headers(self) -> Mapping[str, Spec]: ...
@@ -44,22 +44,27 @@ class Reader(Protocol):
 
 @runtime_checkable
 class SliceReader(Reader, Protocol):
-    """A reader of files or of what is made of them, of which no whole tensor need be in memory."""
+    """A reader of parts of tensors, so that no whole tensor has to be in memory."""
 
     def read_slice(self, name: str, start: int, count: int) -> Tensor: ...
 
 
 @runtime_checkable
 class FileReader(Reader, Protocol):
-    """A reader of files, see `safetensors_reader.Checkpoint`; other tensors are in memory already."""
+    """A reader of files: `safetensors_reader.Checkpoint` or `dequantize.Dequantized`."""
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None: ...
 
 
 class Piece(NamedTuple):
-    """A `view` of a native tensor, to be filled with the elements of checkpoint tensor `name` from element `start` on.
+    """A part of a native tensor, and the elements of a checkpoint tensor that fill it.
 
-    The checkpoint tensor is stored in `dtype`; `whole` says whether the view has all its elements.
+    Args:
+        view: the part, a view.
+        name: the checkpoint tensor.
+        start: its first element for the view.
+        dtype: its stored dtype.
+        whole: whether the view takes all its elements.
     """
 
     view: Tensor
@@ -70,44 +75,50 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size in the file."""
+        """Bytes of these elements in the file."""
         return self.view.numel() * self.dtype.itemsize
 
 
 def fill(reader: Reader, tensors: Sequence[tuple[Tensor, Sequence[Piece]]], *, mapped: bool = False) -> Iterator[int]:
-    """Fill each tensor by its pieces, which cover it once; yields the bytes of the files as they are done.
+    """Fill tensors by their pieces.
 
-    The host holds the buffers of uploads at most. With `mapped`, a tensor on the host becomes (its `data`) the file's
-    own memory, where the file has it in the right dtype and order.
+    Args:
+        reader: reads the checkpoint tensors.
+        tensors: each tensor, and the pieces that cover it exactly once.
+        mapped: let a CPU tensor use the memory of the mapped file (by setting its `data`), if the file stores it in the
+            same dtype and order.
+
+    Yields:
+        Bytes of the files that have been read since the last value.
     """
     copies: list[Piece] = []
     uploads: defaultdict[torch.device, list[Piece]] = defaultdict(list)
     for tensor, pieces in tensors:
-        if mapped and tensor.device.type == "cpu" and (found := _as_stored(reader, tensor, pieces)) is not None:
-            tensor.data = found
-            yield found.nbytes
+        if mapped and tensor.device.type == "cpu" and (stored := _as_stored(reader, tensor, pieces)) is not None:
+            tensor.data = stored
+            yield stored.nbytes
         elif tensor.device.type == "cuda" and isinstance(reader, FileReader):
             uploads[tensor.device] += pieces
         else:
             copies += pieces
     with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy") as threads:
         yield from threads.map(partial(_copy, reader, torch.is_inference_mode_enabled()), copies)
-    for device, each in uploads.items():
-        yield from upload(cast(FileReader, reader), each, device)
+    for device, pieces in uploads.items():
+        yield from upload(cast(FileReader, reader), pieces, device)
 
 
 def _as_stored(reader: Reader, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
-    """`tensor` in the memory of a file, if its pieces are stored whole and one after another in the same order."""
+    """`tensor` as mapped memory of a file, if its pieces are whole tensors, adjacent and in the same order; or None."""
     offset = tensor.storage_offset()
     for piece in pieces:
         follows = piece.view.is_contiguous() and piece.view.storage_offset() == offset
         if not (follows and piece.whole and piece.dtype == tensor.dtype):
             return None
         offset += piece.view.numel()
-    found = reader.read_together([piece.name for piece in pieces])
-    if found is None or found.data_ptr() % tensor.dtype.itemsize:
+    stored = reader.read_together([piece.name for piece in pieces])
+    if stored is None or stored.data_ptr() % tensor.dtype.itemsize:
         return None
-    return found.view(tensor.dtype).view(tensor.shape)
+    return stored.view(tensor.dtype).view(tensor.shape)
 
 
 def _copy(reader: Reader, inference: bool, piece: Piece) -> int:
@@ -122,7 +133,7 @@ def _copy(reader: Reader, inference: bool, piece: Piece) -> int:
 
 
 def _slices(view: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
-    """`view` in parts of at most SLICE_ELEMENTS, and of which element on each is, `start` being that of `view`."""
+    """Parts of `view` with at most SLICE_ELEMENTS, and the first element of each; `view` begins at `start`."""
     if view.numel() <= SLICE_ELEMENTS:
         yield view, start
         return
@@ -134,20 +145,28 @@ def _slices(view: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
 
 
 def upload(reader: FileReader, pieces: Sequence[Piece], device: torch.device) -> Iterator[int]:
-    """Fill `pieces`, all on `device`, the largest first; yields the bytes of each once it is on its way.
+    """Fill pieces on a GPU by asynchronous copies, the largest first.
 
-    The device is synchronised before and after. It holds a copy of a view that is not contiguous while that is filled.
+    The GPU is synchronised before and after. A view that is not contiguous is filled through a temporary copy on it.
+
+    Args:
+        reader: reads the checkpoint tensors.
+        pieces: the pieces, all on `device`.
+        device: the GPU.
+
+    Yields:
+        Bytes of each piece, once its copies are queued.
     """
     largest_first = sorted(pieces, key=lambda piece: -piece.bytes)
-    lanes, inference = threading.local(), torch.is_inference_mode_enabled()
+    of_thread, inference = threading.local(), torch.is_inference_mode_enabled()
 
     def work(piece: Piece) -> int:
-        if not hasattr(lanes, "own"):
-            lanes.own = _Lane(device)
-        with torch.inference_mode(inference), torch.cuda.stream(lanes.own.stream):
-            return lanes.own.fill(reader, piece)
+        if not hasattr(of_thread, "lane"):
+            of_thread.lane = _Lane(device)
+        with torch.inference_mode(inference), torch.cuda.stream(of_thread.lane.stream):
+            return of_thread.lane.fill(reader, piece)
 
-    # Memory of the views may have been freed by work that is still queued on another stream.
+    # Work that is still queued on another stream may use memory that the views have taken over.
     torch.cuda.synchronize(device)
     try:
         with ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="upload") as threads:
@@ -157,16 +176,16 @@ def upload(reader: FileReader, pieces: Sequence[Piece], device: torch.device) ->
 
 
 class _Lane:
-    """The stream and the pinned buffers of a thread. The event of a buffer says when it may be filled again."""
+    """The stream and pinned buffers of a thread. The event of a buffer completes when it may be filled again."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self.stream):  # Pins memory by the context of this GPU instead of the first one's.
+        with torch.cuda.stream(self.stream):  # pins memory in the context of this GPU, not of GPU 0
             buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
         self.turns = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in buffers])
 
     def fill(self, reader: FileReader, piece: Piece) -> int:
-        """Fill a piece on the current stream, which is this lane's; returns its bytes."""
+        """Fill a piece and return its bytes. The current stream must be this lane's stream."""
         view, dtype = piece.view, piece.dtype
         whole = view if view.is_contiguous() else torch.empty_like(view, memory_format=torch.contiguous_format)
         elements, size = whole.view(-1), dtype.itemsize
@@ -178,7 +197,7 @@ class _Lane:
             reader.read_into(piece.name, (piece.start + first) * size, memoryview(buffer.numpy().data))
             stored = buffer.view(dtype)
             if dtype != part.dtype:
-                stored = stored.to(part.device, non_blocking=True)  # Cast on the device.
+                stored = stored.to(part.device, non_blocking=True)  # then cast on the device
             part.copy_(stored, non_blocking=True)
             copied.record(self.stream)
         if whole is not view:

@@ -1,4 +1,4 @@
-"""Tensors in mxfp4, with a scale for each 32 numbers."""
+"""Tensors in MXFP4: 4 bits per element, and one scale for each 32 elements."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from ligermodels.convert.safetensors_reader import Checkpoint, Header
 from ligermodels.convert.weight_map import raise_faults
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the four bits of an mxfp4 number stand for (OCP Microscaling Formats, E2M1)."""
+"""Values of the 16 codes (OCP Microscaling Formats, E2M1)."""
 FP4_BLOCK = 32
-"""Numbers that have one scale, in 16 bytes."""
+"""Elements with one scale; they take 16 bytes."""
 
 
 class MXFP4(NamedTuple):
-    """Matrices stored by columns: blocks of 32 numbers of a column, and the scale of each (gpt_oss).
+    """Matrices that are stored by columns, in blocks of 32 elements of one column (gpt_oss).
 
-    `blocks` uint8 (..., columns, rows / 32, 16), two numbers a byte, the low one first; `scales` uint8 (..., columns,
-    rows / 32).
+    Args:
+        shape: (..., rows, columns).
+        blocks: checkpoint tensor of the codes, uint8 (..., columns, rows / 32, 16): two elements per byte, the first in
+            the low bits.
+        scales: checkpoint tensor of the scales, uint8 (..., columns, rows / 32).
     """
 
     shape: tuple[int, ...]
@@ -35,37 +38,42 @@ class MXFP4(NamedTuple):
         return self.blocks, self.scales
 
     def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
-        chosen = slice(first // FP4_BLOCK, -(-last // FP4_BLOCK))
+        span = slice(first // FP4_BLOCK, -(-last // FP4_BLOCK))
         rows, columns = matrix_of(self.shape)
         shape = columns, rows // FP4_BLOCK
-        blocks = files.read(self.blocks).view(-1, *shape, FP4_BLOCK // 2)[matrix, :, chosen]
-        scales = as_float(files.read(self.scales).view(-1, *shape)[matrix, :, chosen])
+        blocks = files.read(self.blocks).view(-1, *shape, FP4_BLOCK // 2)[matrix, :, span]
+        scales = as_float(files.read(self.scales).view(-1, *shape)[matrix, :, span])
         pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2)
         values = look_up(torch.tensor(FP4, device="cpu"), pairs).mul_(scales[..., None])
-        return values.flatten(1).T[first - chosen.start * FP4_BLOCK :][: last - first]
+        return values.flatten(1).T[first - span.start * FP4_BLOCK :][: last - first]
 
 
 def mxfp4_tensors(headers: Mapping[str, Header], block: tuple[int, int] | None) -> dict[str, Encoded]:
-    """The tensors X of which the checkpoint has X_blocks and X_scales, as transformers has them dequantised.
+    """Name X -> MXFP4 tensor, for all pairs X_blocks and X_scales of a checkpoint with these `headers`.
 
-    `block` is that of the format. Raises one CheckpointError that lists blocks and scales without each other, of a
-    wrong dtype, and of shapes that do not match.
+    Args:
+        headers: name -> dtype and shape of the checkpoint's tensors.
+        block: not used; the format has blocks of 32.
+
+    Raises:
+        CheckpointError: blocks without scales or the reverse, wrong dtypes, or shapes that do not match; the message
+            lists all of them.
     """
-    found: dict[str, Encoded] = {}
+    tensors: dict[str, Encoded] = {}
     faults: defaultdict[str, list[str]] = defaultdict(list)
     ends = ("_blocks", "_scales")
     for name in dict.fromkeys(name.removesuffix(end) for name in headers for end in ends if name.endswith(end)):
         pair = [name + end for end in ends]
-        if missing := [each for each in pair if each not in headers]:
+        if missing := [stored for stored in pair if stored not in headers]:
             faults["missing from the checkpoint"] += missing
             continue
-        for each in pair:
-            check_dtype(each, headers[each], (torch.uint8,), faults)
-        blocks, scales = (headers[each].shape for each in pair)
+        for stored in pair:
+            check_dtype(stored, headers[stored], (torch.uint8,), faults)
+        blocks, scales = (headers[stored].shape for stored in pair)
         if len(blocks) < 3 or blocks != (*scales, FP4_BLOCK // 2):
             faults["of shapes that do not match"].append(f"{pair[0]} {list(blocks)} and {pair[1]} {list(scales)}")
         else:
             *lead, columns, groups = scales
-            found[name] = MXFP4((*lead, groups * FP4_BLOCK, columns), *pair)
+            tensors[name] = MXFP4((*lead, groups * FP4_BLOCK, columns), *pair)
     raise_faults("the checkpoint's mxfp4 blocks and scales do not match", faults)
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""An end to waiting for a hub that stalls, or sends a few bytes a second."""
+"""A time limit for a hub that stalls or sends only a few bytes per second."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from ligermodels.errors import HubError
 
 VARIABLE = "LIGERMODELS_HUB_TIMEOUT"
 SECONDS = 60.0
-"""How long a hub may send less than RATE, where the environment's VARIABLE says nothing else."""
+"""Default of VARIABLE: seconds for which the hub may send less than RATE."""
 RATE = 1024
-"""Bytes a second."""
+"""Bytes per second."""
 
 
 def timeout() -> float:
-    """The seconds that VARIABLE says, or SECONDS. Raises HubError for what is no number above 0."""
+    """Seconds from the environment's VARIABLE, or SECONDS. HubError unless it is a number above 0."""
     text = os.environ.get(VARIABLE, "")
     try:
-        found = float(text or SECONDS)
+        seconds = float(text or SECONDS)
     except ValueError:
-        found = 0.0
-    if not 0 < found < 1e9:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
         raise HubError(f"{VARIABLE}: must be a number of seconds above 0, got {text!r}")
-    return found
+    return seconds
 
 
 @contextmanager
 def patient(name: str) -> Iterator[None]:
-    """Meanwhile HubError, naming the repository, ends requests of huggingface_hub once no answer has been complete and
-    less than RATE has arrived for `timeout()` seconds. huggingface_hub's own timeouts are of single reads and attempts:
-    one byte in each of them is enough to go on for ever. Transfers by Xet have limits of their own.
+    """Context manager that ends requests of huggingface_hub if the hub is too slow.
+
+    It raises HubError, naming the repository `name`, after `timeout()` seconds without a complete answer and with fewer
+    than RATE bytes per second. huggingface_hub's own timeouts are for single reads and attempts, so a byte in each of
+    them lets a request run forever. Transfers by Xet have their own limits.
     """
     watch, client = _Watch(name, timeout()), get_session()
     hooks = client.event_hooks
@@ -46,15 +48,15 @@ def patient(name: str) -> Iterator[None]:
     }
     try:
         yield
-    finally:  # another thread may have added its own since, or taken its own away
+    finally:  # another thread may have added or removed hooks meanwhile
         client.event_hooks = {
-            event: [hook for hook in found if hook not in (watch.before, watch.within)]
-            for event, found in client.event_hooks.items()
+            event: [hook for hook in current if hook not in (watch.before, watch.within)]
+            for event, current in client.event_hooks.items()
         }
 
 
 class _Watch:
-    """Bytes since the last time that all was well."""
+    """Counts bytes since the last answer was complete or the rate was high enough."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -68,26 +70,26 @@ class _Watch:
             return
         if self.bytes < RATE * waited:
             raise HubError(
-                f"{self.name}: the hub has sent {self.bytes:,} bytes in {waited:.0f} s; run again to go on, or give it "
-                f"more time by {VARIABLE}"
+                f"{self.name}: the hub has sent {self.bytes:,} bytes in {waited:.0f} s; run again to continue, or "
+                f"set {VARIABLE} to more seconds"
             )
         self.since, self.bytes = time.monotonic(), 0
 
     def before(self, request: Any) -> None:
-        """Of each request, and each attempt to repeat one."""
+        """Hook for each request and each repeated attempt."""
         if self.waiting:
             self.check()
-        else:  # what came between was no waiting for an answer: a transfer by Xet, say
+        else:  # time before this request was not spent waiting for an answer (it may have been a transfer by Xet)
             self.restart()
         self.waiting = True
-        limits = request.extensions.get("timeout", {})  # of connecting, reading and the like: some have none
+        limits = request.extensions.get("timeout", {})  # of connecting, reading, ...; some are unset
         request.extensions["timeout"] = {
-            each: self.seconds if limits.get(each) is None else limits[each]
-            for each in ("connect", "read", "write", "pool")
+            phase: self.seconds if limits.get(phase) is None else limits[phase]
+            for phase in ("connect", "read", "write", "pool")
         }
 
     def within(self, response: Any) -> None:
-        """Watch the body of an answer."""
+        """Hook for each response: watch its body."""
         if response.status_code >= 400:
             return self.restart()
         base: Any = importlib.import_module(type(response).__module__.partition(".")[0]).SyncByteStream

@@ -1,4 +1,4 @@
-"""The arguments of loading that say where parameters go and in which dtype, as transformers' users write them."""
+"""Arguments of loading for the device and dtype of the parameters, with the names that transformers uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import torch
 
+from ligermodels.convert.json_values import is_int
 from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import InputError, short
 
@@ -15,56 +16,61 @@ DeviceLike: TypeAlias = torch.device | str | int
 DeviceMap: TypeAlias = DeviceLike | Mapping[str, DeviceLike]
 
 SHARD = (
-    "to spread a model over devices, start the program by torchrun and give from_pretrained(..., plan=ParallelPlan())"
+    "to shard a model over devices, start the program by torchrun and give from_pretrained(..., plan=ParallelPlan())"
 )
 
 
 def resolve_dtype(dtype: DtypeLike | None, torch_dtype: DtypeLike | None) -> torch.dtype | None:
-    """The dtype that the arguments ask for, None where they leave it to the checkpoint.
+    """The dtype that the arguments name; None if the checkpoint decides.
 
     Args:
-        dtype: a floating dtype or its name in torch ("bfloat16"); None or "auto" to leave it.
+        dtype: a floating dtype or its name in torch ("bfloat16"); None or "auto" for the checkpoint's.
         torch_dtype: transformers' older name of `dtype`.
 
-    Raises InputError for an unknown dtype, one that weights are not cast to, and for two different ones.
+    Raises:
+        InputError: a dtype that is unknown or not floating, or two different dtypes.
     """
-    given = {"dtype": dtype, "torch_dtype": torch_dtype}
-    found = {name: _dtype(name, value) for name, value in given.items() if value is not None}
-    if len(set(found.values())) > 1:
+    arguments = {"dtype": dtype, "torch_dtype": torch_dtype}
+    dtypes = {name: _dtype(name, value) for name, value in arguments.items() if value is not None}
+    if len(set(dtypes.values())) > 1:
         raise InputError(f"dtype is {dtype} and torch_dtype, its older name, is {torch_dtype}: give one of them")
-    return next(iter(found.values()), None)
+    return next(iter(dtypes.values()), None)
 
 
 def _dtype(name: str, value: object) -> torch.dtype | None:
-    """None for "auto"."""
+    """The dtype of argument `name`, or None for "auto"."""
     if value == "auto":
         return None
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
-        known = ", ".join(sorted(str(each).removeprefix("torch.") for each in FLOATS))
-        raise InputError(f"{name}: {short(value)} is not one of {known}, as a name or a torch.dtype, or 'auto'")
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+    dtype = known.get(str(value).removeprefix("torch."))
+    if dtype is None:
+        raise InputError(
+            f"{name}: {short(value)} is not one of {', '.join(sorted(known))}, as a name or a torch.dtype, or 'auto'"
+        )
     return dtype
 
 
 def resolve_device(
     device: DeviceLike | None, device_map: DeviceMap | None, default: torch.device | str = "cpu"
 ) -> torch.device:
-    """The one device of all parameters.
+    """The device of all parameters.
 
     Args:
         device: a torch device, its name, or the index of a CUDA device.
-        device_map: the same, or "auto": the current CUDA device, without one the CPU; or `{"": device}`.
+        device_map: the same; `{"": device}`; or "auto" for the current CUDA device (the CPU if there is none).
+        default: the device if neither argument is given.
 
-    Raises InputError for an unknown device, a map of several devices or of submodules, and two different devices.
+    Raises:
+        InputError: an unknown device, a map of several devices or of submodules, or two different devices.
     """
-    found = {}
+    devices = {}
     if device is not None:
-        found["device"] = _device("device", device)
+        devices["device"] = _device("device", device)
     if device_map is not None:
-        found["device_map"] = _device("device_map", _whole(device_map))
-    if len(set(found.values())) > 1:
+        devices["device_map"] = _device("device_map", _whole(device_map))
+    if len(set(devices.values())) > 1:
         raise InputError(f"device is {device} and device_map {device_map}: give one of them")
-    return next(iter(found.values()), None) or torch.device(default)
+    return next(iter(devices.values()), None) or torch.device(default)
 
 
 def _whole(device_map: DeviceMap) -> DeviceLike:
@@ -85,11 +91,11 @@ def _device(name: str, value: object) -> torch.device:
     if isinstance(value, torch.device):
         return value
     try:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if is_int(value) and value >= 0:
             return torch.device("cuda", value)
         if isinstance(value, str):
             return torch.device(value)
-    except (RuntimeError, ValueError):  # of a name that is none, and of an index beyond its bounds
+    except (RuntimeError, ValueError):  # an unknown name, or an index out of range
         pass
     known = "a torch.device, its name ('cpu', 'cuda', 'cuda:1', ...), the index of a CUDA device"
     if name == "device_map":
@@ -102,7 +108,7 @@ def require_device(device: torch.device) -> torch.device:
     if device.type not in ("cpu", "meta"):
         try:
             torch.empty(0, device=device)
-        except Exception as error:  # each kind of device has its own
+        except Exception as error:  # backends of devices raise different classes
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise InputError(f"device: {device} is not there, or not usable: {reason}") from None
     return device

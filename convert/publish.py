@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face hub, with a model card."""
+"""Upload checkpoints to the Hugging Face hub, with a model card."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ligermodels.errors import HubError
 CARD = "README.md"
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md")
 INHERITED = ("license", "license_name", "license_link", "language", "tags")
-"""Fields of a card that hold for what is made from the model, too."""
+"""Fields of a model card that also apply to models derived from the model."""
 
 BODY = """# {name}
 
@@ -35,7 +35,7 @@ tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a checkpoint goes on the hub; the fields are huggingface_hub's, None for its defaults."""
+    """Where to upload a checkpoint on the hub. Fields are arguments of huggingface_hub; None means its default."""
 
     repo_id: str
     commit_message: str | None = None
@@ -46,16 +46,22 @@ class Destination:
 
 
 def publish(to: Destination, write: Callable[[Path], None], source: SourceCheckpoint | None, ranks: Ranks) -> str:
-    """Upload the checkpoint that `write` writes into a folder, and return the URL of the commit or pull request.
+    """Upload a checkpoint.
 
-    A repository without a card gets one: how to use the model in transformers, and from the base model's card license,
-    language, tags and text. The base's license files go along.
+    A repository without a README.md gets a model card: how to use the model in transformers, and license, language,
+    tags and text of the base model's card. The base model's license files are uploaded too.
 
     Args:
-        source: the base model's checkpoint, if there is one.
-        ranks: those that call this together. One of them uploads; on the others the URL is "".
+        to: the destination.
+        write: function that writes the checkpoint into a folder.
+        source: the base model's checkpoint, or None.
+        ranks: ranks that call this together. One of them uploads.
 
-    Raises HubError when the repository cannot be written, or the base's card cannot be fetched.
+    Returns:
+        The URL of the commit or pull request; "" on the other ranks.
+
+    Raises:
+        HubError: the repository cannot be written, or the base model's card cannot be fetched.
     """
     if not isinstance(to.repo_id, str):
         raise HubError(f"repo_id: must be 'owner/name', got a {type(to.repo_id).__name__}")
@@ -94,14 +100,20 @@ def _upload(to: Destination, folder: Path, source: SourceCheckpoint | None) -> s
 
 
 def model_card(repo_id: str, base: str | None, base_card: Path | None) -> str:
-    """The text of a card, see `publish`; `base_card` is a file that need not exist."""
-    found = None
+    """The text of a model card: see `publish`.
+
+    Args:
+        repo_id: "owner/name" of the repository.
+        base: repo id of the base model, or None.
+        base_card: path of the base model's card; the file need not exist.
+    """
+    inherited = None
     if base_card is not None and base_card.is_file():
-        found = ModelCard(base_card.read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    fields = {} if found is None else {name: found.data.get(name) for name in INHERITED}
+        inherited = ModelCard(base_card.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    fields = {} if inherited is None else {name: inherited.data.get(name) for name in INHERITED}
     tags = list(dict.fromkeys([*(fields.pop("tags", None) or []), "ligermodels"]))
     data = ModelCardData(base_model=base, library_name="transformers", tags=tags, **fields)
     origin = "" if base is None else f"Made from [{base}](https://huggingface.co/{base}). "
-    made = BODY.format(name=repo_id.rpartition("/")[2], repo_id=repo_id, origin=origin)
-    text = f"---\n{data.to_yaml()}\n---\n\n{made}"
-    return text if found is None else f"{text}\n## Card of the base model\n\n{found.text.strip()}\n"
+    body = BODY.format(name=repo_id.rpartition("/")[2], repo_id=repo_id, origin=origin)
+    text = f"---\n{data.to_yaml()}\n---\n\n{body}"
+    return text if inherited is None else f"{text}\n## Card of the base model\n\n{inherited.text.strip()}\n"

@@ -1,4 +1,4 @@
-"""The `quantization_config` of a config.json: how the quantised tensors of a checkpoint are stored."""
+"""The `quantization_config` of config.json: how a checkpoint stores quantised tensors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ligermodels.convert.config_json import joined, nested_configs, short
+from ligermodels.convert.json_values import as_object, is_int, is_object, object_field
 from ligermodels.errors import ConfigError, ConfigWarning
 
 FIELD = "quantization_config"
 
 
 class Quantization(NamedTuple):
-    """How tensors are stored.
+    """How a checkpoint stores quantised tensors.
 
     Args:
         encoding: "fp8" or "mxfp4", see `dequantize.ENCODINGS`.
-        block: rows and columns of a block that has one scale; None where the shapes of the scales tell.
+        block: rows and columns that share one scale; None if the shapes of the scales determine them.
     """
 
     encoding: str
@@ -25,58 +26,63 @@ class Quantization(NamedTuple):
 
 
 def without_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], Quantization | None]:
-    """`config` without its `quantization_config`, at the top or in a config of `nested_configs`, and what that says.
+    """Split `quantization_config` from a config, where it is at the top level or in one of `nested_configs`.
 
-    None where there is none, or an empty one; then nothing is left out. Raises ConfigError, naming the method or the
-    field, for one that is not implemented, and for two that contradict each other; gives a ConfigWarning for an unknown
-    field.
+    Warns with ConfigWarning about unknown fields.
+
+    Returns:
+        The config without it, and its content; the unchanged config and None if it is missing or empty.
+
+    Raises:
+        ConfigError: the method or the value of a field is not implemented, or two such fields contradict each other.
     """
     configs = nested_configs(config)
-    places = {f"{name}.{FIELD}".lstrip("."): holder for name, holder in configs.items()}
-    found = {where: _read(holder[FIELD], where) for where, holder in places.items() if holder.get(FIELD)}
-    if not found:
+    paths = {f"{name}.{FIELD}".lstrip("."): level for name, level in configs.items()}
+    quantizations = {path: _read(level[FIELD], path) for path, level in paths.items() if level.get(FIELD)}
+    if not quantizations:
         return dict(config), None
-    if len(set(found.values())) > 1:
-        raise ConfigError(f"config.json: {' and '.join(found)} contradict each other; remove the wrong one")
-    plain = {name: {key: each[key] for key in each if key != FIELD} for name, each in configs.items()}
-    return joined(plain), next(iter(found.values()))
+    if len(set(quantizations.values())) > 1:
+        raise ConfigError(f"config.json: {' and '.join(quantizations)} contradict each other; remove the wrong one")
+    plain = {name: {key: level[key] for key in level if key != FIELD} for name, level in configs.items()}
+    return joined(plain), next(iter(quantizations.values()))
 
 
-def _read(found: Any, where: str) -> Quantization:
-    where = f"config.json: {where}"
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{where}: must be an object, got {short(found)}")
-    method = found.get("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
+def _read(fields: Any, path: str) -> Quantization:
+    where = f"config.json: {path}"
+    if not is_object(fields):
+        raise ConfigError(f"{where}: must be an object, got {short(fields)}")
+    name = fields.get("quant_method")
+    method = METHODS.get(str(name))
+    if method is None:
         raise ConfigError(
-            f"{where}: quant_method = {short(method)} is not implemented; implemented: {', '.join(METHODS)}. Load the "
+            f"{where}: quant_method = {short(name)} is not implemented; implemented: {', '.join(METHODS)}. Load the "
             "checkpoint that it was quantised from"
         )
-    read, known = METHODS[method]
-    if unknown := sorted(str(name) for name in found.keys() - {"quant_method", *known.split()}):
+    read, known = method
+    if unknown := sorted(str(name) for name in fields.keys() - {"quant_method", *known.split()}):
         warnings.warn(f"{where}: {', '.join(unknown)}: unknown and not used", ConfigWarning, stacklevel=4)
-    return read(found, where)
+    return read(fields, where)
 
 
-def _fp8(found: Mapping[str, Any], where: str) -> Quantization:
-    """`quant_method` "fp8", as transformers' FineGrainedFP8Config: blocks of 128 x 128 unless it says otherwise."""
-    _choice(found, "fmt", where, "e4m3", "e5m2", "float8_e4m3fn")
-    _choice(found, "scale_fmt", where, "float", "ue8m0")
-    _choice(found, "expert_dtype", where, "fp8")
-    size = found.get("weight_block_size", [128, 128])
+def _fp8(fields: Mapping[str, Any], where: str) -> Quantization:
+    """`quant_method` "fp8", transformers' FineGrainedFP8Config; blocks have 128 x 128 elements by default."""
+    _choice(fields, "fmt", where, "e4m3", "e5m2", "float8_e4m3fn")
+    _choice(fields, "scale_fmt", where, "float", "ue8m0")
+    _choice(fields, "expert_dtype", where, "fp8")
+    size = fields.get("weight_block_size", [128, 128])
     return Quantization("fp8", None if size is None else _block(size, f"{where}.weight_block_size"))
 
 
-def _compressed_tensors(found: Mapping[str, Any], where: str) -> Quantization:
+def _compressed_tensors(fields: Mapping[str, Any], where: str) -> Quantization:
     """`quant_method` "compressed-tensors" with weights in FP8."""
-    _choice(found, "format", where, "float-quantized", "naive-quantized")
-    if found.get("transform_config"):
+    _choice(fields, "format", where, "float-quantized", "naive-quantized")
+    if fields.get("transform_config"):
         raise ConfigError(f"{where}: transform_config is not implemented; load the checkpoint that was quantised")
-    _choice(_object(found, "sparsity_config", where), "format", f"{where}.sparsity_config", "dense")
+    _choice(object_field(fields, "sparsity_config", f"{where}."), "format", f"{where}.sparsity_config", "dense")
     blocks = set()
-    for name, group in _object(found, "config_groups", where).items():
-        weights = _object(group if isinstance(group, Mapping) else {}, "weights", at := f"{where}.config_groups.{name}")
-        at += ".weights"
+    for name, group in object_field(fields, "config_groups", f"{where}.").items():
+        path = f"{where}.config_groups.{name}."
+        weights, at = object_field(as_object(group), "weights", path), f"{path}weights"
         if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
             raise ConfigError(f"{at}: must be of type 'float' with num_bits 8 (FP8), got {short(weights)}")
         strategy = _choice(weights, "strategy", at, "tensor", "channel", "block", "group")
@@ -87,7 +93,7 @@ def _compressed_tensors(found: Mapping[str, Any], where: str) -> Quantization:
     return Quantization("fp8", blocks.pop())
 
 
-def _mxfp4(found: Mapping[str, Any], where: str) -> Quantization:
+def _mxfp4(fields: Mapping[str, Any], where: str) -> Quantization:
     return Quantization("mxfp4")
 
 
@@ -104,29 +110,20 @@ METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any], str], Quantization], st
     ),
     "mxfp4": (_mxfp4, "modules_to_not_convert dequantize"),
 }
-"""`quant_method` -> how it is read, and its fields.
+"""`quant_method` -> the function that reads it, and the names of its fields.
 
-Which tensors are quantised is told by their dtypes. How activations and the cache were quantised says nothing of the
-weights."""
-
-
-def _object(found: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    value = found.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}.{name}: must be an object, got {short(value)}")
-    return value
+Dtypes of tensors show which of them are quantised. Fields about activations and the cache do not affect the weights."""
 
 
-def _choice(found: Mapping[str, Any], name: str, where: str, *implemented: str) -> str:
-    """A field that may be left out: it is then the first of the values `implemented`."""
-    value = implemented[0] if found.get(name) is None else found[name]
+def _choice(fields: Mapping[str, Any], name: str, where: str, *implemented: str) -> str:
+    """The field `name`; by default the first value of `implemented`."""
+    value = implemented[0] if fields.get(name) is None else fields[name]
     if value not in implemented:
         raise ConfigError(f"{where}: {name} = {short(value)} is not implemented; implemented: {', '.join(implemented)}")
     return str(value)
 
 
 def _block(size: Any, where: str) -> tuple[int, int]:
-    whole = isinstance(size, list | tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in size)
-    if not whole or len(size) != 2 or min(size) < 1:
+    if not isinstance(size, list | tuple) or len(size) != 2 or not all(is_int(n) and n > 0 for n in size):
         raise ConfigError(f"{where}: a block must have two sizes above 0, rows and columns; got {short(size)}")
     return size[0], size[1]

@@ -1,4 +1,4 @@
-"""Checkpoints written by several ranks together, where parameters are DTensors (FSDP2, tensor parallelism)."""
+"""Ranks that read or write a checkpoint together, when parameters are DTensors (FSDP2, tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Result = TypeVar("Result")
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a DTensor a meta tensor of the whole's shape."""
+    """`tensor` itself; for a DTensor, a meta tensor with the shape of the whole tensor."""
     if not is_dtensor(tensor):
         return tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 class Gather:
-    """Whole tensors of DTensors. The last one is kept: several views of a tensor are usually read one after another."""
+    """Gathers DTensors. The last result is kept, because several views of a tensor are usually read in succession."""
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The whole of `tensor`; of a DTensor a collective, which all ranks of its mesh call in the same order."""
+        """The whole tensor. For a DTensor this is a collective: all ranks of its mesh call it in the same order."""
         if not is_dtensor(tensor):
             return tensor.detach()
         if self._last is None or self._last[0] is not tensor:
-            self._last = None  # Frees the last one before the next is gathered.
+            self._last = None  # frees the last result before the next tensor is gathered
             self._last = tensor, tensor.detach().full_tensor()  # type: ignore[attr-defined]
         return self._last[1]
 
 
 class Ranks:
-    """The ranks that write a checkpoint: this one alone, or all of the process group if a tensor is a DTensor.
+    """Ranks that write a checkpoint together: all ranks if one of `tensors` is a DTensor, otherwise this process alone.
 
-    All ranks fetch the same tensors in the same order; only rank 0 `writes`.
+    All ranks fetch the same tensors in the same order; only rank 0 has `writes` set.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -52,48 +52,53 @@ class Ranks:
 
     @classmethod
     def of_group(cls, group: Any = None) -> Ranks:
-        """All ranks of a process group, by default of the one that there is, if any."""
-        found = cls()
-        found.together = torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
-        found.rank, found.group = torch.distributed.get_rank(group) if found.together else 0, group
-        found.writes = found.rank == 0
-        return found
+        """All ranks of a process group; by default the default group, or this process alone if there is none."""
+        ranks = cls()
+        ranks.together = torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
+        ranks.rank, ranks.group = torch.distributed.get_rank(group) if ranks.together else 0, group
+        ranks.writes = ranks.rank == 0
+        return ranks
 
     def gather(self, value: Result) -> list[Result]:
-        """The values of all ranks."""
+        """The values of all ranks, in order of rank."""
         if not self.together:
             return [value]
-        found: list[Any] = [None] * torch.distributed.get_world_size(self.group)
-        torch.distributed.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
 
     def from_first(self, what: str, function: Callable[[], Result]) -> Result:
-        """What `function` gives on the first rank, on all; when it fails there, all fail, see `step`."""
+        """Call `function` on rank 0 and return its result on all ranks. `what` names it if it fails: see `step`."""
         with self.step(what, ""):
             value = function() if self.writes else None
         return self.gather(value)[0]  # type: ignore[return-value]
 
     def fetch(self, reads: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
-        """The tensors on the host, contiguous, where this rank `writes`; elsewhere none, but all are read."""
-        found: dict[str, Tensor] = {}
+        """Call all functions of `reads` (name -> function), in order; the tensors on the host, contiguous, if this rank
+        `writes`, and an empty dict otherwise."""
+        tensors: dict[str, Tensor] = {}
         left = iter(reads.items())
         try:
             for name, read in left:
                 tensor = read()
                 if self.writes:
-                    found[name] = tensor.detach().cpu().contiguous()
+                    tensors[name] = tensor.detach().cpu().contiguous()
         except Exception:
             for _, read in left if self.together else ():
-                read()  # The other ranks wait for this one in each collective up to the end of the step.
+                read()  # the other ranks wait for this rank in each collective of the step
             raise
-        return found
+        return tensors
 
     @contextmanager
     def step(self, what: str, outcome: str = "not written, ") -> Iterator[None]:
-        """A step that all ranks take: when it fails on one of them, it fails on all.
+        """Context manager for a step of all ranks: if it fails on one rank, it fails on all.
 
-        A rank on which it failed raises its own error, the others a CheckpointError that has its message. Within the
-        step ranks must make the same collective calls up to the failure.
+        A rank that failed raises its own error, and the other ranks a CheckpointError with the same message. All ranks
+        must make the same collective calls up to the failure.
+
+        Args:
+            what: name for the message, such as the folder.
+            outcome: text for the message before the rank that failed.
         """
         if not self.together:
             yield

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, read as one save left them."""
+"""Read the files of a checkpoint as a single save wrote them."""
 
 from __future__ import annotations
 
@@ -19,41 +19,48 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(folder: Path, open_files: Callable[[ExitStack], T], ranks: Ranks | None = None) -> Iterator[T]:
-    """What `open_files` gives, all of one save: it is called again when the checkpoint in `folder` was replaced
-    meanwhile. It opens files in the stack, which is closed at the end; what is open stays as it is when it is replaced.
+    """Context manager that opens files of one and the same save, and gives the result of `open_files`.
 
-    Of several `ranks` all call this, and get the same save. Raises CheckpointError when others replace it all the time,
-    and what `open_files` raises.
+    `open_files` is called again if another process replaced the checkpoint meanwhile. Files that are open keep their
+    content when they are replaced.
+
+    Args:
+        folder: folder of a checkpoint.
+        open_files: function that opens the files in the stack that it gets; the stack is closed at the end.
+        ranks: ranks that all call this and get the same save. Default: this process alone.
+
+    Raises:
+        CheckpointError: other processes keep replacing the checkpoint; or an error of `open_files`.
     """
     ranks, deadline = ranks or Ranks(), time.monotonic() + WAIT
     while True:
         with ExitStack() as opened:
             failure: Exception | None = None
-            with ranks.step(str(folder), ""):  # All have seen the folder before any opens it,
+            with ranks.step(str(folder), ""):  # all ranks see the folder before any rank opens it,
                 settle(folder)
                 before = _stamp(folder)
             try:
-                found = open_files(opened)
+                result = open_files(opened)
             except (LigerModelsError, OSError) as error:
                 failure = error
-            ranks.gather(None)  # and see it again after all have.
+            ranks.gather(None)  # and again after all ranks have opened it
             if not any(ranks.gather(_stamp(folder) != before)):
                 with ranks.step(str(folder), ""):
                     if failure is not None:
                         raise failure
-                yield found
+                yield result
                 return
         if any(ranks.gather(time.monotonic() > deadline)):
-            raise CheckpointError(f"{folder}: its files are being replaced again and again; try later")
+            raise CheckpointError(f"{folder}: other processes keep replacing its files; try again later")
 
 
 def _stamp(folder: Path) -> Any:
-    """What is another after any save into `folder`."""
-    found = {}
-    with suppress(OSError, ValueError), os.scandir(folder) as entries:  # those who open it say what is wrong
+    """A value that any save into `folder` changes."""
+    stamp = {}
+    with suppress(OSError, ValueError), os.scandir(folder) as entries:  # opening the folder reports errors
         for entry in entries:
             if entry.name == JOURNAL or matching(entry.name, (*CHECKPOINT, ADAPTER, ADAPTER_CONFIG)):
                 with suppress(OSError):
-                    it = entry.stat()
-                    found[entry.name] = it.st_ino, it.st_size, it.st_mtime_ns
-    return found
+                    status = entry.stat()
+                    stamp[entry.name] = status.st_ino, status.st_size, status.st_mtime_ns
+    return stamp

@@ -1,4 +1,4 @@
-"""Reading a checkpoint folder: headers at once, tensors one by one."""
+"""Read a checkpoint folder: all headers first, then tensors one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ligermodels.convert.input_files import is_present, shown
 from ligermodels.convert.reading import reading
 from ligermodels.errors import CheckpointError
 
-# The names of the format, https://github.com/huggingface/safetensors; torch may be too old to have some of the dtypes.
+# Names of the format, https://github.com/huggingface/safetensors. Older versions of torch lack some of the dtypes.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, dtype)
     for name, dtype in {
@@ -49,7 +49,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class Header(NamedTuple):
-    """What is known of a tensor before it is read: its bytes are those of `file`, in the folder, from `start` on."""
+    """A tensor in a file: its dtype and shape, and the byte of `file` where it starts."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,33 +58,37 @@ class Header(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where in the file its bytes end."""
+        """Byte of the file where the tensor ends."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 class Checkpoint:
-    """The safetensors of a folder: the file `single`, else the shards that `model.safetensors.index.json` names.
+    """The safetensors files of a folder. A context manager that closes the files at the end.
 
-    A context manager: leaving it closes the files. `headers` maps tensor name to `Header`. Its files are those of one
-    save, and stay so when the folder is written anew.
+    All files are of one save, also if the folder is written meanwhile. `headers` maps each tensor name to its `Header`.
 
-    Raises CheckpointError, naming the file, when weights are missing, truncated, damaged or contradict the index.
+    Args:
+        folder: folder of a checkpoint.
+        single: file to read if it exists; otherwise the shards in `model.safetensors.index.json` are read.
+
+    Raises:
+        CheckpointError: files are missing, truncated, damaged, or contradict the index; the message names the file.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, single: str = SINGLE) -> None:
         self.folder = Path(folder)
         self.headers: dict[str, Header] = {}
-        # Each open file, and its bytes mapped into memory: private, so that writing to them changes no file.
+        # Each open file, and its mapped bytes; the mapping is private, so that writing to it changes no file.
         self._files: dict[str, tuple[FileIO, torch.UntypedStorage]] = {}
         with reading(self.folder, lambda opened: self._open_all(single, opened)) as opened:
             self._open_files = opened.pop_all()
 
     def _open_all(self, single: str, opened: ExitStack) -> ExitStack:
-        """Open the files, which stay open until the stack is closed, and fill `headers`."""
+        """Open the files until the stack is closed, and fill `headers`."""
         self.headers, self._files = {}, {}
         if not os.path.isdir(self.folder):
             raise CheckpointError(f"{shown(self.folder)}: no such folder")
-        # As in transformers: a single file wins over an index.
+        # A single file takes precedence over an index, as in transformers.
         alone = is_present(self.folder / single, CheckpointError)
         if not alone and not is_present(self.folder / INDEX, CheckpointError):
             raise CheckpointError(_no_weights(self.folder))
@@ -99,7 +103,7 @@ class Checkpoint:
         for name, file in index.items():
             if name not in self.headers or self.headers[name].file != file:
                 raise CheckpointError(
-                    f"{self.folder / INDEX}: says that {file} holds {name!r}, which it does not; fetch both again"
+                    f"{self.folder / INDEX}: says that {file} holds {name!r}, but it does not; fetch both again"
                 )
         return opened
 
@@ -107,7 +111,7 @@ class Checkpoint:
         path = self.folder / file
         with _explained(path):
             with safe_open(path, framework="pt"):
-                pass  # Refuses a file that is damaged or too short; what follows can rely on its header.
+                pass  # raises if the file is damaged or too short, so the code below can trust its header
             opened = stack.enter_context(FileIO(path))
             size = os.fstat(opened.fileno()).st_size
             mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
@@ -123,21 +127,21 @@ class Checkpoint:
             self.headers[name] = Header(dtype, tuple(spec["shape"]), file, 8 + length + spec["data_offsets"][0])
 
     def read(self, name: str) -> Tensor:
-        """Tensor `name`, on the CPU, as stored: mapped from its file, so that its bytes are read as they are used."""
+        """Tensor `name` on the CPU, as stored. It is mapped from its file, so bytes are read when they are used."""
         shape = self._header(name).shape
         return self.read_slice(name, 0, math.prod(shape)).view(shape)
 
     def read_slice(self, name: str, start: int, count: int) -> Tensor:
-        """Elements `start` to `start + count` of tensor `name`, flat, as by `read`."""
+        """Elements `start` to `start + count` of tensor `name`, flat, mapped from its file."""
         header = self._header(name)
         size = header.dtype.itemsize
-        found = self._bytes(header.file, header.start + start * size, header.start + (start + count) * size)
+        stored = self._bytes(header.file, header.start + start * size, header.start + (start + count) * size)
         if header.start % size:
-            found = found.clone()  # The format does not align tensors; the processor may need it.
-        return found.view(header.dtype)
+            stored = stored.clone()  # the format does not align tensors, and processors may need aligned elements
+        return stored.view(header.dtype)
 
     def read_together(self, names: Sequence[str]) -> Tensor | None:
-        """The bytes of tensors that lie in one file one after another, mapped as by `read`; None when they do not."""
+        """The bytes of tensors that are adjacent in one file, mapped from it; None if they are not adjacent."""
         headers = [self._header(name) for name in names]
         places = [(header.file, header.start) for header in headers]
         if places[1:] != [(header.file, header.end) for header in headers[:-1]]:
@@ -145,7 +149,7 @@ class Checkpoint:
         return self._bytes(headers[0].file, headers[0].start, headers[-1].end)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of tensor `name` from its byte `start` on. Threads may do so side by side."""
+        """Fill `buffer` with bytes of tensor `name` from byte `start` on. Several threads may call this at once."""
         header = self._header(name)
         path, at = self.folder / header.file, header.start + start
         if start < 0 or at + len(buffer) > header.end:
@@ -171,7 +175,7 @@ class Checkpoint:
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._file(file)[1][start:end])
 
     def close(self) -> None:
-        """Close the files; tensors that were read stay valid."""
+        """Close the files. Tensors that were read stay valid."""
         self._files.clear()
         self._open_files.close()
 

@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all."""
+"""Write folders completely or not at all."""
 
 from __future__ import annotations
 
@@ -25,45 +25,42 @@ from ligermodels.convert.locks import Locked, locked
 from ligermodels.errors import CheckpointError
 
 WAIT = 0.5
-"""Seconds to wait for another who saves into the same folder: long enough for a reader that finishes what a killed
-process has begun, see `journal.settle`."""
+"""Seconds to wait for another process that saves into the same folder. Long enough for a reader that finishes the save
+of a killed process: see `journal.settle`."""
 
 
 @contextmanager
 def written_whole(
     folder: Path, needed: int, *, overwrite: bool = False, replaced: Collection[str] = CHECKPOINT
 ) -> Iterator[Path]:
-    """A temporary folder to fill with about `needed` bytes of files, which become those of `folder` on leaving.
+    """Context manager that gives a temporary folder; at the end its files move into `folder`.
 
-    On any exception it is removed and `folder` is as before. When the process is killed, `folder` is as before, or its
-    readers find what has been written (`journal.settle`); the next save removes what is left over. `overwrite` replaces
-    a checkpoint in `folder` (weights, configs, tokenizer: what the patterns `replaced` match); other files stay.
+    On an exception the temporary folder is removed, and `folder` is unchanged. If the process is killed, `folder` is
+    unchanged, or the next reader moves the files (`journal.settle`); the next save removes leftovers.
 
-    Raises CheckpointError when `folder` is a file, holds something without `overwrite`, is being written by another, or
-    cannot be written.
+    Args:
+        folder: the folder to write. A link is followed.
+        needed: approximate bytes of the files.
+        overwrite: replace a checkpoint in `folder`; its other files stay.
+        replaced: patterns of the names of files to replace: weights, configs and tokenizer.
+
+    Raises:
+        CheckpointError: `folder` is a file, is not empty without `overwrite`, is being written by another process, or
+            cannot be written.
     """
-    try:
-        folder = folder.resolve()  # Of a link, what it points to is replaced.
-    except (OSError, RuntimeError) as error:  # RuntimeError: Python below 3.13, of a link to itself
-        raise CheckpointError(f"{shown(folder)}: is no path: {error}") from None
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file; give a folder")
-    # In the folder if it is there: it may be a mount, and its parent may be read-only.
-    is_there = folder.is_dir()
-    beside = folder.parent / f".{folder.name}.lock"
-    parent, lock = (folder, folder / LOCK) if is_there else (folder.parent, beside)
+    folder = _resolved(folder)
+    exists = folder.is_dir()
+    # The temporary folder is within an existing folder, which may be a mount or have a read-only parent.
+    parent = folder if exists else folder.parent
     new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
     temporary = parent / temporary_name(folder)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with locked(lock, wait=WAIT) as works:
-            if works:  # else they may be another's who is alive
-                _remove_leftovers(folder, parent)
-                if is_there and beside.exists():  # of a save that was killed before there was a folder
-                    with suppress(Locked, OSError), locked(beside):
-                        _remove_leftovers(folder, folder.parent)
-            (finish if works else settle)(folder)
-            if not overwrite and is_there and not is_empty(folder):
+        with locked(folder / LOCK if exists else _lock_beside(folder), wait=WAIT) as lock_works:
+            if lock_works:  # otherwise leftovers may belong to a live process
+                _remove_leftovers(folder, exists)
+            (finish if lock_works else settle)(folder)
+            if not overwrite and exists and not is_empty(folder):
                 raise CheckpointError(
                     f"{folder}: is not empty; give another folder, or overwrite=True to replace a checkpoint"
                 )
@@ -71,32 +68,44 @@ def written_whole(
             if shutil.disk_usage(temporary).free < needed:
                 raise OSError("the disk is too full")
             yield temporary
-            for path in temporary.iterdir():
-                sync(path)
-            sync_folder(temporary)
-            if is_there:
+            _sync_all(temporary)
+            if exists:
                 replace_files(folder, temporary, replaced)
-        if not is_there:
-            temporary.rename(folder)  # Fails if someone else has filled it meanwhile.
+        if not exists:
+            temporary.rename(folder)  # fails if another process has filled it meanwhile
             sync_folder(parent)
     except Locked:
-        raise CheckpointError(f"{folder}: another is saving into it; wait for that, or give another folder") from None
-    except OSError as error:
-        outcome = "nothing was written"
-        if is_folder(folder / JOURNAL):
-            outcome = "what was written takes the place of what was there as soon as the folder is read and can be"
         raise CheckpointError(
-            f"{folder}: cannot be written: {error}; it needs {needed:,} bytes{_free(parent)}; {outcome}"
+            f"{folder}: another process is saving into it; wait for it, or give another folder"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be written: {error}; it needs {needed:,} bytes{_free(parent)}; {_outcome(folder)}"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         for path in new_parents:
-            with suppress(OSError):  # Not empty: all went well, or another uses it.
+            with suppress(OSError):  # not empty: the save succeeded, or another process uses it
                 path.rmdir()
 
 
+def _resolved(folder: Path) -> Path:
+    try:
+        folder = folder.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError before Python 3.13, for a link to itself
+        raise CheckpointError(f"{shown(folder)}: is no path: {error}") from None
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file; give a folder")
+    return folder
+
+
+def _lock_beside(folder: Path) -> Path:
+    """Lock of a folder that does not exist yet."""
+    return folder.parent / f".{folder.name}.lock"
+
+
 def is_empty(folder: Path) -> bool:
-    """Whether `folder` holds nothing but locks, and what a killed save has left over, which the next one removes."""
+    """Whether `folder` holds nothing except locks and leftovers of a killed save."""
     return all(
         _is_partial(path, folder) or (re.fullmatch(r"\.\w+\.lock", path.name) and path.is_file())
         for path in folder.iterdir()
@@ -104,17 +113,39 @@ def is_empty(folder: Path) -> bool:
 
 
 def _is_partial(path: Path, folder: Path) -> bool:
-    """Whether it is a folder that a save into `folder` has made: see `temporary_name`."""
-    found = re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial", path.name)
-    return found is not None and is_folder(path)
+    """Whether `path` is a temporary folder of a save into `folder`: see `temporary_name`."""
+    match = re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial", path.name)
+    return match is not None and is_folder(path)
 
 
-def _remove_leftovers(folder: Path, parent: Path) -> None:
+def _remove_leftovers(folder: Path, exists: bool) -> None:
+    """Remove temporary folders of killed saves into `folder`, whose lock the caller holds."""
+    _remove_partial(folder, folder if exists else folder.parent)
+    beside = _lock_beside(folder)
+    if exists and beside.exists():  # left by a save that was killed before `folder` existed
+        with suppress(Locked, OSError), locked(beside):
+            _remove_partial(folder, folder.parent)
+
+
+def _remove_partial(folder: Path, parent: Path) -> None:
     for path in parent.iterdir():
         if _is_partial(path, folder):
-            # Whoever would still give it its final name finds it gone, instead of half gone.
+            # Renamed first: a process that still wants to move it to its final name must not get half of it.
             with suppress(OSError):
                 shutil.rmtree(path.rename(parent / temporary_name(folder)), ignore_errors=True)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in folder.iterdir():
+        sync(path)
+    sync_folder(folder)
+
+
+def _outcome(folder: Path) -> str:
+    """Text for the message: the state of `folder` after a failed save."""
+    if is_folder(folder / JOURNAL):
+        return "the new files replace the old ones once the folder is opened and its files can be renamed"
+    return "nothing was written"
 
 
 def _free(path: Path) -> str:

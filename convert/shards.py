@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank has of a DTensor. Knows no files."""
+"""The shard of a DTensor that a rank holds, as a part of the whole tensor. Knows no files."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from ligermodels.errors import CheckpointError
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. Does not import torch.distributed.tensor, which takes long."""
+    """Whether `tensor` is a DTensor. Does not import torch.distributed.tensor, because that import is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 SHARDS = ("Shard", "_StridedShard")
-"""Placements that are rows of the whole: of all of it, and of what an inner dimension of the mesh has left."""
+"""Classes of placements that shard rows: of the whole tensor, or of the shard that inner mesh dimensions leave."""
 
 
 class Box(NamedTuple):
-    """A part of a tensor: in each dimension `sizes` elements from `starts` on."""
+    """A part of a tensor: in each dimension, `sizes` elements from `starts` on."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part, a view."""
+        """The part of `whole`, a view."""
         for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole
 
 
 def local_box(tensor: Tensor) -> Box | None:
-    """This rank's part of the DTensor `tensor`; None where the rank is not in its mesh.
+    """This rank's part of the DTensor `tensor`; None if the rank is not in its mesh.
 
-    Raises CheckpointError for placements other than shards, also those of a shard (FSDP2 of tensor parallelism), and
-    replicas.
+    Raises:
+        CheckpointError: a placement is neither a shard (or a shard of a shard, FSDP2 over tensor parallelism) nor a
+            replica.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -48,12 +49,12 @@ def local_box(tensor: Tensor) -> Box | None:
     if coordinate is None:
         return None
     starts, sizes = [0] * tensor.ndim, list(tensor.shape)
-    each = list(zip(mesh.shape, coordinate, tensor.placements, strict=True))
-    # Of the dimensions of a mesh the inner ones divide what the outer ones left, but for those that say otherwise.
-    each.sort(key=lambda one: type(one[2]).__name__ != "Shard")
-    for count, index, placement in each:
+    splits = list(zip(mesh.shape, coordinate, tensor.placements, strict=True))
+    # Inner mesh dimensions divide the shards of outer ones, except _StridedShard, which divides last.
+    splits.sort(key=lambda split: type(split[2]).__name__ != "Shard")
+    for count, index, placement in splits:
         dim = getattr(placement, "dim", None)
-        if dim is not None and type(placement).__name__ in SHARDS:  # As torch.chunk: the last may be shorter, or empty.
+        if dim is not None and type(placement).__name__ in SHARDS:  # as torch.chunk: the last may be shorter or empty
             length = -(-sizes[dim] // count)
             start = min(index * length, sizes[dim])
             starts[dim] += start
@@ -67,19 +68,23 @@ def local_box(tensor: Tensor) -> Box | None:
 
 @torch.no_grad()
 def fill_shard(tensor: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of `whole` into the DTensor `tensor`; errors as of `local_box`.
-
-    Of a `whole` that is mapped from a file only that part is read.
-    """
+    """Copy this rank's part of `whole` into the DTensor `tensor`. If `whole` is mapped from a file, only this part is
+    read. CheckpointError for placements other than shards and replicas."""
     if (box := local_box(tensor)) is not None:
         tensor.to_local().copy_(box.of(whole))  # type: ignore[attr-defined]
 
 
 def within(view: Tensor, start: int, first: int, last: int) -> Iterator[tuple[Tensor, int]]:
-    """The parts of `view` whose elements all lie in its storage from element `first` up to `last`, and for each the
-    number of its first element: `start`, plus its place among those of `view`, in the order of indices.
+    """The parts of a view that lie within a range of its storage. Adjacent rows are returned as one part.
 
-    A part is found at once where rows of the view follow one another in the storage, as those of a shard do.
+    Args:
+        view: a view of a tensor.
+        start: number that the first element of the view gets.
+        first: first storage element of the range.
+        last: storage element after the range.
+
+    Yields:
+        A part, a view, and the number of its first element. Elements of `view` are numbered in the order of indices.
     """
     if not view.numel() or first >= last:
         return
@@ -92,9 +97,9 @@ def within(view: Tensor, start: int, first: int, last: int) -> Iterator[tuple[Te
         return
     if not view.ndim:
         return
-    step, each = view.stride(0), view[0].numel()
+    step, row = view.stride(0), view[0].numel()
     extent = _extent(view[0])
-    # Rows from `inner` up to `outer` lie within; those beside them may in part.
+    # Rows from `inner` up to `outer` are within the range; their neighbours may be partly within.
     if step:
         inner = min(max(0, -(-(first - low) // step)), len(view))
         outer = max(min(len(view), (last - 1 - extent - low) // step + 1), inner)
@@ -103,13 +108,13 @@ def within(view: Tensor, start: int, first: int, last: int) -> Iterator[tuple[Te
         inner = outer = begin = 0
         end = len(view)
     for i in range(begin, inner):
-        yield from within(view[i], start + i * each, first, last)
+        yield from within(view[i], start + i * row, first, last)
     if inner < outer:
-        yield view[inner:outer], start + inner * each
+        yield view[inner:outer], start + inner * row
     for i in range(max(outer, begin), end):
-        yield from within(view[i], start + i * each, first, last)
+        yield from within(view[i], start + i * row, first, last)
 
 
 def _extent(view: Tensor) -> int:
-    """The distance in the storage of the last element from the first."""
+    """Distance between the first and the last element in the storage."""
     return sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""The weight map of a model: planning, loading and exporting by the mappings of all its tensors (see `mappings`)."""
+"""The weight map of a model: plan, load and export by the mappings of all its tensors (see `mappings`)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ligermodels.convert.shards import Box, fill_shard, is_dtensor, local_box, w
 from ligermodels.errors import CheckpointError
 
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
-"""Dtypes that are cast to each other on loading. Narrower ones need scales, which a cast does not apply."""
+"""Dtypes that loading casts to each other. Narrower dtypes need scales, and a cast does not apply them."""
 
 UNCASTABLE = "of a dtype that cannot be cast (quantised tensors load from files with a quantization_config)"
-"""Of tensors outside FLOATS: what is wrong, and what to do."""
+"""Fault of tensors with a dtype outside FLOATS."""
 
 LISTED = 20
-"""Faults of one kind that an error lists before it only counts."""
+"""Faults of one kind that an error lists; it counts the others."""
 
 
 class LazyTensor(NamedTuple):
-    """A tensor to be written, of this `shape` and `dtype`, which `read` fetches."""
+    """A tensor to write: its name, shape and dtype, and the function `read` that fetches it."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,12 +45,19 @@ class WeightMap:
     """The mappings of all tensors of a model.
 
     Args:
-        mappings: one for each native tensor; an export lists its tensors in their order.
-        ignored: regular expressions; checkpoint tensors in whose names one is found are not loaded.
-        aliases: checkpoint tensor -> the one it repeats (`lm_head.weight` of a tied model). Loading accepts either or
-            both, when both are equal; export leaves the alias out.
-        dtypes: native tensor -> the dtype that an export gives it, unless the model's own is wider: of tensors that
-            are kept in a wider dtype than the rest of the model.
+        mappings: a mapping for each native tensor. Exports list tensors in this order.
+        ignored: regular expressions. A checkpoint tensor is not loaded if one of them is found in its name.
+        aliases: checkpoint tensor -> checkpoint tensor that it repeats (`lm_head.weight` of a tied model). Loading
+            accepts either of them, or both if they are equal. Exports leave the alias out.
+        dtypes: native tensor -> dtype that exports give it, unless the model's dtype is wider. For tensors that the
+            model keeps in a wider dtype than its other tensors.
+
+    Example:
+        >>> import ligermodels as lm
+        >>> model = lm.from_config("config.json", device="meta")
+        >>> weight_map = model.config.weight_map()
+        >>> [tensor.name for tensor in weight_map.export(dict(model.named_parameters()))][:2]
+        ['model.embed_tokens.weight', 'model.layers.0.self_attn.q_proj.weight']
     """
 
     mappings: Sequence[WeightMapping]
@@ -61,8 +68,13 @@ class WeightMap:
     def stored_dtypes(
         self, headers: Mapping[str, Spec], state: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, torch.dtype]:
-        """For `dtypes`: how a checkpoint stores those tensors of `state` that a model of `dtype` keeps in another float
-        dtype."""
+        """Native tensor -> dtype in the checkpoint, for tensors that a model keeps in another float dtype than `dtype`.
+
+        Args:
+            headers: name -> dtype and shape of the checkpoint's tensors.
+            state: native name -> tensor of the model.
+            dtype: dtype of the model.
+        """
         return {
             mapping.target: headers[self._stored(mapping.views[0].source, headers)].dtype
             for mapping in self.mappings
@@ -76,40 +88,47 @@ class WeightMap:
         return {view.source for mapping in self.mappings for view in mapping.views}
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint tensor of this name is not loaded, by `ignored`."""
-        return any(re.search(each, name) for each in self.ignored)
+        """Whether `ignored` excludes the checkpoint tensor `name`."""
+        return any(re.search(pattern, name) for pattern in self.ignored)
 
     def plan(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> None:
-        """Check that a checkpoint with these `headers` loads into `state`, whose tensors may be on the meta device.
+        """Check that a checkpoint fits a model, without reading tensors.
 
-        Raises one CheckpointError that lists every fault: missing, unexpected and misshapen tensors, dtypes that
-        cannot be cast, and mappings or native tensors without their counterpart.
+        Args:
+            headers: name -> dtype and shape of the checkpoint's tensors.
+            state: native name -> tensor of the model, which may be on the meta device.
+
+        Raises:
+            CheckpointError: lists all missing, unexpected and misshapen tensors, dtypes that cannot be cast, and
+                mappings or native tensors without a counterpart.
         """
         views, faults = self._split(state)
-        sources = {view.source: self._stored(view.source, headers) for each in self.mappings for view in each.views}
+        sources = {
+            view.source: self._stored(view.source, headers) for mapping in self.mappings for view in mapping.views
+        }
         faults["missing from the checkpoint"] = [source for source, name in sources.items() if name not in headers]
         known = {*sources, *self.aliases}
         faults["not expected in the checkpoint"] = [
             name for name in headers if name not in known and not self.ignores(name)
         ]
         for source, parts in _by_source(views).items():
-            wanted, native = _shape(parts), parts[0].tensor.dtype
+            expected, native = _shape(parts), parts[0].tensor.dtype
             repeats = [alias for alias, original in self.aliases.items() if original == source]
             for name in (name for name in (source, *repeats) if name in headers):
-                found, dtype = tuple(headers[name].shape), headers[name].dtype
-                if found != wanted:
-                    faults["of the wrong shape"].append(f"{name} {list(found)} instead of {list(wanted)}")
+                shape, dtype = tuple(headers[name].shape), headers[name].dtype
+                if shape != expected:
+                    faults["of the wrong shape"].append(f"{name} {list(shape)} instead of {list(expected)}")
                 if dtype != native and not {dtype, native} <= FLOATS:
                     faults[UNCASTABLE].append(f"{name} {_short(dtype)} to {_short(native)} of {parts[-1].target}")
         raise_faults("the checkpoint does not fit the model", faults)
 
     def misshapen(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> int:
-        """How many tensors of a checkpoint with these `headers` have another shape than those of `state` need."""
+        """Number of checkpoint tensors in `headers` with a shape that does not fit the native tensors in `state`."""
         sources = _by_source(self._split(state)[0])
         return sum(tuple(headers[name].shape) != _shape(parts) for name, parts in sources.items() if name in headers)
 
     def check_aliases(self, reader: Reader) -> None:
-        """CheckpointError when an alias differs from what it repeats."""
+        """CheckpointError if an alias differs from the tensor that it repeats."""
         for alias, original in self.aliases.items():
             if not {alias, original} <= reader.headers.keys():
                 continue
@@ -128,16 +147,22 @@ class WeightMap:
         *,
         mapped: bool = False,
     ) -> None:
-        """Fill `state`, casting as needed. The host holds a few buffers more; one whole tensor more with a DTensor that
-        is a shard of other than rows.
+        """Fill the tensors of a model from a checkpoint, casting as needed.
+
+        The host holds a few buffers more than the model; and one whole tensor more for a DTensor that is sharded along
+        another dimension than rows.
 
         Args:
-            state: native name -> tensor with storage, of any float dtype, on any device; buffers of other dtypes too,
-                which must be those of the checkpoint. Of a DTensor each rank reads its own part.
-            progress: called with bytes done and bytes in all, those that this rank reads.
-            mapped: as of `loading.fill`; writing to a mapped tensor leaves the file alone.
+            reader: reads the checkpoint tensors.
+            state: native name -> tensor with memory, on any device. Float dtypes are cast; other dtypes must be equal.
+                Of a DTensor, each rank reads its own shard.
+            progress: called with the bytes done and the bytes in all that this rank reads.
+            mapped: let a CPU tensor use the memory of the mapped file, if the file stores it in the same dtype and
+                order. Writing to the tensor does not change the file.
 
-        Raises CheckpointError as `plan`, before anything is read; or when an alias differs from what it repeats.
+        Raises:
+            CheckpointError: the checkpoint does not fit (raised before anything is read, and lists all faults), or an
+                alias differs from the tensor that it repeats.
         """
         headers = reader.headers
         self.plan(headers, state)
@@ -158,8 +183,8 @@ class WeightMap:
     def _planned(
         self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]
     ) -> tuple[list[_Filled], list[_Filled], list[tuple[WeightMapping, Tensor]]]:
-        """What is read into plain tensors, and into the rows that this rank has of DTensors; and the DTensors of which
-        it has something else."""
+        """Plain tensors with their pieces; this rank's rows of DTensors with their pieces; and DTensors that are not
+        sharded by rows."""
         plain: list[_Filled] = []
         shards: list[_Filled] = []
         others: list[tuple[WeightMapping, Tensor]] = []
@@ -195,55 +220,62 @@ class WeightMap:
         box: Box | None = None,
         local: Tensor | None = None,
     ) -> list[loading.Piece]:
-        """The pieces of `tensor`; with a `box` those of its rows in there, which are the tensor `local`."""
+        """The pieces of `tensor`; with a `box`, only the pieces of its rows in the box, as parts of `local`."""
         pieces = []
-        for each, view in mapping.split(tensor.detach()):
-            name = self._stored(each.source, headers)
+        for view, part in mapping.split(tensor.detach()):
+            name = self._stored(view.source, headers)
             size, row = math.prod(headers[name].shape), math.prod(headers[name].shape[1:])
-            dtype, start = headers[name].dtype, each.start * row
+            dtype, start = headers[name].dtype, view.start * row
             if box is None or local is None:
-                pieces.append(loading.Piece(view, name, start, dtype, view.numel() == size))
+                pieces.append(loading.Piece(part, name, start, dtype, part.numel() == size))
                 continue
             length = math.prod(tensor.shape[1:])
             first = box.starts[0] * length if box.starts else 0
-            for part, at in within(view, start, first, first + local.numel()):
-                offset = part.storage_offset() - first + local.storage_offset()
-                part = local.as_strided(part.shape, part.stride(), offset)
-                pieces.append(loading.Piece(part, name, at, dtype, part.numel() == size))
+            for inner, at in within(part, start, first, first + local.numel()):
+                offset = inner.storage_offset() - first + local.storage_offset()
+                inner = local.as_strided(inner.shape, inner.stride(), offset)
+                pieces.append(loading.Piece(inner, name, at, dtype, inner.numel() == size))
         return pieces
 
     def export(self, state: Mapping[str, Tensor]) -> list[LazyTensor]:
-        """The checkpoint tensors of `state`; each is a view of it, or a copy made on `read` where its order differs.
+        """The checkpoint tensors of a model, to be fetched one by one.
 
-        Of a DTensor, `read` gathers the whole on every rank: all ranks read the same tensors in the same order.
+        Args:
+            state: native name -> tensor.
 
-        Raises one CheckpointError that lists mappings or native tensors without their counterpart.
+        Returns:
+            For each checkpoint tensor its name, shape, dtype, and a function that returns it: a view of a native
+            tensor, or a copy if its order differs. For a DTensor the function gathers the whole tensor, so all ranks
+            call the functions in the same order.
+
+        Raises:
+            CheckpointError: lists the mappings and native tensors without a counterpart.
         """
         views, faults = self._split(state)
         raise_faults("the model does not fit its weight map", faults)
         gather = Gather()
         model = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), None)
-        found = []
+        tensors = []
         for source, parts in _by_source(views).items():
             dtype = parts[0].tensor.dtype
             if model is not None and parts[0].target in self.dtypes:
                 dtype = torch.promote_types(self.dtypes[parts[0].target], model)
-            found.append(LazyTensor(source, _shape(parts), dtype, partial(_read, parts, state, gather, dtype)))
-        return found
+            tensors.append(LazyTensor(source, _shape(parts), dtype, partial(_read, parts, state, gather, dtype)))
+        return tensors
 
     def _stored(self, source: str, names: Mapping[str, Spec]) -> str:
-        """The name that `source` has among `names`: its own, or that of an alias when only that one was saved."""
+        """The name of `source` in the checkpoint: an alias, if only the alias was saved, otherwise `source`."""
         alias = (a for a, original in self.aliases.items() if original == source and a in names)
         return source if source in names else next(alias, source)
 
     def _split(self, state: Mapping[str, Tensor]) -> tuple[list[_Part], defaultdict[str, list[str]]]:
-        """The views of all native tensors; and the faults of the map itself by kind."""
+        """The views of all native tensors, and the faults of the map itself by kind."""
         parts: list[_Part] = []
         faults: defaultdict[str, list[str]] = defaultdict(list)
         for mapping in (mapping for mapping in self.mappings if mapping.target in state):
             tensor = stand_in(state[mapping.target])
             try:
-                parts += [_Part(mapping.target, each, view) for each, view in mapping.split(tensor)]
+                parts += [_Part(mapping.target, view, part) for view, part in mapping.split(tensor)]
             except (RuntimeError, IndexError) as error:
                 fault = f"{mapping.target} {list(tensor.shape)} ({str(error).splitlines()[0]})"
                 faults["of the model not split as the weight map says"].append(fault)
@@ -261,7 +293,7 @@ _Filled = tuple[Tensor, list[loading.Piece]]
 
 
 class _Part(NamedTuple):
-    """What `view` is of the native tensor `target`."""
+    """The part of the native tensor `target` that `view` selects."""
 
     target: str
     view: TensorView
@@ -273,11 +305,11 @@ class _Part(NamedTuple):
 
 
 def _by_source(parts: Sequence[_Part]) -> dict[str, list[_Part]]:
-    """Checkpoint tensor -> its parts, from its first row to its last."""
-    found: defaultdict[str, list[_Part]] = defaultdict(list)
+    """Checkpoint tensor -> its parts, ordered by row."""
+    by_source: defaultdict[str, list[_Part]] = defaultdict(list)
     for part in parts:
-        found[part.view.source].append(part)
-    return {source: sorted(parts, key=lambda part: part.view.start) for source, parts in found.items()}
+        by_source[part.view.source].append(part)
+    return {source: sorted(parts, key=lambda part: part.view.start) for source, parts in by_source.items()}
 
 
 def _shape(parts: Sequence[_Part]) -> tuple[int, ...]:
@@ -291,7 +323,7 @@ def _read(parts: Sequence[_Part], state: Mapping[str, Tensor], gather: Gather, d
 
 
 def raise_faults(what: str, faults: Mapping[str, Sequence[str]]) -> None:
-    """CheckpointError with every fault, if there is any."""
+    """CheckpointError that begins with `what` and lists `faults` (kind -> tensors), if there are any."""
     lines = []
     for kind, names in faults.items():
         more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""

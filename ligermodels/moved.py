@@ -18,6 +18,8 @@ MOVED: Mapping[str, str] = {
     **{f"archs.{name}": f"adapt.{name}" for name in (
         "adapter", "exclusion", "float8", "float8_agreement", "lora", "patterns", "quantize", "quantized_loading",
     )},
+    "archs.family": "models.families",
+    "archs.mtp": "models.mtp_format",
     "archs.generation_options": "generation.options",
 }  # fmt: skip
 """Module of an earlier release -> module that has its names now, both within the package."""

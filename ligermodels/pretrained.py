@@ -1,30 +1,24 @@
-"""From a Hugging Face checkpoint or config to a model."""
+"""Models from a Hugging Face checkpoint, from a config, or from a transformers model in memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from ligermodels.adapt.quantize import quantize as quantize_weights
 from ligermodels.adapt.quantized_loading import load_weights
-from ligermodels.archs import family_of
-from ligermodels.archs.multimodal import tied_as_stored
 from ligermodels.arguments import Quantized, check_flag, check_format, check_function
 from ligermodels.convert import hub
+from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import as_config, dtype_of, read_json
-from ligermodels.convert.dequantize import dequantized
-from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
-from ligermodels.convert.files import COMPANIONS, PROCESSORS
-from ligermodels.convert.input_files import as_path, is_present
-from ligermodels.convert.loading import FileReader, Spec
+from ligermodels.convert.export_spec import ExportSpec
+from ligermodels.convert.input_files import as_path
 from ligermodels.convert.placement import (
     DeviceLike,
     DeviceMap,
@@ -33,28 +27,27 @@ from ligermodels.convert.placement import (
     resolve_device,
     resolve_dtype,
 )
-from ligermodels.convert.quantization import Quantization, without_quantization
+from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
-from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import BackendError, CheckpointError, ConfigError, InputError, arguments_named, short
+from ligermodels.errors import BackendError, ConfigError, InputError, arguments_named, short
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.checkpoint import choose_layout, export_spec, keep_stored_dtypes, open_checkpoint
 from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.extra_heads import require_model, without_heads
-from ligermodels.models.state_dict import move_state_dict, nearest_layout
+from ligermodels.models.families import family_of
+from ligermodels.models.state_dict import move_state_dict
 from ligermodels.ops.attention.attention import backends
 from ligermodels.parallel.plan import ParallelPlan
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Called with the bytes done and the bytes in all."""
 
 
 @runtime_checkable
 class HasConfigDict(Protocol):
-    """A config object with its fields as a dict, as transformers' `PretrainedConfig` is."""
+    """A config object that gives its fields as a dict, such as transformers' `PretrainedConfig`."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -79,85 +72,86 @@ def from_pretrained(
     quantize_exclude: Sequence[str] = (),
     quantize_head: Quantized | None = None,
 ) -> CausalLM:
-    """Load a checkpoint: its weights cast and placed on `device`, the host holding little more than them.
+    """Load a model from a Hugging Face checkpoint.
 
-    Of one that holds Medusa heads too (`full-hf`), or a layer of multi-token prediction, this is the model alone;
-    `MedusaModel.from_pretrained` and `MTPModel.from_pretrained` load those.
-    Tensors in FP8 are dequantised to `dtype`, and the model is written without `quantization_config`.
+    Tensors are read one by one, cast and placed on `device`, so the host holds little more than the model itself. FP8
+    tensors are dequantised to `dtype`, and the model is saved without `quantization_config`. Draft heads in the
+    checkpoint (Medusa heads, layers of multi-token prediction) are left out; `MedusaModel.from_pretrained` and
+    `MTPModel.from_pretrained` load them.
 
     Args:
-        name_or_path: a hub repo id or a local folder.
-        dtype: of the parameters, or its name ("bfloat16"); by default, and with "auto", the one that config.json names.
-        device: where the parameters go, a torch device, its name or the index of a CUDA device; by default the CPU. On
-            "meta" the checkpoint is checked, and no tensor is read.
+        name_or_path: hub repo id or local folder.
+        dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in config.json.
+        device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: the CPU. On
+            "meta" the checkpoint is checked and no tensor is read.
         torch_dtype: transformers' older name of `dtype`.
-        device_map: transformers' name of `device`; also `{"": device}`, or "auto" for the current CUDA device, without
-            one the CPU.
-        revision, token, cache_dir, local_files_only: as in huggingface_hub.
+        device_map: transformers' name of `device`: a device, `{"": device}`, or "auto" for the current CUDA device (the
+            CPU if there is none).
+        revision: branch, tag or commit of the hub repository. Default: "main".
+        token: hub token. Default: the token that `hf auth login` or HF_TOKEN set.
+        cache_dir: folder for downloads. Default: huggingface_hub's cache.
+        local_files_only: use only the cache, and do not connect to the hub.
         attention: name of an attention backend, or "auto".
-        mapped: on the CPU, weights in the stored dtype and order stay mapped from their files and are read when they
-            are used. Changing them changes no file. While the model lives, do not write into those files; replacing
+        mapped: on the CPU, keep weights whose dtype and order match the files memory-mapped, and read them when they
+            are used. Changing the weights changes no file. Do not write into the files while the model lives; replacing
             them, as `save_pretrained` does, is safe.
-        progress: called with bytes done and bytes in all, those that this rank reads.
-        plan: spread the model over the ranks, see `parallelize`: each reads and holds its own part alone, on its GPU or
-            else the CPU. All ranks call this.
-        prepare: called with the model while it is on the meta device, before it is spread: `add_lora`, say.
-        quantize: "float8" or "int4": round the weights of the blocks' linear layers as they are read, as
-            `lm.quantize(model, quantize)` does it to the model in `dtype`. Memory holds the quantised model and about a
-            gigabyte more.
-        quantize_exclude: with `quantize`, patterns of layers that are not rounded: `exclude` of `lm.quantize`.
-        quantize_head: with `quantize`, "float8" or "int4": round the head too: `head` of `lm.quantize`.
+        progress: called with the bytes done and the bytes in all that this rank reads.
+        plan: shard the model over the ranks, as `parallelize` does. All ranks call this; each reads and holds its own
+            shard, on its GPU or, without GPUs, on the CPU.
+        prepare: called with the model while it is on the meta device, before it is sharded; it may call `add_lora`.
+        quantize: "float8" or "int4": quantise the weights of the blocks' linear layers while they are read. The result
+            equals `lm.quantize(model, quantize)` on the model in `dtype`. Peak memory is the quantised model and about
+            one gigabyte.
+        quantize_exclude: patterns of layers that `quantize` leaves in `dtype`.
+        quantize_head: "float8" or "int4": quantise the LM head too. Needs `quantize`.
+
+    Returns:
+        The model in eval mode. `save_pretrained` writes it in the layout of the checkpoint.
 
     Raises:
         HubError: the repository cannot be found or reached.
-        ConfigError: config.json has a missing, bad or unsupported field (named).
-        CheckpointError: files or tensors are missing, damaged or do not fit (all of them named).
+        ConfigError: config.json has a field that is missing, bad or not supported; the message names it.
+        CheckpointError: files or tensors are missing, damaged or do not fit; the message names all of them.
+        BackendError: the attention backend is unknown or not installed.
         InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
-            Also as `lm.quantize`; where a `plan` is given with it; and for `quantize_exclude` or `quantize_head`
-            without it.
+            `quantize` with a `plan`, or for layers that cannot be quantised. `quantize_exclude` or `quantize_head`
+            without `quantize`.
+
+    Example:
+        >>> import torch
+        >>> import ligermodels as lm
+        >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16, device="cuda")
+        >>> input_ids = torch.randint(model.config.vocab_size, (1, 512), device="cuda")
+        >>> model(input_ids, labels=input_ids).loss.backward()
+        >>> model.save_pretrained("out")
     """
     check_flag("mapped", mapped)
     check_function("progress", progress)
     check_function("prepare", prepare)
-    if quantize is not None:
-        check_format("quantize", quantize)
-    elif quantize_exclude:
-        raise InputError(f"quantize_exclude: got {short(quantize_exclude)} without `quantize`, which it is for")
-    elif quantize_head is not None:
-        raise InputError(f"quantize_head: got {short(quantize_head)} without `quantize`, which it is for")
-    place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
+    _check_quantize(quantize, quantize_exclude, quantize_head)
+    target, requested_dtype = _device(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    with reading(folder, partial(_open, folder, kind), Ranks() if plan is None else Ranks.of_group()) as read:
-        found, hf_config, checkpoint, kind = read.stored_config, read.hf_config, read.checkpoint, read.dtype
-        config = _with_attention(read.config, attention)
-        model = _skeleton(config)
-        weight_map = choose_layout(found, config, checkpoint.headers, persistent_tensors(model))
-        extra = checkpoint.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
-        repo_id = None if os.path.isdir(Path(name_or_path).expanduser()) else os.fspath(name_or_path)
-        source = SourceCheckpoint(
-            folder.absolute(),
-            found,
-            weight_map,
-            sorted(extra),
-            family_of(hf_config).text is not None,
-            read.companions.processors,
-            repo_id,
-            read.quantization,
-        )
-        model.export_spec = replace(_export_spec(hf_config, config, weight_map, read.companions), source=source)
-        weight_map.plan(checkpoint.headers, persistent_tensors(model))
+    repo_id = None if os.path.isdir(Path(name_or_path).expanduser()) else os.fspath(name_or_path)
+    ranks = Ranks() if plan is None else Ranks.of_group()
+    with reading(folder, partial(open_checkpoint, folder, requested_dtype), ranks) as checkpoint:
+        reader, model_dtype = checkpoint.reader, checkpoint.dtype
+        config = _with_attention(checkpoint.config, attention)
+        model = _on_meta(config)
+        weight_map = choose_layout(checkpoint.stored_config, config, reader.headers, persistent_tensors(model))
+        model.export_spec = checkpoint.export_spec(weight_map, repo_id)
+        weight_map.plan(reader.headers, persistent_tensors(model))
         if prepare is not None:
             prepare(model)
         if quantize is not None:
             with arguments_named(exclude="quantize_exclude", head="quantize_head"):
                 quantize_weights(model, quantize, exclude=quantize_exclude, head=quantize_head)
-        _allocate(model, kind, place, plan, mapped=mapped and place.type == "cpu")
+        _allocate(model, model_dtype, target, plan, mapped=mapped and target.type == "cpu")
         initialize_buffers(model, config.initializer_range)
-        if place.type != "meta":
-            load_weights(model, weight_map, checkpoint, kind, progress, mapped=mapped)
-        _keep_dtypes(model, weight_map, checkpoint.headers, kind)
+        if target.type != "meta":
+            load_weights(model, weight_map, reader, model_dtype, progress, mapped=mapped)
+        keep_stored_dtypes(model, weight_map, reader.headers, model_dtype)
     return model.eval()
 
 
@@ -172,39 +166,45 @@ def from_config(
     plan: ParallelPlan | None = None,
     prepare: Callable[[CausalLM], object] | None = None,
 ) -> CausalLM:
-    """A model with random weights from a Hugging Face config.
+    """Build a model with random weights from a Hugging Face config.
 
     Args:
         config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`. Its
-            `quantization_config`, if any, is left out: it is of stored weights.
-        dtype, device, torch_dtype, device_map, attention: as of `from_pretrained`.
-        plan, prepare: as of `from_pretrained`. The weights are those of one process with the same seed on each rank.
+            `quantization_config` is ignored, because it describes stored weights.
+        dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in the config.
+        device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: the CPU.
+        torch_dtype: transformers' older name of `dtype`.
+        device_map: transformers' name of `device`: a device, `{"": device}`, or "auto" for the current CUDA device (the
+            CPU if there is none).
+        attention: name of an attention backend, or "auto".
+        plan: shard the model over the ranks, as `parallelize` does. All ranks call this. With the same seed on each
+            rank, the weights equal those of a single process.
+        prepare: called with the model while it is on the meta device, before it is sharded; it may call `add_lora`.
 
-    Raises ConfigError, naming the field or file; HubError when the repository cannot be found or reached; InputError as
-    `from_pretrained`.
+    Returns:
+        The model in training mode.
+
+    Raises:
+        ConfigError: a field is missing, bad or not supported, or the file cannot be read; the message names it.
+        HubError: the repository cannot be found or reached.
+        BackendError: the attention backend is unknown or not installed.
+        InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
+
+    Example:
+        >>> import ligermodels as lm
+        >>> config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+        ...           "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = lm.from_config(config, dtype="float32")
     """
     check_function("prepare", prepare)
-    place, kind = _place(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
-    about = None
-    if isinstance(config, Mapping):
-        hf_config = as_config(config)
-    elif isinstance(config, HasConfigDict):
-        hf_config = as_config(config.to_dict())
-    elif (path := as_path(config, ConfigError, "config, a dict, a file, a folder or a repo id,")).suffix == ".json" or (
-        os.path.lexists(path) and not os.path.isdir(path)
-    ):
-        hf_config = read_json(path)
-    else:
-        folder = hub.resolve(config, weights=False)
-        with reading(folder, lambda _: (read_json(folder / "config.json"), _Companions.of(folder))) as read:
-            hf_config, about = read
-    hf_config, _ = without_quantization(hf_config)
-    family = family_of(hf_config)
-    composed = _with_attention(family.decoder_config(hf_config), attention)
-    model = _skeleton(composed, _export_spec(hf_config, composed, family.weight_maps(composed)[0], about))
+    target, model_dtype = _device(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
+    stored_config, companions = _read_config(config)
+    hf_config, _ = without_quantization(stored_config)
+    composed = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
+    model = _on_meta(composed, export_spec(hf_config, composed, companions=companions))
     if prepare is not None:
         prepare(model)
-    _allocate(model, kind or dtype_of(hf_config), place, plan)
+    _allocate(model, model_dtype or dtype_of(hf_config), target, plan)
     model.reset_parameters()
     return model
 
@@ -219,61 +219,88 @@ def from_transformers(
     attention: str = "auto",
     consume: bool = False,
 ) -> CausalLM:
-    """A native model with the weights of a transformers model in memory, `...ForCausalLM` of a supported family.
+    """Build a native model with a copy of the weights of a transformers model.
 
     Args:
-        hf_model: the model. It stays as it is, and shares nothing with the result. What is frozen in it is frozen in
-            the result.
-        dtype, device, torch_dtype, device_map: as of `from_pretrained`; by default, and with a dtype "auto", those of
-            `hf_model`.
+        hf_model: a `...ForCausalLM` of a supported family. It is not changed and shares no memory with the result.
+            Parameters that are frozen in it are frozen in the result.
+        dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype of `hf_model`.
+        device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: the device
+            of `hf_model`.
+        torch_dtype: transformers' older name of `dtype`.
+        device_map: transformers' name of `device`: a device, `{"": device}`, or "auto" for the current CUDA device (the
+            CPU if there is none).
         attention: name of an attention backend, or "auto".
-        consume: free each of its tensors once it has been copied, so that memory holds one model and one tensor; it
-            cannot be used any more.
+        consume: free each tensor of `hf_model` once it has been copied. Peak memory is then one model and one tensor,
+            and `hf_model` cannot be used afterwards.
+
+    Returns:
+        The model, in training or eval mode like `hf_model`.
 
     Raises:
-        ConfigError: a field of its config is not supported (named).
-        CheckpointError: its tensors are not those that its config says: adapters (merge them first), quantised weights.
-            Or some of the tensors that are one parameter here (of q, k and v, say) are frozen, and others are not.
-        InputError: as `from_pretrained`.
+        ConfigError: a field of the model's config is not supported; the message names it.
+        CheckpointError: the tensors are not those of the config: the model has adapters (merge them first) or quantised
+            weights. Or only some tensors of a fused parameter (q, k and v) are frozen.
+        BackendError: the attention backend is unknown or not installed.
+        InputError: `hf_model` is no transformers model, an unknown dtype or device, two different ones, or a
+            `device_map` of several devices or submodules.
+
+    Example:
+        >>> import ligermodels as lm
+        >>> from transformers import AutoModelForCausalLM
+        >>> hf_model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+        >>> model = lm.from_transformers(hf_model, device="cuda")
     """
     check_flag("consume", consume)
-    is_model = isinstance(hf_model, torch.nn.Module)
-    if not is_model or not isinstance(getattr(hf_model, "config", None), HasConfigDict):
+    hf_config = getattr(hf_model, "config", None)
+    if not isinstance(hf_model, torch.nn.Module) or not isinstance(hf_config, HasConfigDict):
         raise InputError(
             f"from_transformers: takes a ...ForCausalLM of transformers in memory, got a {type(hf_model).__name__}; "
             "from_pretrained loads a checkpoint"
         )
     first = next(hf_model.parameters())
-    kind = resolve_dtype(dtype, torch_dtype) or first.dtype
-    place = require_device(resolve_device(device, device_map, first.device))
+    model_dtype = resolve_dtype(dtype, torch_dtype) or first.dtype
+    target = require_device(resolve_device(device, device_map, first.device))
     state = hf_model.state_dict(keep_vars=True)
-    hf_config, _ = without_quantization(hf_model.config.to_dict())
-    family = family_of(hf_config)
-    config = _with_attention(family.decoder_config(hf_config), attention)
-    spec = _export_spec(hf_config, config, family.weight_maps(config)[0])
+    fields, _ = without_quantization(hf_config.to_dict())
+    config = _with_attention(family_of(fields).decoder_config(fields), attention)
     generation = getattr(hf_model, "generation_config", None)
-    if generation is not None:
-        spec = replace(spec, generation_config=generation.to_diff_dict())
-    model = _skeleton(config, spec)
-    allocate(model, kind, "meta")
-    weight_map = choose_layout(hf_config, config, state, persistent_tensors(model))
+    companions = Companions(None if generation is None else generation.to_diff_dict())
+    model = _on_meta(config, export_spec(fields, config, companions=companions))
+    allocate(model, model_dtype, "meta")
+    weight_map = choose_layout(fields, config, state, persistent_tensors(model))
     weight_map.plan(state, persistent_tensors(model))
-    _keep_dtypes(model, weight_map, state, kind)
-    move_state_dict(model, weight_map, state, partial(torch.empty_like, device=place), consume=consume)
+    keep_stored_dtypes(model, weight_map, state, model_dtype)
+    move_state_dict(model, weight_map, state, partial(torch.empty_like, device=target), consume=consume)
     return model.train(hf_model.training)
 
 
-def choose_layout(
-    hf_config: Mapping[str, Any], config: DecoderConfig, headers: Mapping[str, Spec], state: Mapping[str, Tensor]
-) -> WeightMap:
-    """Of the layouts in which this family's checkpoints are found, the one that fits best: see `nearest_layout`."""
-    _, heads = without_heads(hf_config)
-    family = family_of(hf_config)
-    layout = nearest_layout(family.weight_maps(config), headers, state)
-    return replace(layout, ignored=[*layout.ignored, *heads, *family.mtp.ignored(hf_config)])
+def _check_quantize(quantize: Quantized | None, exclude: Sequence[str], head: Quantized | None) -> None:
+    if quantize is not None:
+        return check_format("quantize", quantize)
+    for name, value in (("quantize_exclude", exclude or None), ("quantize_head", head)):
+        if value is not None:
+            raise InputError(f"{name}: got {short(value)} without `quantize`; give quantize too, or leave {name} out")
 
 
-def _place(device: DeviceLike | None, device_map: DeviceMap | None, plan: ParallelPlan | None) -> torch.device:
+def _read_config(
+    config: Mapping[str, Any] | str | os.PathLike[str] | HasConfigDict,
+) -> tuple[dict[str, Any], Companions]:
+    """The `config` argument of `from_config` as a dict, and the files beside it where it is a checkpoint's."""
+    if isinstance(config, Mapping):
+        return as_config(config), Companions()
+    if isinstance(config, HasConfigDict):
+        return as_config(config.to_dict()), Companions()
+    path = as_path(config, ConfigError, "config, a dict, a file, a folder or a repo id,")
+    if path.suffix == ".json" or (os.path.lexists(path) and not os.path.isdir(path)):
+        return read_json(path), Companions()
+    folder = hub.resolve(config, weights=False)
+    with reading(folder, lambda _: (read_json(folder / "config.json"), Companions.of(folder))) as found:
+        return found
+
+
+def _device(device: DeviceLike | None, device_map: DeviceMap | None, plan: ParallelPlan | None) -> torch.device:
+    """The device of the parameters. With a plan, joins the launcher's process group, and the default is this rank's."""
     if plan is None:
         return require_device(resolve_device(device, device_map))
     from ligermodels.parallel.ranks import join, rank_device  # a large import
@@ -285,34 +312,25 @@ def _place(device: DeviceLike | None, device_map: DeviceMap | None, plan: Parall
 def _allocate(
     model: CausalLM, dtype: torch.dtype, device: torch.device, plan: ParallelPlan | None, *, mapped: bool = False
 ) -> None:
-    """Give a model on the meta device memory; with a plan that of this rank's part. ConfigError where there is less.
+    """Allocate the parameters of a model on the meta device; with a plan, this rank's shards of them.
 
-    With `mapped`, memory is what files are mapped to, which may be more than there is.
+    ConfigError if the device has too little memory. Parameters that will be `mapped` from files are not counted, since
+    files may be larger than memory.
     """
+    allocate(model, dtype, "meta")
     if plan is None:
-        allocate(model, dtype, "meta")
-        needed = 0 if mapped else sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+        needed = 0 if mapped else sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         with memory_for("config.json: a model of these sizes", device, needed, ConfigError):
             return allocate(model, dtype, device)
     from ligermodels.parallel.apply import parallelize
 
-    allocate(model, dtype, "meta")
     parallelize(model, plan)
     if device.type != "meta":
         model.to_empty(device=device)
 
 
-def _keep_dtypes(model: CausalLM, weight_map: WeightMap, headers: Mapping[str, Spec], dtype: torch.dtype) -> None:
-    """Have the model, loaded in `dtype`, written with what it keeps in another dtype as it was stored."""
-    spec, dtypes = model.require_export_spec(), weight_map.stored_dtypes(headers, persistent_tensors(model), dtype)
-    source = spec.source
-    if source is not None:
-        source = replace(source, weight_map=replace(source.weight_map, dtypes=dtypes))
-    model.export_spec = replace(spec, weight_map=replace(spec.weight_map, dtypes=dtypes), source=source)
-
-
-def _skeleton(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM:
-    """The model on the meta device; ConfigError when a tensor would have more elements than can be counted."""
+def _on_meta(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM:
+    """The model on the meta device; ConfigError if a tensor would have more elements than torch can count."""
     try:
         with torch.device("meta"), skip_init():
             return CausalLM(config, spec)
@@ -321,77 +339,8 @@ def _skeleton(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM
         raise ConfigError(f"config.json: hidden_size, or a size beside it, is too large: {reason}") from None
 
 
-class _Companions(NamedTuple):
-    """Beside the weights of a checkpoint: generation_config.json, and name -> path of the tokenizer's files, and of
-    those of more than text."""
-
-    generation_config: dict[str, Any] | None
-    tokenizer: Mapping[str, Path]
-    processors: Mapping[str, Path]
-
-    @classmethod
-    def of(cls, folder: Path) -> _Companions:
-        """ConfigError for a generation_config.json that is none."""
-        found = _present(folder, COMPANIONS)
-        found.pop("config.json", None)
-        generation = found.pop("generation_config.json", None)
-        return cls(None if generation is None else read_json(generation), found, _present(folder, PROCESSORS))
-
-
-class _Opened(NamedTuple):
-    """What is read of a checkpoint: config.json; that of the model alone, and what it composes to; the weights, in
-    `dtype` where they are quantised; and the files beside them."""
-
-    stored_config: dict[str, Any]
-    hf_config: dict[str, Any]
-    config: DecoderConfig
-    checkpoint: FileReader
-    dtype: torch.dtype
-    quantization: Quantization | None
-    companions: _Companions
-
-
-def _open(folder: Path, dtype: torch.dtype | None, opened: ExitStack) -> _Opened:
-    """The checkpoint in `folder`, whose files are closed with `opened`; `dtype` is config.json's by default. Raises as
-    `from_pretrained`."""
-    stored_config, quantization = without_quantization(read_json(folder / "config.json"))
-    if "model_type" not in stored_config:
-        require_model(stored_config)
-    hf_config, _ = without_heads(stored_config)
-    family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
-    # Errors of the config come before those of the weights, unless these say what the config leaves open.
-    config = family.decoder_config(hf_config) if family.text is None else None
-    checkpoint = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
-    if config is None:
-        hf_config = tied_as_stored(hf_config, family, checkpoint)
-        config = family.decoder_config(hf_config)
-    return _Opened(stored_config, hf_config, config, checkpoint, dtype, quantization, _Companions.of(folder))
-
-
-def _export_spec(
-    hf_config: dict[str, Any], config: DecoderConfig, weight_map: WeightMap, about: _Companions | None = None
-) -> ExportSpec:
-    """What the model goes back out as: the layout it came in, or that of the language model alone."""
-    text = family_of(hf_config).text
-    if text is not None:
-        hf_config = text(hf_config)
-        weight_map = family_of(hf_config).weight_maps(config)[0]
-    return ExportSpec(
-        hf_config=hf_config,
-        weight_map=weight_map,
-        generation_config=None if about is None else about.generation_config,
-        default_theta=family_of(hf_config).default_theta,
-        attribute_map=family_of(hf_config).attribute_map,
-        files={} if about is None else about.tokenizer,
-    )
-
-
-def _present(folder: Path, names: Collection[str]) -> dict[str, Path]:
-    return {name: folder / name for name in names if is_present(folder / name, CheckpointError)}
-
-
 def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:
-    """`config` with every layer's attention on the backend of this name."""
+    """`config` with this attention backend in all layers."""
     if backend == "auto":
         return config
     if not isinstance(backend, str) or not backends().get(backend, False):

@@ -1,7 +1,6 @@
 """Families of models, one short file each: a Hugging Face config becomes a `DecoderConfig`."""
 
 from ligermodels.archs import registry as registry  # registers the families of this package
-from ligermodels.archs.family import Family
-from ligermodels.models.families import FAMILIES, family_of, register
+from ligermodels.models.families import FAMILIES, Family, family_of, register
 
 __all__ = ["FAMILIES", "Family", "family_of", "register"]

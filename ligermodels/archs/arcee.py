@@ -1,4 +1,4 @@
-"""AFM: Llama with feed-forward layers that have no gate."""
+"""AFM: Llama with ungated feed-forward layers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from ligermodels.archs import llama
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.layers.ungated_mlp import UngatedMLPConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     **llama.DEFAULTS,

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, and a mixture of experts, one of them shared, in all but the first layers."""
+"""DeepSeek-V3 and R1: latent attention; mixtures of experts with a shared expert in all layers except the first few."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
-from ligermodels.archs.mtp import DEEPSEEK
-from ligermodels.convert.config_json import rope_parameters
+from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
+from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 DEEPSEEK_V3 = {
     "vocab_size": 129280,
@@ -48,7 +48,7 @@ KEY_DIM = "qk_nope_head_dim + qk_rope_head_dim"
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `DeepseekV3Config` dict; its layers of multi-token prediction are no part of it."""
+    """The composed config of a `DeepseekV3Config` dict; without its MTP layers."""
     fields = Fields(config, DEEPSEEK_V3)
     rotated, context = rotated_dim(fields), fields.size("max_position_embeddings")
     fixed(fields, "head_dim", rotated, "qk_rope_head_dim")
@@ -70,18 +70,19 @@ def latent_decoder(
     is_dense: Callable[[int], bool],
     query_scaling: QueryScaling | None = None,
 ) -> DecoderConfig:
-    """The decoder of DeepSeek-V3 and of the families after it.
+    """The decoder of DeepSeek-V3 and of families with the same layers.
 
     Args:
-        fields: the config, its defaults filled in.
-        rope: of the channels of each head that are rotated.
-        router: that of all mixtures.
-        is_dense: whether the layer of this number is no mixture.
-        query_scaling: as of `LatentAttentionConfig`.
+        fields: the config, with the family's defaults.
+        rope: rotary embedding of the rotated channels of each head.
+        router: router of all mixtures.
+        is_dense: function (layer number) -> whether its feed-forward layer is dense instead of a mixture.
+        query_scaling: scaling of queries by position, or None.
 
-    Raises ConfigError naming the field that is missing, bad or not implemented.
+    Raises:
+        ConfigError: a field is missing, bad or not implemented; the message names it.
     """
-    fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # there is no loss of router logits
+    fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # no loss uses router logits
     heads, rotated = fields.size("num_attention_heads"), rotated_dim(fields)
     fixed(fields, "num_key_value_heads", heads, "num_attention_heads")
     mixer = LatentAttentionConfig(
@@ -117,20 +118,30 @@ def latent_decoder(
 
 def rotated_dim(fields: Fields) -> int:
     """qk_rope_head_dim; ConfigError unless it is even."""
-    if (found := fields.size("qk_rope_head_dim")) % 2:
-        raise ConfigError(f"{fields.where}: qk_rope_head_dim {found} must be even for rotary positions")
-    return found
+    dim = fields.size("qk_rope_head_dim")
+    if dim % 2:
+        raise ConfigError(f"{fields.where}: qk_rope_head_dim {dim} must be even for rotary positions")
+    return dim
 
 
 def fixed(fields: Fields, name: str, value: int, source: str) -> None:
-    """ConfigError where a field that follows from `source`, another one, is there, and is not `value`."""
-    if (found := fields.size(name, value)) != value:
-        raise ConfigError(f"{fields.where}: {name} = {found} is not implemented; by {source} it must be {value}")
+    """ConfigError if the config has the field `name` with another value than the only possible `value`.
+
+    Args:
+        fields: the config.
+        name: the field.
+        value: the value that follows from other fields.
+        source: these fields, for the message.
+    """
+    if (stated := fields.size(name, value)) != value:
+        raise ConfigError(f"{fields.where}: {name} = {stated} is not implemented; by {source} it must be {value}")
 
 
 def _softmax_scale(fields: Fields, key_dim: int) -> float | None:
-    """key_dim ** -0.5 times the square of YaRN's factor for all channels, where settings of rope have an mscale for
-    these; else None. As in transformers for every type of rope but the default one."""
+    """key_dim ** -0.5 times the square of YaRN's factor, if the rope has a `mscale_all_dim`; otherwise None.
+
+    As in transformers, this holds for every rope type except the default.
+    """
     settings = Fields(rope_parameters(fields.config), where=f"{fields.where}: rope_parameters")
     mscale = settings.number("mscale_all_dim", 0.0)
     if settings.config["rope_type"] == "default" or not mscale:
@@ -138,4 +149,6 @@ def _softmax_scale(fields: Fields, key_dim: int) -> float | None:
     return float(key_dim**-0.5 * yarn_mscale(settings.number("factor", positive=True), mscale) ** 2)
 
 
-FAMILIES = (Family("deepseek_v3", deepseek_v3, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)
+FAMILIES = (
+    Family("deepseek_v3", deepseek_v3, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=NUMBERED_LAYERS),
+)

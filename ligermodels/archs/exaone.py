@@ -1,4 +1,4 @@
-"""EXAONE 4: norms only after the sublayers and over the heads of queries and keys; NoPE where there is no window."""
+"""EXAONE 4: norms only after the sublayers and over the heads of queries and keys; NoPE in full-attention layers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.layers import NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 102400,

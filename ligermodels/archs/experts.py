@@ -1,4 +1,4 @@
-"""What families with mixtures of experts share: how checkpoints store experts, and routers read from their fields."""
+"""Parts of families with mixtures of experts: layouts of stored experts, and routers composed from config fields."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ TRANSPOSED_EXPERTS = {
     "experts.gate_up_transposed": STACKED_EXPERTS["experts.gate_up"],
     "experts.down_transposed": STACKED_EXPERTS["experts.down"],
 }
-"""As STACKED_EXPERTS, of transposed matrices: (E, H, 2 I) and (E, I, H)."""
+"""Part of a mixture -> name of its tensor, where matrices are also transposed: (E, H, 2 I) and (E, I, H)."""
 
 
 def expert_layouts(
     names: Mapping[str, str] | None = None, stacked: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """The layouts of a family: a tensor for each expert, one for all experts (transformers 5), and that transposed.
+    """Three layouts: a tensor for each expert, one tensor for all experts (transformers 5), and this one transposed.
 
     Args:
-        names: the family's own names of parts, in all layouts.
-        stacked: those that differ where one tensor is for all experts.
+        names: part -> name in this family, in all layouts.
+        stacked: part -> name, where it differs in the layouts with one tensor for all experts.
     """
-    each = [{}, {**STACKED_EXPERTS, **(stacked or {})}, {**TRANSPOSED_EXPERTS, **(stacked or {})}]
-    return [{"names": {**(names or {}), **layout}} for layout in each]
+    layouts = [{}, {**STACKED_EXPERTS, **(stacked or {})}, {**TRANSPOSED_EXPERTS, **(stacked or {})}]
+    return [{"names": {**(names or {}), **layout}} for layout in layouts]
 
 
 def mixture(fields: Fields, shared_size: int | None = None) -> MoEConfig:
-    """A mixture of Qwen's, with intermediate channels of a shared expert with a gate, if it has one.
+    """A mixture of experts as in Qwen's models.
 
-    Raises ConfigError naming the field that is missing or bad.
+    Args:
+        fields: the config.
+        shared_size: intermediate channels of a shared expert with a gate; None for no shared expert.
+
+    Raises:
+        ConfigError: a field is missing or bad; the message names it.
     """
     router = RouterConfig(*fields.experts("num_experts"), normalize=fields.flag("norm_topk_prob", False))
     activation = gate_activation(fields)
@@ -44,8 +49,11 @@ def mixture(fields: Fields, shared_size: int | None = None) -> MoEConfig:
 
 
 def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[int, MLPConfig], MLPConfig | MoEConfig]:
-    """The feed-forward layers of Qwen's mixtures, for `compose.decoder`: by the fields `decoder_sparse_step` and
-    `mlp_only_layers` some layers are mixtures, the others dense. `shared_size` and errors as of `mixture`."""
+    """The argument `mlp` of `compose.decoder` for Qwen's mixtures: `decoder_sparse_step` and `mlp_only_layers` decide
+    for each layer whether it is a mixture (with a shared expert of `shared_size` channels, if given) or dense.
+
+    ConfigError, naming the field, if a field is missing or bad.
+    """
     step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
     sparse = mixture(fields, shared_size)
     return lambda layer, gated: gated if layer in dense or (layer + 1) % step else sparse
@@ -54,11 +62,15 @@ def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[i
 def grouped_router(
     fields: Fields, experts: str = "n_routed_experts", scores: Literal["softmax", "sigmoid"] = "sigmoid"
 ) -> RouterConfig:
-    """The router of DeepSeek-V3 and of the families after it, whose field `experts` has the number of experts; their
-    defaults have norm_topk_prob, whose null means false. With `scores` "softmax" there is no selection bias, and
-    logits are in the dtype of the model (Mistral 4).
+    """The router of DeepSeek-V3 and of families with the same router.
 
-    Raises ConfigError naming the field that is missing, bad or not implemented.
+    Args:
+        fields: the config. Null as `norm_topk_prob` means false.
+        experts: name of the field with the number of experts.
+        scores: "sigmoid"; or "softmax", without a selection bias and with logits in the model's dtype (Mistral 4).
+
+    Raises:
+        ConfigError: a field is missing, bad or not implemented; the message names it.
     """
     fields.choices("scoring_func", scores, default=scores)
     if scores == "sigmoid":

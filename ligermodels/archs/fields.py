@@ -1,14 +1,16 @@
-"""Typed reading of a Hugging Face config dict: every error names the field."""
+"""Typed reading of a Hugging Face config: every error names the field."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ligermodels.archs.rope import read_rope
 from ligermodels.archs.unread import check_unread
-from ligermodels.convert.config_json import LAYER_THETAS, are_token_ids, rope_parameters, short
-from ligermodels.errors import ConfigError
+from ligermodels.convert.config_json import are_token_ids
+from ligermodels.convert.json_values import is_int, is_list_of, is_number
+from ligermodels.convert.rope_settings import LAYER_THETAS, rope_parameters
+from ligermodels.errors import ConfigError, short
 from ligermodels.layers import RopeConfig
 
 _REQUIRED = object()
@@ -17,16 +19,20 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 MOST = {"num_hidden_layers": 4096, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}
 MOST |= {"num_attention_heads": 65536, "qk_rope_head_dim": 65536}
 MOST |= dict.fromkeys(("n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers"), 4096)
-"""Bounds on sizes by which objects or tables are made before any weight is looked for, far above those in use."""
+"""Field -> largest value, far above real models. These sizes determine how many objects are built before any weight is
+read, so a bad value would take all memory."""
 
 
 def renamed(config: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
-    """`config` with field `name` in place of `other`, its other name; ConfigError where the two contradict."""
-    value, theirs = config.get(name), config.get(other)
-    if theirs is not None and value is not None and theirs != value:
-        raise ConfigError(f"config.json: {name} = {short(value)} contradicts {other} = {short(theirs)}; remove one")
-    rest = {key: each for key, each in config.items() if key != other}
-    return rest if theirs is None else {**rest, name: theirs}
+    """`config` with the value of field `other` under `name`, a second name of the same field.
+
+    ConfigError if the config has both names with different values.
+    """
+    value, alias = config.get(name), config.get(other)
+    if alias is not None and value is not None and alias != value:
+        raise ConfigError(f"config.json: {name} = {short(value)} contradicts {other} = {short(alias)}; remove one")
+    rest = {key: entry for key, entry in config.items() if key != other}
+    return rest if alias is None else {**rest, name: alias}
 
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
@@ -34,12 +40,15 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 
 
 class Fields:
-    """Reads fields of a config; a field that is absent or null takes the default, or is an error without one.
+    """Reads fields of a config, and checks their types.
+
+    A field that is missing or null gets the default of the call; without a default this is an error. All methods raise
+    ConfigError, naming the field, for a value of another type or out of range.
 
     Args:
         config: the config.
-        defaults: fields that `config` has if it does not name them; a null in `config` stays a null.
-        where: what `config` is called in messages.
+        defaults: values of fields that are missing in `config`. Null in `config` is not replaced.
+        where: name of the config in messages.
     """
 
     def __init__(
@@ -50,49 +59,61 @@ class Fields:
         self._read = {*(defaults or {}), *ROPE}
 
     def replaced(self, **fields: Any) -> Fields:
-        """These with other values of some `fields`. What is read of either counts as read of both."""
+        """A copy with other values of some `fields`. A field that is read from either counts as read in both."""
         other = Fields({**self.config, **fields}, where=self.where)
         other._read = self._read
         return other
 
     def ignore(self, *names: str) -> None:
-        """Count fields as read: those that configs of a family have, and that change nothing there."""
+        """Count the fields `names` as read: configs of the family have them, and they change nothing."""
         self._read.update(names)
 
     def check_unread(self) -> None:
-        """Check the fields that were not read and have no default: see `unread.check_unread`."""
+        """Warn about, or refuse, fields that were not read and have no default: see `unread.check_unread`."""
         check_unread(self.config, self._read, self.where)
 
-    def _found(self, name: str) -> Any:
-        """The field as found, None where it is absent."""
+    def _raw(self, name: str) -> Any:
+        """The field's value, unchecked; None if it is missing."""
         self._read.add(name)
         return self.config.get(name)
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self._found(name)
+        value = self._raw(name)
         if value is None:
             if default is _REQUIRED:
                 raise ConfigError(f"{self.where}: field {name!r} is missing")
             return default
         return value
 
-    def _fail(self, name: str, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.where}: field {name!r} must be {wanted}, got {short(self.config.get(name))}")
+    def _fail(self, name: str, expected: str) -> ConfigError:
+        return ConfigError(f"{self.where}: field {name!r} must be {expected}, got {short(self.config.get(name))}")
 
     def size(self, name: str, default: Any = _REQUIRED, *, zero: bool = False) -> int:
-        """A whole number above zero, or zero where that is allowed."""
+        """The whole number in field `name`.
+
+        Args:
+            name: the field.
+            default: value if it is missing or null; by default this is an error.
+            zero: whether 0 is allowed.
+        """
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < (not zero):
+        if not is_int(value) or value < (not zero):
             raise self._fail(name, f"a whole number{'' if zero else ' above 0'}")
         if value > (most := MOST.get(name, 2**31 - 1)):
             raise ConfigError(f"{self.where}: {name} must be at most {most}, got {short(value)}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, positive: bool = False, negative: bool = True) -> float:
-        """A finite number, above zero when `positive`, and not below it unless `negative`."""
+        """The number in field `name`.
+
+        Args:
+            name: the field.
+            default: value if it is missing or null; by default this is an error.
+            positive: whether it must be above 0.
+            negative: whether it may be below 0.
+        """
         value = self._get(name, default)
-        # The bound, within fp32's range, also turns NaN away.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
+        if not is_number(value) or not abs(value) < 1e38:  # False for NaN too; fp32 can hold numbers within the bound
             raise self._fail(name, "a finite number")
         if positive and value <= 0:
             raise self._fail(name, "above 0")
@@ -101,76 +122,81 @@ class Fields:
         return float(value)
 
     def optional_size(self, name: str) -> int | None:
-        """A whole number above zero, or None for null or nothing."""
-        return None if self._found(name) is None else self.size(name)
+        """The whole number above 0 in field `name`; None if it is missing or null."""
+        return None if self._raw(name) is None else self.size(name)
 
     def optional_number(self, name: str) -> float | None:
-        """A number above zero, or None for null or nothing."""
-        return None if self._found(name) is None else self.number(name, positive=True)
+        """The number above 0 in field `name`; None if it is missing or null."""
+        return None if self._raw(name) is None else self.number(name, positive=True)
 
     def kinds(self, name: str, known: tuple[str, str], otherwise: Callable[[int], str]) -> list[str]:
-        """One of the two `known` kinds for each layer; without that field, `otherwise` of the layer."""
-        count, found = self.size("num_hidden_layers"), self._found(name)
-        if found is None:
+        """The kind of each layer.
+
+        Args:
+            name: field with a list of kinds.
+            known: the two possible kinds.
+            otherwise: function (layer number) -> kind, if the field is missing or null.
+        """
+        count, kinds = self.size("num_hidden_layers"), self._raw(name)
+        if kinds is None:
             return [otherwise(layer) for layer in range(count)]
-        if not isinstance(found, list) or len(found) != count or any(each not in known for each in found):
+        if not is_list_of(kinds, lambda kind: kind in known) or len(kinds) != count:
             raise self._fail(name, f"a list of num_hidden_layers = {count} times {known[0]!r} or {known[1]!r}")
-        return found
+        return list(kinds)
 
     def windows(self, slides: Callable[[int], bool]) -> list[int | None]:
-        """Each layer's sliding window, by `layer_types`; without that field, `slides` says which layers have one."""
+        """Each layer's sliding window, or None: by `layer_types`, or without it by the function `slides(layer)`."""
         types = self.kinds("layer_types", (SLIDING, FULL), lambda layer: SLIDING if slides(layer) else FULL)
-        if SLIDING in types and self._found("sliding_window") is None:
+        if SLIDING in types and self._raw("sliding_window") is None:
             raise ConfigError(
                 f"{self.where}: layer_types has {SLIDING!r}, but sliding_window is missing or switched off"
             )
-        return [self.size("sliding_window") if each == SLIDING else None for each in types]
+        return [self.size("sliding_window") if layer_type == SLIDING else None for layer_type in types]
 
     def flags(self, name: str, otherwise: Callable[[int], bool]) -> list[bool]:
-        """A 0 or 1 for each layer; without that field, `otherwise` of the layer."""
-        count = self.size("num_hidden_layers")
-        found = self._found(name)
-        if found is None:
+        """The list of 0 and 1, one per layer, in field `name`; without it, the function `otherwise` (layer number)."""
+        count, flags = self.size("num_hidden_layers"), self._raw(name)
+        if flags is None:
             return [otherwise(layer) for layer in range(count)]
-        if not isinstance(found, list) or len(found) != count or not all(each in (0, 1) for each in found):
+        if not is_list_of(flags, lambda flag: flag in (0, 1)) or len(flags) != count:
             raise self._fail(name, f"a list of num_hidden_layers = {count} times 0 or 1")
-        return [bool(each) for each in found]
+        return [bool(flag) for flag in flags]
 
     def layers(self, name: str) -> frozenset[int]:
-        """A list of layers' numbers, from 0 on; null or nothing is an empty one."""
-        found = self._get(name, [])
-        if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
+        """The layer numbers, counted from 0, in field `name`; empty if it is missing or null."""
+        layers = self._get(name, [])
+        if not is_list_of(layers, lambda layer: is_int(layer) and layer >= 0):
             raise self._fail(name, "a list of whole numbers, from 0 on")
-        return frozenset(found)
+        return frozenset(layers)
 
     def check_token(self, name: str, *, several: bool = False) -> None:
-        """See that there is a token's id, or with `several` a list of them, or null or nothing.
+        """Check that field `name` is missing, null, a token id or, if `several`, a list of token ids.
 
-        Ids outside the vocabulary pass: published checkpoints have them, and negative ones that stand for none.
+        Ids outside the vocabulary pass; published checkpoints have them, and use negative ids for "no token".
         """
-        if not are_token_ids(self._found(name), several=several):
+        if not are_token_ids(self._raw(name), several=several):
             raise self._fail(name, "a token's id" + " or a list of them" * several)
 
     def experts(self, name: str) -> tuple[int, int]:
-        """How many experts there are, which field `name` says, and how many of them a token meets."""
+        """Number of experts, from field `name`, and number of experts per token."""
         experts, chosen = self.size(name), self.size("num_experts_per_tok")
         if chosen > experts:
             raise ConfigError(f"{self.where}: num_experts_per_tok {chosen} is above {name} {experts}")
         return experts, chosen
 
     def router_aux_loss_coef(self) -> float:
-        """Weight of the load-balancing loss, which counts only with `output_router_logits`."""
+        """Weight of the load-balancing loss; 0 without `output_router_logits`."""
         return self.number("router_aux_loss_coef") if self.flag("output_router_logits", False) else 0.0
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """The boolean in field `name`."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self._fail(name, "true or false")
         return value
 
     def choices(self, name: str, *implemented: Any, default: Any) -> Any:
-        """A value for which there is an implementation; anything else is refused by name."""
+        """The value of field `name`; ConfigError if it is not one of the `implemented` values."""
         value = self._get(name, default)
         if value not in implemented:
             known = ", ".join(map(repr, implemented))
@@ -178,15 +204,22 @@ class Fields:
         return value
 
     def numbers(self, name: str, count: int, *, positive: bool = False, reason: str = "") -> tuple[float, ...]:
-        """A list of `count` finite numbers, above zero when `positive`; an error adds the `reason` for the count."""
+        """The list of finite numbers in field `name`.
+
+        Args:
+            name: the field.
+            count: required length.
+            positive: whether the numbers must be above 0.
+            reason: reason for the length, for the message.
+        """
         values = self._get(name, _REQUIRED)
         if not isinstance(values, list | tuple) or len(values) != count:
             length = f" of {len(values)}" if isinstance(values, list | tuple) else f": {short(values)}"
             raise ConfigError(
                 f"{self.where}: field {name!r} must be a list of {count} numbers, got one{length}{reason}"
             )
-        each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, where=self.where)
-        return tuple(each.number(key, positive=positive) for key in each.config)
+        items = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, where=self.where)
+        return tuple(items.number(key, positive=positive) for key in items.config)
 
     def rope(
         self,
@@ -201,12 +234,10 @@ class Fields:
 
         Args:
             head_dim: channels of a head.
-            max_position_embeddings: the context, and the original one where the config names no other.
-            default_theta: the base, or that of each layer type, where the config names none.
-            layer_type: the layers it is for, such as "full_attention", in a family with one rope for each type.
-            partial: whether the family can rotate only a part of each head.
-
-        Raises ConfigError naming the field that is missing, bad or not implemented.
+            max_position_embeddings: context length; also the original context length if the config names no other.
+            default_theta: rotary base of a config that names none, or a dict as in `rope_settings.rope_parameters`.
+            layer_type: layers of the rope, such as "full_attention", in families with a rope for each layer type.
+            partial: whether the family can rotate a part of each head only.
         """
         self.ignore(*ROPE, LAYER_THETAS.get(layer_type or "full_attention", "rope_theta"))
         settings = rope_parameters(self.config, default_theta, layer_type)
@@ -220,23 +251,23 @@ class Fields:
         windows: Sequence[int | None],
         unread: Sequence[str] = (),
     ) -> list[RopeConfig]:
-        """Each layer's rope, in a family with one for layers with a window and one for the others.
+        """Each layer's rope, in families with one rope for sliding-window layers and one for full-attention layers.
 
         Args:
-            head_dim, thetas: as of `rope`; `head_dim` may be one for each layer type.
-            windows: each layer's.
-            unread: fields that releases of transformers read differently, or not at all, for this family.
-
-        Raises ConfigError as `rope`, and where a field of `unread` makes a difference.
+            head_dim: channels of a head, or layer type -> channels of a head.
+            thetas: layer type -> rotary base, or settings, of a config that names none.
+            windows: each layer's sliding window, or None.
+            unread: fields that releases of transformers read differently for this family. It is an error if one of
+                them makes a difference.
         """
         context = self.size("max_position_embeddings")
-        dims = dict.fromkeys((SLIDING, FULL), head_dim) if isinstance(head_dim, int) else head_dim
+        dims = dict.fromkeys((SLIDING, FULL), head_dim) if is_int(head_dim) else cast(Mapping[str, int], head_dim)
         sliding, full = (self.rope(dims[layer_type], context, thetas, layer_type) for layer_type in (SLIDING, FULL))
-        found = [full if window is None else sliding for window in windows]
+        ropes = [full if window is None else sliding for window in windows]
         for name in unread:
-            if self.config.get(name) and self.replaced(**{name: None}).ropes(head_dim, thetas, windows) != found:
+            if self.config.get(name) and self.replaced(**{name: None}).ropes(head_dim, thetas, windows) != ropes:
                 raise ConfigError(
                     f"{self.where}: {name} = {short(self.config[name])} does not mean the same to all readers of this "
                     f"model_type; write rope_parameters, with an object for each layer type, instead"
                 )
-        return found
+        return ropes

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
 from ligermodels.archs.multimodal import BESIDE_VISION_TOWER, TextModel, wrapper
 from ligermodels.layers import NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 COMMON = {
     "pad_token_id": 0,
@@ -63,7 +63,7 @@ def _norm(fields: Fields) -> NormConfig:
 def gemma(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `GemmaConfig` dict."""
     fields = Fields(config, GEMMA)
-    if fields.config["hidden_act"] == "gelu":  # What the first checkpoints say, and do not mean.
+    if fields.config["hidden_act"] == "gelu":  # the first checkpoints say "gelu", and mean its tanh approximation
         fields = fields.replaced(hidden_act="gelu_pytorch_tanh")
     fields.ignore("hidden_activation")
     fields.choices("use_bidirectional_attention", False, default=False)

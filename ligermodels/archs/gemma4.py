@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from ligermodels.archs.compose import ACTIVATIONS, decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
 from ligermodels.archs.heads import heads_by_type
 from ligermodels.archs.multimodal import TextModel, layouts, wrapper
@@ -27,6 +26,7 @@ from ligermodels.layers import (
     ValueConfig,
 )
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 UNIFIED = {
     "vocab_size": 262144,
@@ -72,7 +72,9 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
     heads = heads_by_type(fields, config, windows)
     for name in UNREAD_ROPE if fields.config.get("rope_parameters") is None else ():
         fields.choices(name, None, default=None)
-    ropes = fields.ropes({kind: head_dim for kind, (head_dim, _) in heads.items()}, ROPES, windows, UNREAD_ROPE)
+    ropes = fields.ropes(
+        {layer_type: head_dim for layer_type, (head_dim, _) in heads.items()}, ROPES, windows, UNREAD_ROPE
+    )
     bias, same = fields.flag("attention_bias", False), fields.flag("attention_k_eq_v", False)
     sources = kv_sources(fields, windows)
     doubled = fields.flag("use_double_wide_mlp", False)
@@ -107,13 +109,13 @@ def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
     inputs = None
     if size:
         inputs = PerLayerInputsConfig(vocab_size, len(blocks), size, norm, composed.padding_idx)
-        given = partial(PerLayerInputConfig, activation=ACTIVATIONS[fields.config["hidden_activation"]])
-        blocks = [replace(block, after=given(i, size, norm)) for i, block in enumerate(blocks)]
+        per_layer = partial(PerLayerInputConfig, activation=ACTIVATIONS[fields.config["hidden_activation"]])
+        blocks = [replace(block, after=per_layer(i, size, norm)) for i, block in enumerate(blocks)]
     return replace(composed, blocks=tuple(blocks), per_layer_inputs=inputs)
 
 
 def _experts(fields: Fields, norm: NormConfig) -> MoEConfig | None:
-    """The experts beside each dense layer, if there are any."""
+    """The mixture of experts beside each dense layer, or None."""
     names = ("num_experts", "top_k_experts", "moe_intermediate_size")
     fields.ignore(*names)
     if not fields.flag("enable_moe_block", False):
@@ -122,7 +124,7 @@ def _experts(fields: Fields, norm: NormConfig) -> MoEConfig | None:
     count, chosen, size = (own.size(name) for name in names)
     if chosen > count:
         raise ConfigError(f"{own.where}: top_k_experts {chosen} is above num_experts {count}")
-    scaled = NormConfig(norm.eps)  # Here the product with the weight is one of rounded values.
+    scaled = NormConfig(norm.eps)  # here rounded values are multiplied by the weight
     factor = fields.size("hidden_size") ** -0.5
     router = RouterConfig(count, chosen, norm=scaled, input_scale=factor, expert_scales=True)
     return MoEConfig(router, size, aux_loss=False)
@@ -136,7 +138,13 @@ LAYOUTS = layouts(
 
 
 def families(name: str, architecture: str, *, unified: bool) -> tuple[Family, Family]:
-    """The text model alone, and the multimodal checkpoints around it."""
+    """The families of the text model alone, and of multimodal checkpoints.
+
+    Args:
+        name: `model_type` of the multimodal checkpoints.
+        architecture: class of the text model in transformers.
+        unified: the argument of `gemma4`.
+    """
     compose = partial(gemma4, unified=unified)
     text = Family(f"{name}_text", compose, [{"names": EXPERTS}], ROPES, attribute_map=dict.fromkeys(UNREAD_ROPE))
     return text, wrapper(name, {text.model_type: TextModel(text, architecture)}, LAYOUTS, tied=True)

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: a mixture of experts, with a shared one, in all layers but the first few."""
+"""GLM-4.5, 4.6 and 4.7: mixtures of experts with a shared expert in all layers except the first few."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
-from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
+from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 GLM4_MOE = {
     "vocab_size": 151552,
@@ -37,21 +37,21 @@ GLM4_MOE = {
     "num_nextn_predict_layers": 1,
 }
 ATTRIBUTE_MAP = {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
-"""Fields that transformers 5 may write under their attribute's name, as in its `attribute_map`."""
+"""Field -> name that transformers 5 may write instead, by its `attribute_map`."""
 NAMES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
 
 
 def name_of(config: Mapping[str, Any], name: str, other: str) -> str:
-    """The name under which `config` has the field; ConfigError where it has it under both, and the two contradict."""
+    """The name of a field in `config`: `name`, or its other name `other`. ConfigError if both exist and contradict."""
     renamed(config, name, other)
     return other if config.get(name) is None and config.get(other) is not None else name
 
 
 def glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `Glm4MoeConfig` dict; its layers of multi-token prediction are no part of it."""
+    """The composed config of a `Glm4MoeConfig` dict; without its MTP layers."""
     experts, mtp = (name_of(config, name, other) for name, other in ATTRIBUTE_MAP.items())
     fields = Fields(config, GLM4_MOE)
-    fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # there is no loss of router logits
+    fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # no loss uses router logits
     if config.get("head_dim") is None:  # rounded down, as in transformers
         fields = fields.replaced(head_dim=fields.size("hidden_size") // fields.size("num_attention_heads"))
     bias = fields.flag("attention_bias", False)
@@ -74,4 +74,4 @@ def glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)
+FAMILIES = (Family("glm4_moe", glm4_moe, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=NUMBERED_LAYERS),)

@@ -7,12 +7,12 @@ from typing import Any
 
 from ligermodels.archs.deepseek import latent_decoder, rotated_dim
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
-from ligermodels.archs.mtp import DEEPSEEK
 from ligermodels.errors import ConfigError
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
+from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 GLM4_MOE_LITE = {
     "vocab_size": 154880,
@@ -62,4 +62,6 @@ def glm4_moe_lite(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-FAMILIES = (Family("glm4_moe_lite", glm4_moe_lite, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=DEEPSEEK),)
+FAMILIES = (
+    Family("glm4_moe_lite", glm4_moe_lite, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=NUMBERED_LAYERS),
+)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
-from ligermodels.convert.config_json import rope_parameters
+from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MoEConfig, NormConfig, RouterConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 201088,
@@ -52,14 +52,14 @@ def gpt_oss(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `GptOssConfig` dict."""
     fields = Fields(renamed(config, "num_local_experts", "num_experts"), DEFAULTS)
     fields.choices("hidden_act", "silu", "swish", default="silu")
-    # Older names, in published configs beside today's, which alone are read by transformers.
+    # Published configs also have older names of these fields; transformers reads only the newer names.
     context = rope_parameters(config, ROPE).get("original_max_position_embeddings")
-    for name, today, value in (
+    for name, newer, value in (
         ("experts_per_token", "num_experts_per_tok", fields.config["num_experts_per_tok"]),
         ("initial_context_length", "original_max_position_embeddings", context),
     ):
         if value is not None and fields.optional_size(name) not in (None, value):
-            raise ConfigError(f"{fields.where}: {name} = {fields.config[name]} contradicts {today} = {value}")
+            raise ConfigError(f"{fields.where}: {name} = {fields.config[name]} contradicts {newer} = {value}")
     bias = fields.flag("attention_bias", True)
     windows = fields.windows(lambda layer: layer % 2 == 0)
     activation: dict[str, Any] = {

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.archs.llama import DEFAULTS
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 
 def granite(config: Mapping[str, Any]) -> DecoderConfig:

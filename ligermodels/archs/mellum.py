@@ -7,10 +7,10 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields, renamed
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig, RouterConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 98304,
@@ -32,7 +32,7 @@ DEFAULTS = {
 }
 THETAS = {SLIDING: 1e4, FULL: 5e5}
 OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
-"""Fields of transformers 4, in which there was no Mellum."""
+"""Fields of transformers 4, which has no Mellum; exports leave them out."""
 DENSE, SPARSE = "dense", "sparse"
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from ligermodels.archs import mixtral
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MoEConfig, NormConfig, QKNormConfig, RouterConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 MINIMAX_M2 = {
     "vocab_size": 200064,
@@ -37,7 +37,7 @@ FIXED = {
     "qk_norm_type": "per_layer",
     "shared_intermediate_size": 0,
 }
-"""Fields of published configs, and the one value of each that is implemented, as in transformers."""
+"""Field of published configs -> its only implemented value, as in transformers."""
 BIAS = "e_score_correction_bias"
 NAMES = {**mixtral.EXPERTS, "experts.selection_bias": f"block_sparse_moe.{BIAS}"}
 
@@ -60,7 +60,7 @@ def minimax_m2(config: Mapping[str, Any]) -> DecoderConfig:
         fields.choices(name, only, default=only)
     if not all(fields.flags("attn_type_list", lambda layer: True)):
         raise ConfigError(f"{fields.where}: attn_type_list: only layers of type 1, full attention, are implemented")
-    fields.ignore("shared_moe_mode", "mlp_intermediate_size")  # of a shared expert, which there is not
+    fields.ignore("shared_moe_mode", "mlp_intermediate_size")  # for a shared expert; these models have none
     norm = NormConfig(fields.number("rms_norm_eps", negative=False))
     experts, chosen = fields.experts("num_local_experts")
     router = RouterConfig(experts, chosen, scores="sigmoid", selection_bias=True)

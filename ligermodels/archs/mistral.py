@@ -1,5 +1,5 @@
-"""Mistral 7B, Nemo, Small and Large; Ministral 8B, whose window is a matter of each layer; Ministral 3 and Devstral 2,
-whose queries grow with their positions."""
+"""Mistral 7B, Nemo, Small and Large; Ministral 8B, with sliding windows in some layers; Ministral 3 and Devstral 2,
+with queries that are scaled by position."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.convert.config_json import rope_parameters
+from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -62,8 +62,15 @@ MINISTRAL3_ROPE = {
 
 
 def growing_queries(fields: Fields, rope: Mapping[str, Any]) -> tuple[Fields, QueryScaling | None]:
-    """`fields` without the settings of rope that say how queries grow, and these; `rope` are the settings of a config
-    that has none."""
+    """Split the scaling of queries by position from the rotary settings.
+
+    Args:
+        fields: the config.
+        rope: rotary settings of a config that has none.
+
+    Returns:
+        `fields` without the settings of this scaling, and the scaling, or None.
+    """
     settings = rope_parameters(fields.config, rope)
     own = Fields(settings, where=f"{fields.where}: rope_parameters")
     beta = own.number("llama_4_scaling_beta", 0.0)
@@ -74,7 +81,7 @@ def growing_queries(fields: Fields, rope: Mapping[str, Any]) -> tuple[Fields, Qu
 
 
 def ministral3(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `Ministral3Config` dict, whose settings of rope say how queries grow too."""
+    """The composed config of a `Ministral3Config` dict. Its rotary settings include the scaling of queries."""
     fields, scaling = growing_queries(Fields(config, MINISTRAL3), MINISTRAL3_ROPE)
     own = {"window": fields.optional_size("sliding_window"), "query_scaling": scaling}
     return decoder(fields, attention=lambda layer, common: own)

@@ -16,7 +16,7 @@ MISTRAL3 = {
     "vocab_size": 131072,
     "rope_theta": 1e9,
 }
-"""The `text_config` of a Mistral 3 that has none."""
+"""The `text_config` of a Mistral 3 config that has none."""
 
 MISTRAL, _, MINISTRAL3 = mistral.FAMILIES
 (MISTRAL4,) = mistral4.FAMILIES
@@ -29,7 +29,7 @@ FAMILIES = (
             "ministral3": TextModel(MINISTRAL3, "Ministral3ForCausalLM"),
             "mistral4": TextModel(MISTRAL4, "Mistral4ForCausalLM"),
         },
-        [{**place, **names} for names in mistral4.LAYOUTS for place in BESIDE_VISION_TOWER],
+        [{**layout, **names} for names in mistral4.LAYOUTS for layout in BESIDE_VISION_TOWER],
         tied=True,
         absent=MISTRAL3,
     ),

@@ -1,4 +1,4 @@
-"""Mistral Small 4: DeepSeek-V3 with a softmax in the router, and queries that grow with their positions."""
+"""Mistral Small 4: DeepSeek-V3 with a softmax in the router, and queries that are scaled by position."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from ligermodels.archs.deepseek import KEY_DIM, fixed, latent_decoder, rotated_dim
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.archs.glm_moe import NAMES
 from ligermodels.archs.mistral import growing_queries
 from ligermodels.errors import ConfigError
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 MISTRAL4 = {
     "vocab_size": 131072,

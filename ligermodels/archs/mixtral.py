@@ -8,10 +8,10 @@ from typing import Any
 from ligermodels.archs import mistral
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.layers import MoEConfig, RouterConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     **mistral.DEFAULTS,

@@ -1,4 +1,4 @@
-"""Text models within multimodal checkpoints: `wrapper` makes the family of such a checkpoint from that of its text."""
+"""Families of multimodal checkpoints. Only the text model is loaded."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
-from ligermodels.convert.config_json import TEXT, THINKER, short
-from ligermodels.convert.loading import Reader
-from ligermodels.errors import ConfigError
+from ligermodels.convert.config_json import TEXT, THINKER
+from ligermodels.convert.json_values import is_object
+from ligermodels.errors import ConfigError, short
 from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import FamilyLike
+from ligermodels.models.families import Family
 from ligermodels.models.untie import TIED
 
 SHARED = (
     "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "is_causal", "per_layer_config",
     "quantization_config", "quantization", "compression_config", "transformers_weights",
 )  # fmt: skip
-"""Fields of a multimodal config that are those of its text model too."""
+"""Fields of a multimodal config that also apply to its text model."""
 BESIDE_TEXT = (
     "text_config", "vision_config", "audio_config", "tie_word_embeddings", "initializer_range", "mm_tokens_per_image",
     "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index", "video_token_id", "audio_token_id",
@@ -32,36 +29,50 @@ BESIDE_TEXT = (
     "audio_start_token_id", "audio_end_token_id", "user_token_id", "position_id_per_seconds", "seconds_per_chunk",
     "ignore_index",
 )  # fmt: skip
-"""Its other fields: they say how images, videos and sounds become embeddings."""
+"""Other fields of a multimodal config, about images, video and sound."""
 BESIDE_THINKER = (
     THINKER, "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "enable_talker",
     "initializer_range", "tie_word_embeddings", "im_start_token_id", "im_end_token_id", "tts_bos_token_id",
     "tts_eos_token_id", "tts_pad_token_id", "system_token_id", "user_token_id", "assistant_token_id",
 )  # fmt: skip
-"""Fields beside the multimodal config in that of a model that speaks."""
+"""Fields beside the multimodal config (THINKER) in the config of a model with speech output."""
 MULTIMODAL_ROPE = ("mrope_section", "mrope_interleaved", "interleaved")
-"""Settings by which channels of a rope follow the time, height or width of an image. For text the three are equal, so
-every such rope is the plain one."""
+"""Rotary settings that divide the channels between time, height and width of an image. Positions of text are the same
+in all three, so for text these settings change nothing."""
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """The text model in a multimodal checkpoint: alone, it is a checkpoint of `family` and of `architecture`, the name
-    of transformers' class. `defaults` are fields whose defaults differ from the family's, `lacking` those of its fields
-    that transformers does not read here."""
+    """The text model in a multimodal checkpoint.
+
+    Args:
+        family: family of the text model as a checkpoint of its own.
+        architecture: its class in transformers, such as "Gemma3ForCausalLM".
+        defaults: fields with other defaults than in the family.
+        unread: fields of the family that transformers does not read here; a config that sets one is an error.
+    """
 
     family: Family
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    lacking: Sequence[str] = ()
+    unread: Sequence[str] = ()
 
 
 def layouts(
-    *places: tuple[str, str], ignored: Sequence[str], names: Sequence[Mapping[str, str]] = ({},)
+    *prefixes: tuple[str, str], ignored: Sequence[str], names: Sequence[Mapping[str, str]] = ({},)
 ) -> list[dict[str, Any]]:
-    """A layout for each (prefix, head) of the text model's tensors and each way of naming its layers' parts."""
-    each = [(*place, parts) for parts in names for place in places]
-    return [{"prefix": prefix, "head": head, "names": parts, "ignored": tuple(ignored)} for prefix, head, parts in each]
+    """Layouts of a text model: all combinations of `prefixes` and `names`.
+
+    Args:
+        prefixes: pairs of the prefix of the text model's tensors and the name of its head.
+        ignored: patterns of tensors outside the text model.
+        names: maps from a part of a layer to its name.
+    """
+    return [
+        {"prefix": prefix, "head": head, "names": parts, "ignored": tuple(ignored)}
+        for parts in names
+        for prefix, head in prefixes
+    ]
 
 
 BESIDE_VISION_TOWER = layouts(
@@ -69,8 +80,7 @@ BESIDE_VISION_TOWER = layouts(
     ("language_model.model", "language_model.lm_head.weight"),
     ignored=(r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\."),
 )
-"""As transformers 5 has the state of models with a vision tower of transformers' LLaVA kind, and as its checkpoints
-are."""
+"""Layouts of LLaVA-like models with a vision tower: of the state dict in transformers 5, and of checkpoints."""
 
 
 def wrapper(
@@ -82,41 +92,35 @@ def wrapper(
     flat: bool = False,
     absent: Mapping[str, Any] | None = None,
 ) -> Family:
-    """The family of multimodal checkpoints, of which the text model alone is loaded.
+    """The family of multimodal checkpoints of a type. Only their text model is loaded.
 
     Args:
-        model_type: that of the whole.
-        text_models: `text_config.model_type` -> text model; the first is that of a config that names none.
-        layouts: as of `Family`.
-        tied: whether the head is the embedding where config.json does not say.
-        flat: whether the text model's fields may stand beside `vision_config`, without a `text_config`.
-        absent: the `text_config` of a config that has neither.
+        model_type: `model_type` of the checkpoints.
+        text_models: `text_config.model_type` -> text model. The first is used if the config names none.
+        layouts: keyword arguments of `DecoderConfig.weight_map` for each layout of the checkpoints.
+        tied: whether head and embedding are tied if config.json has no `tie_word_embeddings`.
+        flat: whether the text model's fields may be beside `vision_config`, without a `text_config`.
+        absent: `text_config` of a config without these fields.
     """
 
     def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-        found = config.get(TEXT)
-        if found is None and flat:
-            beside = {*BESIDE_TEXT, "model_type", "architectures"}
-            found = {name: value for name, value in config.items() if name not in beside}
-        found = (absent or {}) if found is None else found
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"config.json: field 'text_config' must be an object, got {short(found)}")
+        fields = _text_fields(config, flat, absent or {})
         shared = {name: config[name] for name in SHARED if config.get(name) is not None}
-        text = plain_rope({**shared, **found})
-        kind = text.get("model_type") or next(iter(text_models))
-        if not isinstance(kind, str) or kind not in text_models:
+        text = plain_rope({**shared, **fields})
+        text_type = text.get("model_type") or next(iter(text_models))
+        model = text_models.get(str(text_type))
+        if model is None:
             known = ", ".join(map(repr, text_models))
             raise ConfigError(
-                f"config.json: text_config.model_type = {short(kind)} is not implemented for model_type "
+                f"config.json: text_config.model_type = {short(text_type)} is not implemented for model_type "
                 f"{model_type!r}; implemented: {known}"
             )
-        model = text_models[kind]
-        if given := [name for name in model.lacking if text.get(name) is not None]:
+        if unread := [name for name in model.unread if text.get(name) is not None]:
             raise ConfigError(
-                f"config.json: {given[0]} = {short(text[given[0]])} is not read for model_type {model_type!r}"
+                f"config.json: {unread[0]} = {short(text[unread[0]])} is not read for model_type {model_type!r}"
             )
         if TIED not in config and text.get(TIED, tied) != tied:
-            # Releases of transformers differ in which of the two they ask.
+            # Some releases of transformers read the outer flag, others the inner one.
             raise ConfigError(
                 f"config.json: text_config.{TIED} = {short(text[TIED])}: set {TIED} beside text_config too"
             )
@@ -127,11 +131,11 @@ def wrapper(
 
     def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         text = text_of(config)
-        # Some releases of transformers wrote the text model's fields in both places.
-        whole = Fields({name: value for name, value in config.items() if name not in text or text[name] != value})
-        whole.ignore(*SHARED, *BESIDE_TEXT)
-        whole.check_unread()
-        family = next(each.family for each in text_models.values() if each.family.model_type == text["model_type"])
+        # Some releases of transformers wrote the text model's fields twice: beside `text_config` and in it.
+        outer = Fields({name: value for name, value in config.items() if name not in text or text[name] != value})
+        outer.ignore(*SHARED, *BESIDE_TEXT)
+        outer.check_unread()
+        family = next(m.family for m in text_models.values() if m.family.model_type == text["model_type"])
         if flat and config.get(TEXT) is None:
             return family.decoder_config(text)
         with _within(TEXT):
@@ -143,29 +147,34 @@ def wrapper(
 
 
 def around(thinker: Family, model_type: str, layouts: Sequence[Mapping[str, Any]]) -> Family:
-    """The family of checkpoints of models that speak, stored in these `layouts`: their `thinker_config` is a config of
-    `thinker`, a family made by `wrapper`."""
+    """The family of checkpoints of models with speech output, which nest a multimodal model in `thinker_config`.
+
+    Args:
+        thinker: family of the multimodal model, made by `wrapper`.
+        model_type: `model_type` of the checkpoints.
+        layouts: keyword arguments of `DecoderConfig.weight_map` for each layout of the checkpoints.
+    """
 
     def thinker_of(config: Mapping[str, Any]) -> dict[str, Any]:
-        found = config.get(THINKER)
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"config.json: field {THINKER!r} must be an object, got {short(found)}")
+        fields = config.get(THINKER)
+        if not is_object(fields):
+            raise ConfigError(f"config.json: field {THINKER!r} must be an object, got {short(fields)}")
         own = thinker.model_type
-        if (kind := found.get("model_type") or own) != own:
+        if (stated := fields.get("model_type") or own) != own:
             raise ConfigError(
-                f"config.json: {THINKER}.model_type = {short(kind)} is not implemented for model_type {model_type!r}; "
-                f"implemented: {own!r}"
+                f"config.json: {THINKER}.model_type = {short(stated)} is not implemented for model_type "
+                f"{model_type!r}; implemented: {own!r}"
             )
         shared = {name: config[name] for name in SHARED if config.get(name) is not None}
-        return {**shared, **found, "model_type": own}
+        return {**shared, **fields, "model_type": own}
 
     def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
-        whole = Fields(config)
-        whole.ignore(*SHARED, *BESIDE_THINKER)
-        whole.check_unread()
-        found = thinker_of(config)
+        outer = Fields(config)
+        outer.ignore(*SHARED, *BESIDE_THINKER)
+        outer.check_unread()
+        fields = thinker_of(config)
         with _within(THINKER):
-            return thinker.decoder_config(found)
+            return thinker.decoder_config(fields)
 
     text = thinker.text or dict
     return replace(
@@ -177,9 +186,21 @@ def around(thinker: Family, model_type: str, layouts: Sequence[Mapping[str, Any]
     )
 
 
+def _text_fields(config: Mapping[str, Any], flat: bool, absent: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's fields: `text_config`; without it, if `flat`, the fields beside it; otherwise `absent`."""
+    fields = config.get(TEXT)
+    if fields is None and flat:
+        beside = {*BESIDE_TEXT, "model_type", "architectures"}
+        fields = {name: value for name, value in config.items() if name not in beside}
+    fields = absent if fields is None else fields
+    if not is_object(fields):
+        raise ConfigError(f"config.json: field 'text_config' must be an object, got {short(fields)}")
+    return fields
+
+
 @contextmanager
 def _within(field: str) -> Iterator[None]:
-    """Have an error of the config in `field` say where that is."""
+    """Context manager that adds `field` to errors of the config nested in it."""
     try:
         yield
     except ConfigError as error:
@@ -188,32 +209,12 @@ def _within(field: str) -> Iterator[None]:
 
 def plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` without the settings of MULTIMODAL_ROPE, and with the plain rope in place of Qwen2-VL's "mrope"."""
-    found = dict(config)
+    fields = dict(config)
     for name in ("rope_scaling", "rope_parameters"):
         settings = config.get(name)
-        if isinstance(settings, Mapping):
+        if is_object(settings):
             plain = {key: value for key, value in settings.items() if key not in MULTIMODAL_ROPE}
             for key in ("type", "rope_type"):
                 plain |= {key: "default"} if plain.get(key) == "mrope" else {}
-            found[name] = plain
-    return found
-
-
-def tied_as_stored(config: dict[str, Any], family: FamilyLike, reader: Reader) -> dict[str, Any]:
-    """The config of a multimodal checkpoint, saying whether the checkpoint of `reader` has a tied head.
-
-    Files have `tie_word_embeddings` beside text_config, in it, in both or in neither, and the defaults of config
-    classes do not fit all checkpoints. Where both are there and are equal, they count; else the head is tied if it is
-    not stored, or is equal to the embedding.
-    """
-    if isinstance(thinker := config.get(THINKER), Mapping):
-        return {**config, THINKER: tied_as_stored(dict(thinker), family, reader)}
-    text = config.get(TEXT)
-    flags = [config.get(TIED), (text if isinstance(text, Mapping) else config).get(TIED)]
-    unclear = flags[0] is None or flags[0] != flags[1]
-    if family.text is None or not unclear or not all(flag in (None, True, False) for flag in flags):
-        return config
-    names = reader.headers
-    places = [(layout["head"], f"{layout['prefix']}.embed_tokens.weight") for layout in family.layouts]
-    stored = [[reader.read(name) for name in place] for place in places if all(name in names for name in place)]
-    return {**config, TIED: all(torch.equal(head, embedding) for head, embedding in stored)}
+            fields[name] = plain
+    return fields

@@ -7,10 +7,10 @@ from typing import Any
 
 from ligermodels.archs import llama
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, SLIDING, Fields
 from ligermodels.layers import NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {**llama.DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5, "pad_token_id": 1}
 
@@ -25,10 +25,11 @@ def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def olmo3(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of an `Olmo3Config` dict: layers with a window have the plain rope, whatever the others have.
+    """The composed config of an `Olmo3Config` dict.
 
-    `rope_scaling` is that of the other layers alone. The base, where rope_parameters do not say, is that of
-    OLMO3_THETAS: of a `rope_theta` at the top level, releases of transformers think differently.
+    Sliding-window layers have the plain rope; `rope_scaling` applies to full-attention layers only. Without a base in
+    `rope_parameters`, it is the base of OLMO3_THETAS: releases of transformers read a top-level `rope_theta` in
+    different ways.
     """
     fields = Fields(config, OLMO3)
     windows = fields.windows(lambda layer: (layer + 1) % 4 != 0)
@@ -38,7 +39,7 @@ def olmo3(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _olmo(fields: Fields, own: Callable[[int], Mapping[str, Any]]) -> DecoderConfig:
-    """OLMo 2, with further fields of each layer's AttentionConfig."""
+    """The decoder of OLMo 2; `own` (layer number) gives further fields of the layer's AttentionConfig."""
     bias = fields.flag("attention_bias", False)
     norm = NormConfig(fields.number("rms_norm_eps", negative=False), casting_mode="gemma")
     common = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm, over="projection")}

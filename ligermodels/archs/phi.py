@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 32064,

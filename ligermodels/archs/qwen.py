@@ -7,10 +7,10 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, sparse_layers
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields, renamed
 from ligermodels.layers import NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 QWEN2 = {
     "vocab_size": 151936,
@@ -39,11 +39,11 @@ QWEN3_MOE = {
     "router_aux_loss_coef": 0.001,
 }
 ATTRIBUTE_MAP = {"num_experts": "num_local_experts"}
-"""Fields that transformers 5 may write under their attribute's name, as in its `attribute_map`."""
+"""Field -> name that transformers 5 may write instead, by its `attribute_map`."""
 
 
 def windowed(fields: Fields) -> Fields:
-    """A window counts only where `use_sliding_window` says so."""
+    """`fields` without `sliding_window`, unless `use_sliding_window` is true."""
     return fields if fields.flag("use_sliding_window", False) else fields.replaced(sliding_window=None)
 
 

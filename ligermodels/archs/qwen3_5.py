@@ -7,12 +7,12 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, mixture, sparse_layers
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import FULL, Fields
 from ligermodels.archs.multimodal import TextModel, layouts, plain_rope, wrapper
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, GatedDeltaNetConfig, LayerConfig, NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 LINEAR = "linear_attention"
 QWEN3_5 = {
@@ -90,7 +90,7 @@ def qwen3_next(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
-    """The model of both families; `more` as of `decoder`."""
+    """The decoder of both families; `more` are further arguments of `compose.decoder`."""
     fields.choices("attn_output_gate", True, default=True)
     fields.choices("output_gate_type", "swish", default="swish")
     fields.choices("mamba_ssm_dtype", "float32", default="float32")
@@ -123,11 +123,11 @@ def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
 
 
 BESIDE = (r"^(model\.)?visual\.", r"^mtp\.")
-"""Tensors of the vision tower, and of the head that drafts."""
+"""Patterns of tensors of the vision tower and of MTP layers."""
 NESTED, ALONE = ("model.language_model", "lm_head.weight"), ("model", "lm_head.weight")
-"""Prefix and head of the text model, beside a vision tower and without one."""
+"""Prefix and head of the text model, with a vision tower and without one."""
 PACKED = {"delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba"}
-EXPERTS = [each["names"] for each in expert_layouts()]
+EXPERTS = [layout["names"] for layout in expert_layouts()]
 TEXT = Family("qwen3_5_text", qwen3_5_text, layouts(ALONE, NESTED, ignored=BESIDE))
 MOE_TEXT = Family("qwen3_5_moe_text", qwen3_5_moe_text, layouts(ALONE, NESTED, ignored=BESIDE, names=EXPERTS))
 

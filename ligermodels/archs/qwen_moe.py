@@ -7,10 +7,10 @@ from typing import Any
 
 from ligermodels.archs.compose import decoder
 from ligermodels.archs.experts import expert_layouts, sparse_layers
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.archs.qwen import QWEN2, windowed
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 QWEN2_MOE = {
     **QWEN2,

@@ -1,7 +1,7 @@
-"""The text models of Qwen2.5-Omni and Qwen3-Omni: those of Qwen 2 and of Qwen 3's mixtures, with defaults of their own.
+"""The text models of Qwen2.5-Omni and Qwen3-Omni: Qwen 2 and Qwen 3's mixtures with other defaults.
 
-A checkpoint holds a thinker (a multimodal model, whose text model this is) and models that speak what it thinks, or a
-thinker alone."""
+A checkpoint holds a thinker (a multimodal model that contains the text model) and models that turn its output into
+speech, or a thinker alone."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ QWEN3_OMNI_MOE = {
     "rope_theta": 1e6,
 }
 BESIDE = (r"^(thinker\.)?(model\.)?(visual|audio_tower)\.", r"^(talker|token2wav|code2wav)\.")
-"""Tensors of the thinker's towers, and of the models that speak."""
+"""Patterns of tensors of the thinker's towers and of the models for speech."""
 ALONE = (("model.language_model", "lm_head.weight"), ("model", "lm_head.weight"))
-"""Prefix and head of the text model in a thinker: as in the state of transformers 5, and as in checkpoints."""
+"""Prefix and head of the text model in a thinker alone: in state dicts of transformers 5, and in checkpoints."""
 TOGETHER = (("thinker.model", "thinker.lm_head.weight"), ("thinker.model.language_model", "thinker.lm_head.weight"))
-"""The same beside models that speak: as in checkpoints, and as in the state of transformers 5."""
+"""Prefix and head in a whole checkpoint with models for speech: in files, and in state dicts of transformers 5."""
 QWEN2, _, QWEN3_MOE = QWEN
 QWEN2_5_THINKER = wrapper(
     "qwen2_5_omni_thinker",
-    {"qwen2_5_omni_text": TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_5_OMNI, lacking=("head_dim",))},
+    {"qwen2_5_omni_text": TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_5_OMNI, unread=("head_dim",))},
     layouts(*ALONE, *TOGETHER, ignored=BESIDE),
 )
-EXPERTS = [each["names"] for each in expert_layouts()]
+EXPERTS = [layout["names"] for layout in expert_layouts()]
 QWEN3_THINKER = wrapper(
     "qwen3_omni_moe_thinker",
     {"qwen3_omni_moe_text": TextModel(QWEN3_MOE, "Qwen3MoeForCausalLM", QWEN3_OMNI_MOE)},

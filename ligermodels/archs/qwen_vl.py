@@ -1,4 +1,4 @@
-"""The text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: those of Qwen 2 and 3, with defaults of their own."""
+"""The text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen 2 and 3 with other defaults."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ QWEN3_VL_MOE = {
 }
 VISION = (r"^(model\.)?visual\.",)
 NEW = ("model.language_model", "lm_head.weight")
-"""Prefix and head of the text model, as transformers 5 and the checkpoints of Qwen3-VL have them."""
+"""Prefix and head of the text model in transformers 5 and in checkpoints of Qwen3-VL."""
 OLD = ("model", "lm_head.weight")
-"""As those of Qwen2-VL and Qwen2.5-VL."""
+"""Prefix and head of the text model in checkpoints of Qwen2-VL and Qwen2.5-VL."""
 QWEN2, QWEN3, QWEN3_MOE = qwen.FAMILIES
-QWEN2_TEXT = TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_VL, lacking=("head_dim",))
+QWEN2_TEXT = TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_VL, unread=("head_dim",))
 QWEN3_TEXT = TextModel(QWEN3, "Qwen3ForCausalLM", QWEN3_VL)
 QWEN3_MOE_TEXT = TextModel(QWEN3_MOE, "Qwen3MoeForCausalLM", QWEN3_VL_MOE)
-EXPERTS = [each["names"] for each in expert_layouts()]
+EXPERTS = [layout["names"] for layout in expert_layouts()]
 
 FAMILIES = (
     wrapper("qwen2_vl", {"qwen2_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), flat=True),

@@ -1,4 +1,4 @@
-"""All families of this package, registered under their `model_type`."""
+"""All families of this package. Importing this module registers them under their `model_type`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rotary embedding that a config describes: one reader for each `rope_type`."""
+"""Compose the rotary embedding of a config: a reader for each `rope_type`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,29 @@ KNOWN = {
     "attention_factor", "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
     "mscale", "mscale_all_dim", "truncate", "finetuned",
 }  # fmt: skip
-"""Settings that are read, or known to change nothing: `finetuned`, and those of another rope type."""
+"""Settings that are read, or that change nothing: `finetuned`, and settings for other rope types."""
 
 
 def read_rope(settings: Fields, head_dim: int, context: int, partial: bool) -> RopeConfig:
-    """The RopeConfig of `settings`, as `convert.config_json.rope_parameters` gives them; see `Fields.rope`."""
+    """The RopeConfig of a config's rotary settings.
+
+    Args:
+        settings: the settings, from `convert.rope_settings.rope_parameters`.
+        head_dim: channels of a head.
+        context: context length, the default of `original_max_position_embeddings`.
+        partial: whether the family can rotate a part of each head only.
+
+    Raises:
+        ConfigError: a setting is missing, bad or not implemented; the message names it.
+    """
     settings.ignore(*KNOWN)
     settings.check_unread()
-    kind = settings.choices("rope_type", *READERS, default="default")
+    rope_type = settings.choices("rope_type", *READERS, default="default")
     theta = settings.number("rope_theta", positive=True)
     if theta <= 1:
         raise ConfigError(f"{settings.where}: rope_theta must be above 1, got {theta}")
     part = settings.number("partial_rotary_factor", 1.0, positive=True)
-    part = 1.0 if kind == "proportional" else part  # Its part is one of frequencies, the others being 0.
+    part = 1.0 if rope_type == "proportional" else part  # here the factor is the part of frequencies above 0
     if part != 1 and not partial:
         raise ConfigError(f"{settings.where}: partial_rotary_factor = {part} is not implemented for this model_type")
     dim = int(head_dim * part)
@@ -50,13 +60,13 @@ def read_rope(settings: Fields, head_dim: int, context: int, partial: bool) -> R
             f"it must be at least 1, and an even number within the head"
         )
     try:
-        rope = READERS[kind](settings, RopeConfig(dim, theta), context)
+        rope = READERS[rope_type](settings, RopeConfig(dim, theta), context)
         frequencies = inverse_frequencies(rope, "cpu")
     except (ArithmeticError, RuntimeError) as error:
-        raise ConfigError(f"{settings.where}: {kind} rope cannot be computed: {error}") from None
-    turning = frequencies > 0 if kind != "proportional" else frequencies >= 0
+        raise ConfigError(f"{settings.where}: {rope_type} rope cannot be computed: {error}") from None
+    turning = frequencies > 0 if rope_type != "proportional" else frequencies >= 0
     if not (frequencies.isfinite() & turning).all():
-        raise ConfigError(f"{settings.where}: {kind} rope gives frequencies that are not finite and above 0")
+        raise ConfigError(f"{settings.where}: {rope_type} rope gives frequencies that are not finite and above 0")
     return rope
 
 
@@ -74,7 +84,7 @@ def _proportional(settings: Fields, plain: RopeConfig, context: int) -> RopeConf
 def _dynamic(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
     if plain.dim <= 2:
         raise ConfigError(f"{settings.where}: dynamic rope needs more than 2 rotated channels, got {plain.dim}")
-    # The original context is max_position_embeddings, whatever else the settings say: as in transformers.
+    # As in transformers, max_position_embeddings is the original context, also if the settings name another.
     return replace(plain, scaling=DynamicScaling(settings.number("factor", positive=True), context))
 
 

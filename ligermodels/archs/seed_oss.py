@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of q, k and v apart from that of the output projection."""
+"""Seed-OSS: Llama with a switch for biases of q, k and v, and another for the bias of the output projection."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.errors import ConfigWarning
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 155136,
@@ -27,12 +27,14 @@ DEFAULTS = {
     "attention_bias": True,
 }
 DROPOUT = 0.1
-"""What published checkpoints say, and configs that say nothing."""
+"""Dropout of published checkpoints, and default of the config."""
 
 
 def seed_oss(config: Mapping[str, Any]) -> DecoderConfig:
-    """The composed config of a `SeedOssConfig` dict. Dropout is not implemented; for that of DROPOUT, which all
-    published checkpoints have, this is a ConfigWarning."""
+    """The composed config of a `SeedOssConfig` dict.
+
+    Dropout is not implemented. For the value DROPOUT of all published checkpoints, this is only a ConfigWarning.
+    """
     fields = Fields(config, DEFAULTS)
     for name in ("attention_dropout", "residual_dropout"):
         if fields.choices(name, 0, 0.0, DROPOUT, default=DROPOUT):

@@ -1,4 +1,4 @@
-"""Layers that attend to the keys and values of an earlier one, by `num_kv_shared_layers`."""
+"""Layers that attend to the keys and values of an earlier layer, by `num_kv_shared_layers`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ligermodels.layers import AttentionConfig, BlockConfig, SharedKVAttentionCo
 
 
 def kv_sources(fields: Fields, windows: list[int | None]) -> dict[int, int]:
-    """By the number of each layer that has no keys and values, the last one of its type that has them."""
+    """Layer without keys and values -> the last layer of the same type that has them."""
     shared = fields.size("num_kv_shared_layers", 0, zero=True)
     first = len(windows) - shared
-    found = {}
+    sources = {}
     for layer in range(max(first, 0), len(windows)):
         before = [i for i in range(first) if (windows[i] is None) == (windows[layer] is None)]
         if not before:
             raise ConfigError(
-                f"{fields.where}: num_kv_shared_layers {shared} of {len(windows)} layers leaves none that is by "
-                f"layer_types of the type of layer {layer} and has keys and values"
+                f"{fields.where}: num_kv_shared_layers {shared} of {len(windows)} layers leaves no layer with keys and "
+                f"values that has the layer type of layer {layer}"
             )
-        found[layer] = before[-1]
-    return found
+        sources[layer] = before[-1]
+    return sources
 
 
 def with_shared_kv(block: BlockConfig, source: int | None) -> BlockConfig:
-    """`block` with the keys and values of layer `source`, if it is given."""
+    """`block`, attending to the keys and values of layer `source`; unchanged if `source` is None."""
     if source is None:
         return block
-    own = {each.name: getattr(block.mixer, each.name) for each in fields_of(AttentionConfig)}
+    own = {field.name: getattr(block.mixer, field.name) for field in fields_of(AttentionConfig)}
     return replace(block, mixer=SharedKVAttentionConfig(**{**own, "values": None}, kv_from=source))

@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama with layers that have no positions."""
+"""SmolLM 3: Llama with some layers that have no rotary positions (NoPE)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.archs.compose import decoder
-from ligermodels.archs.family import Family
 from ligermodels.archs.fields import Fields
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 128256,

@@ -1,4 +1,4 @@
-"""Fields of a config that its family does not read: what passes, what is an error, and what is a warning."""
+"""Fields of a config that its family does not read: they pass, or cause an error or a warning."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ligermodels.convert.config_json import short
-from ligermodels.errors import ConfigError, ConfigWarning
+from ligermodels.convert.json_values import is_list_of
+from ligermodels.errors import ConfigError, ConfigWarning, short
 
 
 def _names(text: str) -> list[str]:
@@ -35,8 +35,8 @@ HARMLESS = frozenset(
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     """)
 )
-"""Fields that change nothing of what a model computes, whatever they hold. `pretraining_tp` and
-`chunk_size_feed_forward` split a computation without changing it; layers that predict further tokens are beside it."""
+"""Fields that do not change the computation of a model, with any value. `pretraining_tp` and `chunk_size_feed_forward`
+split a computation without changing it; layers of multi-token prediction are not part of the model."""
 
 COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -86,26 +86,34 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("activation", "activation_function", "mlp_activation"), ("silu", "swiglu", "swish")),
     "position_embedding_type": ("rope", "rotary"),
 }
-"""Fields that change what a model computes -> values, besides EMPTY, at which they do not (True is 1). They are those
-that a family of the zoo reads, and well-known ones of other models; in rope settings too."""
+"""Field that changes the computation -> values, besides EMPTY, with which it does not (True is 1). Fields that a family
+here reads, and well-known fields of other models; also fields of rotary settings."""
 
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""Values at which a field changes nothing, unless it is one that does at 0 (or false): of COMPUTATION with 1."""
+"""Values with which a field changes nothing, except fields of COMPUTATION with the value 1, where 0 (false) does."""
 
 NULL_IS_FALSE = {"is_causal"}
-"""Fields of COMPUTATION whose null is false to transformers (`is_causal`: with eager attention, not with SDPA)."""
+"""Fields of COMPUTATION where transformers reads null as false (`is_causal`: with eager attention, not with SDPA)."""
 
 INACTIVE = {"sliding_window", "max_window_layers", "sliding_window_pattern"}
-"""Fields without effect where `use_sliding_window` is false."""
+"""Fields without effect if `use_sliding_window` is false."""
 
 
 def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -> None:
-    """Check the fields of `config` that are not among those `read`.
+    """Check the fields of a config that its family has not read.
 
-    A field that is EMPTY or HARMLESS, or starts with "_", passes; not a null of NULL_IS_FALSE. One of COMPUTATION whose
-    value matters is a ConfigError; any other a ConfigWarning that names the most similar field.
+    Fields of HARMLESS, with an EMPTY value, or with a leading "_" pass. Any other unknown field is a ConfigWarning that
+    names the most similar known field.
+
+    Args:
+        config: the config.
+        read: names of the fields that the family has read.
+        where: name of the config in messages.
+
+    Raises:
+        ConfigError: a field of COMPUTATION has a value that changes the computation.
     """
-    model_type = f" for model_type {short(config['model_type'])}" if isinstance(config.get("model_type"), str) else ""
+    model_type = f" for model_type {short(config['model_type'])}" if config.get("model_type") else ""
     for name, value in config.items():
         if name in read or name in HARMLESS or name.startswith("_") or _is_empty(name, value):
             continue
@@ -131,9 +139,9 @@ def _is_empty(name: str, value: Any) -> bool:
 
 
 def _matters(name: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Whether field `name` of COMPUTATION changes the computation."""
+    """Whether field `name` of COMPUTATION changes the computation with this `value`."""
     if name == "layer_types":
-        return not (isinstance(value, list) and all(each == "full_attention" for each in value))
+        return not is_list_of(value, lambda layer_type: layer_type == "full_attention")
     if name in INACTIVE and config.get("use_sliding_window") is False:
         return False
     if name == "hidden_activation" and value == config.get("hidden_act"):

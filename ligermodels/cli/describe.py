@@ -98,13 +98,15 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """Of the checkpoint in `folder`; errors as of `describe`."""
     from ligermodels.archs import family_of
     from ligermodels.archs.fields import FULL
-    from ligermodels.convert.config_json import dtype_of, read_json, rope_parameters
+    from ligermodels.convert.config_json import dtype_of, read_json
     from ligermodels.convert.dequantize import dequantized
     from ligermodels.convert.quantization import without_quantization
+    from ligermodels.convert.rope_settings import rope_parameters
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.initialization import persistent_tensors
+    from ligermodels.models.checkpoint import choose_layout
     from ligermodels.models.extra_heads import without_heads
-    from ligermodels.pretrained import choose_layout, from_config
+    from ligermodels.pretrained import from_config
     from ligermodels.speculative.mtp_files import head_tensors
 
     hf_config, quantization = without_quantization(read_json(folder / "config.json"))

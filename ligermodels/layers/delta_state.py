@@ -1,4 +1,4 @@
-"""The decoding state of Gated DeltaNet: its state matrices, and the last inputs of the convolution before them."""
+"""Decoding state of Gated DeltaNet: state matrices, and the last inputs of the convolution."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from ligermodels.layers.context import TreeTokens
 
 
 class DeltaState:
-    """Zeros before the first token, of fixed addresses; see `LayerState`.
+    """State of all layers, zero before the first token. Its memory is never reallocated; see `LayerState`.
 
     Args:
-        num_layers, batch_size: layers and sequences.
+        num_layers: number of layers.
+        batch_size: number of sequences.
         conv_inputs: (width - 1, channels) of the convolution.
-        matrix: (R, K, V), of all value heads.
-        dtype: of the inputs; matrices are fp32.
+        matrix: (R, K, V): value heads, key channels, value channels.
+        dtype: dtype of the inputs of the convolution; matrices are at least fp32.
+        device: device of the state.
     """
 
     def __init__(
@@ -35,11 +37,11 @@ class DeltaState:
         self._layers = [LayerDelta(*each) for each in zip(self._inputs, self._matrices, strict=True)]
 
     def layer(self, index: int) -> LayerDelta:
-        """The state of the `index`-th layer."""
+        """The state of layer number `index`."""
         return self._layers[index]
 
     def reset(self) -> None:
-        """Zero."""
+        """Set the state to zero."""
         self._inputs.zero_()
         self._matrices.zero_()
 
@@ -51,16 +53,23 @@ class DeltaState:
 
 
 class LayerDelta:
-    """One layer's `inputs` (B, width - 1, channels), those of the last tokens, and `matrix` (B, R, K, V).
+    """State of one layer: `inputs` of the last tokens, (B, width - 1, channels), and `matrix`, (B, R, K, V).
 
-    A step of one token changes both in place, by `ops.causal_conv_step` and `ops.gated_delta_rule_step`."""
+    A decode step of one token changes both in place, by `ops.causal_conv_step` and `ops.gated_delta_rule_step`.
+    """
 
     def __init__(self, inputs: Tensor, matrix: Tensor) -> None:
         self.inputs, self.matrix = inputs, matrix
         self._tree: tuple[Tensor, ops.TreeUpdates, TreeTokens] | None = None
 
     def advance(self, inputs: Tensor, matrix: Tensor, seq_lens: Tensor | None) -> None:
-        """Add tokens: inputs (B, T, channels), and the matrix after them; seq_lens (B,), how many of T are there."""
+        """Add tokens of a prefill.
+
+        Args:
+            inputs: inputs of the convolution, (B, T, channels).
+            matrix: state matrix after these tokens, (B, R, K, V).
+            seq_lens: number of tokens of each row, (B,); None if all rows have T.
+        """
         whole = torch.cat([self.inputs, inputs], dim=1)
         if seq_lens is None:
             self.inputs.copy_(whole[:, inputs.shape[1] :])
@@ -70,11 +79,17 @@ class LayerDelta:
         self.matrix.copy_(matrix)
 
     def branch(self, inputs: Tensor, updates: ops.TreeUpdates, tree: TreeTokens) -> None:
-        """Add the nodes of a tree, of which `commit` keeps a path: inputs (B, N, channels), and their updates."""
+        """Add the nodes of a tree. `commit` later keeps one path of them.
+
+        Args:
+            inputs: inputs of the convolution, (B, N, channels).
+            updates: updates of the state matrix.
+            tree: the tree.
+        """
         self._tree = inputs, updates, tree
 
     def commit(self, node: Tensor) -> None:
-        """Keep the state after `node`, long (B,), of the tree of the last pass."""
+        """Keep the state after `node`, long (B,), of the last pass's tree."""
         if self._tree is not None:
             inputs, updates, tree = self._tree
             ops.commit_conv_inputs(self.inputs, inputs, node, (tree.parent, tree.depth))

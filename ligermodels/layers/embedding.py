@@ -13,9 +13,13 @@ from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, sum_
 
 
 class Embedding(nn.Embedding):
-    """Rows of the weight, times `scale` rounded to their dtype (Gemma: 55.4256 is 55.5 in bfloat16).
+    """Token embedding: rows of the weight, multiplied by a scale.
 
-    The row of `padding_idx` gets no gradient from the inputs, as in torch and transformers.
+    Args:
+        vocab_size: number of rows.
+        hidden_size: channels.
+        scale: factor of the embeddings, rounded to their dtype (Gemma: 55.4256 is 55.5 in bfloat16); None for 1.
+        padding_idx: row that gets no gradient from the inputs, as in torch and transformers.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
@@ -30,12 +34,12 @@ class Embedding(nn.Embedding):
         return super().extra_repr() + ("" if self.scale is None else f", scale={self.scale}")
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids (...) long -> (..., H)."""
+        """input_ids long (...) -> (..., H)."""
         x = self._of_shard(input_ids) if is_tensor_parallel(self) else super().forward(input_ids)
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device="cpu")
 
     def _of_shard(self, input_ids: Tensor) -> Tensor:
-        """The rows, each of which one rank has: the others add zeros."""
+        """The rows of a sharded weight: each row is on one rank, and the other ranks add zeros."""
         from ligermodels.ops.runtime.class_shards import shard_of_classes  # imports DTensors
 
         weight, shard = shard_of_classes("Embedding", "weight", self.weight, 0)
@@ -44,5 +48,5 @@ class Embedding(nn.Embedding):
         inside = (rows >= 0) & (rows < shard.size)
         padding = padding if padding is not None and 0 <= padding < shard.size else None
         x = F.embedding(rows.where(inside, 0), weight, padding)
-        # A copy: the sum is a view of a DTensor, and FSDP2 warns of modules that return views.
+        # Copied, because the sum is a view of a DTensor, and FSDP2 warns of modules that return views.
         return sum_over_ranks(self, x.masked_fill(~inside[..., None], 0.0), self.weight).clone()

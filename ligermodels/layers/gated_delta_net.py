@@ -23,11 +23,11 @@ from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_
 
 @dataclass(frozen=True)
 class GatedDeltaNetConfig(LayerConfig):
-    """Heads of one Gated DeltaNet layer.
+    """Config of a Gated DeltaNet layer. Value head j uses key head j // (num_value_heads / num_key_heads).
 
-    Key head j // (num_value_heads / num_key_heads) goes with value head j. `conv_width` tokens enter the convolution,
-    the token itself among them; `norm_eps` is that of the norm of the output. `backend`, that of `ops.gated_delta_rule`
-    in training and prefill, is no part of what makes two configs equal.
+    `conv_width` is the number of tokens in the convolution, the current token included. `norm_eps` is the epsilon of
+    the output's norm. `backend` is the backend of `ops.gated_delta_rule` in training and prefill; comparisons of
+    configs ignore it.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -55,12 +55,12 @@ class GatedDeltaNetConfig(LayerConfig):
 
     @property
     def key_size(self) -> int:
-        """Channels of all key heads, and of all query heads."""
+        """Channels of all key heads together; query heads have the same number."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_size(self) -> int:
-        """Channels of all value heads."""
+        """Channels of all value heads together."""
         return self.num_value_heads * self.value_head_dim
 
     @property
@@ -70,7 +70,7 @@ class GatedDeltaNetConfig(LayerConfig):
 
     @property
     def conv_channels(self) -> int:
-        """All of these."""
+        """Channels of q, k and v together."""
         return sum(self.conv_parts)
 
     def new_state(
@@ -90,8 +90,15 @@ class GatedDeltaNetConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """The projections into the layer are four tensors; or two, where `names` has "delta.qkvz" and "delta.ba": each
-        key head has its rows of q, k, v and z together, and of b and a."""
+        """Mappings of the layer's tensors. The input projection is stored in four tensors (qkv, z, b, a), or in two if
+        `names` has "delta.qkvz" and "delta.ba": these have the rows of each key head together.
+
+        Args:
+            hidden_size: channels of the hidden states.
+            native: prefix of the native tensors.
+            checkpoint: prefix of the checkpoint tensors.
+            names: part -> name in this family.
+        """
         there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         each = self._packed_rows() if "delta.qkvz" in names else self._rows()
         pieces = ((f"{there[f'delta.{part}']}.weight", first, at, count) for part, first, at, count in each)
@@ -105,7 +112,7 @@ class GatedDeltaNetConfig(LayerConfig):
         ]
 
     def _rows(self) -> Iterator[tuple[str, int, int, int]]:
-        """For `rows`: part, its first row in the checkpoint, its first row here, rows."""
+        """Pieces for `rows`: part, its first row in the checkpoint, its first native row, number of rows."""
         sizes = {"qkv": self.conv_channels, "z": self.value_size, "b": self.num_value_heads, "a": self.num_value_heads}
         start = 0
         for part, size in sizes.items():
@@ -113,7 +120,7 @@ class GatedDeltaNetConfig(LayerConfig):
             start += size
 
     def _packed_rows(self) -> Iterator[tuple[str, int, int, int]]:
-        """As `_rows`, of tensors in which each key head has its rows of all parts together."""
+        """Pieces for `rows` of tensors that have the rows of all parts together for each key head: see `_rows`."""
         repeats = self.num_value_heads // self.num_key_heads
         keys, values = self.key_head_dim, repeats * self.value_head_dim
         tensors = {"qkvz": (keys, keys, values, values), "ba": (repeats, repeats)}
@@ -125,7 +132,7 @@ class GatedDeltaNetConfig(LayerConfig):
                 start += self.num_key_heads * size
 
     def tensor_shard(self, ranks: int) -> GatedDeltaNetConfig:
-        """By key heads, each with its value heads."""
+        """Divide the key heads over ranks, together with their value heads."""
         key_heads = split_evenly("num_key_heads (linear_num_key_heads)", self.num_key_heads, ranks)
         return replace(self, num_key_heads=key_heads, num_value_heads=self.num_value_heads // ranks)
 
@@ -143,11 +150,11 @@ class GatedDeltaNetConfig(LayerConfig):
 
 
 class GatedDeltaNet(Layer):
-    """The gated delta rule over convolved queries, keys and values; its output is normalised and gated.
+    """The gated delta rule over convolved queries, keys and values. Its output is normalised and gated.
 
-    The rows of `in_proj` are those of q, k and v, of the gate z, of b (how far the state moves to a value) and a (its
-    decay). Under tensor parallelism they are divided evenly, whichever part they are of, so that the weight is the same
-    on any number of ranks: results are gathered, and each rank takes those of its heads.
+    The rows of `in_proj` are q, k, v, the gate z, b (how far the state moves to a value) and a (the decay). Tensor
+    parallelism divides the rows evenly, regardless of these parts, so the weight is the same for any number of ranks.
+    Outputs are gathered, and each rank takes the channels of its heads.
     """
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
@@ -165,16 +172,25 @@ class GatedDeltaNet(Layer):
         self.out = Linear(config.value_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
-        """x (B, T, H) -> (B, T, H). With a `state`, which is zero before a prefill, the tokens of x are added to it."""
+        """Mix tokens.
+
+        Args:
+            x: hidden states, (B, T, H).
+            context: context of the forward pass.
+            state: decoding state; the tokens of x are added to it. It must be zero before a prefill.
+
+        Returns:
+            (B, T, H).
+        """
         config = self.config
         parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
         projected = own_part_of_each(self, self.in_proj(x), parts)
-        ranks = sum(parts) // projected.shape[-1]  # that heads are divided over
+        ranks = sum(parts) // projected.shape[-1]  # number of ranks that heads are divided over
         heads, keys = config.num_value_heads // ranks, config.key_size // ranks
         sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
         inputs, z, b, a = projected.split(sizes, dim=-1)
         g, beta = self.decay(a, b)
-        if context.seq_lens is not None:  # padding leaves the state as it is
+        if context.seq_lens is not None:  # padding must not change the state
             real = (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
             g, beta = g * real, beta * real
         one = state is not None and context.tree is None and context.seq_lens is None and x.shape[1] == 1
@@ -202,7 +218,7 @@ class GatedDeltaNet(Layer):
 
 
 class CausalConv(nn.Module):
-    """See `ops.causal_conv`. `parts` are channels of which ranks of tensor parallelism have equal shares."""
+    """Causal convolution: see `ops.causal_conv`. Tensor parallelism divides each of `parts` (channels) evenly."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
 
@@ -223,8 +239,18 @@ class CausalConv(nn.Module):
         tree: tuple[Tensor, Tensor] | None,
         step: bool,
     ) -> Tensor:
-        """x (B, T, channels) -> (B, T, channels). In a decoding `step` of one token, `earlier` is changed in place to
-        the inputs before the next one."""
+        """Convolve.
+
+        Args:
+            x: (B, T, channels).
+            earlier: inputs before x, (B, width - 1, channels), or None.
+            cu_seqlens: boundaries of packed documents, or None.
+            tree: parent and depth of the nodes of a tree, or None.
+            step: whether this is a decode step of one token; `earlier` is then updated in place.
+
+        Returns:
+            (B, T, channels).
+        """
         weight = gather_last(self, local(self, self.weight).t(), self.weight, partial=True).t()
         weight = own_part_of_each(self, weight, self.parts, dim=0)
         if step and earlier is not None:
@@ -233,11 +259,8 @@ class CausalConv(nn.Module):
 
 
 class Decay(FullPrecision):
-    """See `ops.delta_gates`: the logarithm of the decay of each value head's state before a token, and how far the
-    token moves it.
-
-    Checkpoints call `log_rate` A_log and `bias` dt_bias.
-    """
+    """Gates of each value head: the logarithm of the state's decay before a token, and how far the token moves the
+    state; see `ops.delta_gates`. Checkpoints call `log_rate` A_log and `bias` dt_bias."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"log_rate": 0, "bias": 0}
 

@@ -28,14 +28,16 @@ class skip_init(TorchFunctionMode):
 
 
 def owned_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of `module` itself, not of the modules within it, by name."""
+    """Name and tensor of the parameters and buffers of `module` itself, without its submodules."""
     for named in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in named.items() if tensor is not None)
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of `module` by name, a shared one once: what checkpoints hold. InputError where
-    DeepSpeed has partitioned one."""
+    """Name -> parameter or persistent buffer of `module`: the tensors of checkpoints. Shared tensors appear once.
+
+    InputError if DeepSpeed has partitioned a parameter.
+    """
     found: dict[str, Tensor] = dict(module.named_parameters())
     for name, parameter in found.items():
         check_not_partitioned(name, parameter)
@@ -44,13 +46,19 @@ def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def initialize(module: nn.Module, std: float, name: str = "") -> None:
-    """Fill the parameters and buffers of `module` and of all modules within it, the innermost first.
+    """Fill the parameters and buffers of a module with initial values, submodules first.
 
-    A module that owns some has `init_weights(std)`, as those of `layers` do, or `reset_parameters()`, as those of torch
-    do; weights of torch's own linear layers and embeddings are normal(0, std), their biases and the row of a
-    `padding_idx` zero, as in transformers. On the meta device nothing is filled.
+    Modules with tensors of their own have `init_weights(std)` (all modules of `layers`) or `reset_parameters()`
+    (torch's modules). torch's linear layers and embeddings get weights from normal(0, std), and zero for biases and the
+    row of a `padding_idx`, as in transformers. Tensors on the meta device are skipped.
 
-    Raises ConfigError, naming the module, when there is no way to fill it.
+    Args:
+        module: the module.
+        std: standard deviation of the weights.
+        name: name of the module, for the message.
+
+    Raises:
+        ConfigError: a module has tensors, but neither method.
     """
     for child_name, child in module.named_children():
         initialize(child, std, f"{name}.{child_name}" if name else child_name)
@@ -64,8 +72,11 @@ _TORCHS_OWN = (nn.Linear.reset_parameters, nn.Embedding.reset_parameters)
 
 @contextmanager
 def whole_parameters(module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Meanwhile the sharded ones among these parameters of `module` itself are whole, with no values yet; afterwards
-    each rank has its part of them. So random values do not depend on the sharding."""
+    """Context manager that replaces sharded parameters of `module` itself by whole, uninitialised tensors.
+
+    At the end each rank keeps its shard of the values, so random values do not depend on the sharding. `names` are the
+    parameters.
+    """
     shards = {name: p for name in names if (p := module._parameters[name]) is not None and is_dtensor(p)}
     for name, p in shards.items():
         whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
@@ -78,7 +89,8 @@ def whole_parameters(module: nn.Module, names: Collection[str]) -> Iterator[None
 
 @torch.no_grad()
 def initialize_own(module: nn.Module, std: float, name: str) -> None:
-    """`initialize` for the tensors that `module` itself owns."""
+    """Fill the tensors of `module` itself: see `initialize`. `std` is the standard deviation of weights, and `name` the
+    module's name for messages."""
     for key, parameter in module.named_parameters(recurse=False):
         check_not_partitioned(f"{name}.{key}", parameter)
     with whole_parameters(module, module._parameters):

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far: the decoding state of attention."""
+"""Decoding state of attention: keys and values of all tokens so far."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from ligermodels.errors import InputError
 
 
 class KVCache:
-    """Preallocated keys and values, (num_layers, 2, B, max_length, num_kv_heads, head_dim); see `LayerState`.
+    """Preallocated keys and values of all layers; see `LayerState`. Memory is never reallocated.
 
-    The key and value of a token lie in the slot of its position. Nothing is ever reallocated.
+    The key and value of a token are in the slot of its position.
 
-    Raises InputError when a size is not positive.
+    Args:
+        num_layers: number of layers.
+        batch_size: number of sequences.
+        max_length: slots per sequence.
+        num_kv_heads: key/value heads.
+        head_dim: channels of a head.
+        dtype: dtype of keys and values.
+        device: device of keys and values.
+
+    Raises:
+        InputError: a size is not positive.
     """
 
     def __init__(
@@ -33,32 +43,32 @@ class KVCache:
         shape = num_layers, 2, batch_size, max_length, num_kv_heads, head_dim
         if min(shape) < 1:
             raise InputError(f"KVCache: all sizes must be positive, got {shape}")
-        # Zeros: a masked slot counts with weight 0, and 0 times what memory may hold can be NaN.
+        # Zeros, because a masked slot has weight 0, and 0 times a NaN or infinity in empty memory is NaN.
         self._stored = torch.zeros(shape, dtype=dtype, device=device)
 
     def layer(self, index: int) -> LayerKV:
-        """The keys and values of the `index`-th layer."""
+        """The keys and values of layer number `index`."""
         return LayerKV(*self._stored[index])
 
     def reset(self) -> None:
-        """Nothing to do: slots past a sequence's length are never read, and are overwritten as it grows."""
+        """Does nothing: slots beyond a sequence's length are never read, and are overwritten when it grows."""
 
     def commit(self, slots: Tensor) -> None:
-        """Move slot slots[b, i] of each sequence to slot slots[b, 0] + i, in all layers: slots long (B, P)."""
+        """In all layers, move slot slots[b, i] of sequence b to slot slots[b, 0] + i. `slots`: long (B, P)."""
         ops.compact_kv_cache(self._stored.flatten(-2), slots)
 
 
 class LayerKV(NamedTuple):
-    """One layer's `keys` and `values`, each (B, max_length, num_kv_heads, head_dim)."""
+    """Keys and values of one layer, (B, max_length, num_kv_heads, head_dim) each."""
 
     keys: Tensor
     values: Tensor
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Write the first T slots: k, v (B, T, num_kv_heads, head_dim). InputError when they do not fit."""
+        """Write the first T slots: k, v (B, T, num_kv_heads, head_dim). InputError if they do not fit."""
         for name, new in (("k", k), ("v", v)):
             batch, length, *heads = self.keys.shape
-            # A batch of one would be broadcast into every sequence.
+            # Without this check, a batch of one would be broadcast to all sequences.
             if new.shape[0] != batch or list(new.shape[2:]) != heads:
                 raise InputError(f"{name} has shape {tuple(new.shape)}, the cache takes ({batch}, T, {heads})")
             if new.shape[1] > length:

@@ -27,18 +27,26 @@ from ligermodels.layers.sharding import TensorSharding, split_evenly, used_in_pa
 
 @dataclass(frozen=True)
 class LatentAttentionConfig(LayerConfig):
-    """Attention whose keys and values are projections of one latent of `kv_rank` channels for each token.
+    """Multi-head latent attention: keys and values are projections of a latent per token.
 
-    A query or key has `key_dim` = `rotated_dim` + `plain_dim` channels. The first are rotated, and those of keys are
-    the same for all heads. A value has `value_dim`. Queries are projections of a latent of `q_rank` channels, or with
-    None of the hidden states. Both latents are normalised.
+    Args:
+        num_heads: number of heads.
+        plain_dim: channels of a query or key without rotation.
+        rotated_dim: rotated channels of a query or key. All heads share the rotated channels of keys.
+        value_dim: channels of a value.
+        kv_rank: channels of the latent of keys and values.
+        q_rank: channels of the latent of queries; None to project queries from the hidden states.
+        rope: rotary embedding of the rotated channels.
+        norm: norm of the latents.
+        bias: whether the projections to latents and the output projection have biases.
+        softmax_scale: factor of the scores; None for key_dim ** -0.5.
+        stored_as_pairs: whether checkpoints rotate neighbouring channels together; the weight map then reorders them.
+            (Checkpoints have the rotated channels of a head last, and the weight map moves them to the front.)
+        query_scaling: scaling of queries by position, or None.
+        backend: name of an attention backend, or "auto". Comparisons of configs ignore it.
 
-    `softmax_scale` None means key_dim ** -0.5; `bias` is that of the projections of hidden states to latents, and of
-    the output; `query_scaling` multiplies queries by a factor of their positions; `backend` names an attention backend,
-    which is no part of what makes two configs equal. Checkpoints have the rotated channels of a head last; with
-    `stored_as_pairs` they rotate neighbours of these together, and the weight map reorders them.
-
-    Raises ConfigError, naming the field, when they do not fit together.
+    Raises:
+        ConfigError: fields do not fit together; the message names the field.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -80,7 +88,7 @@ class LatentAttentionConfig(LayerConfig):
 
     @property
     def latent_dim(self) -> int:
-        """Channels of what is kept of a token while decoding: the rotated ones of its keys, and its latent."""
+        """Channels of a token in the cache: the rotated channels of keys, and the latent."""
         return self.rotated_dim + self.kv_rank
 
     @property
@@ -103,7 +111,14 @@ class LatentAttentionConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """Each projection is a tensor of its own."""
+        """Mappings of the layer's tensors; each projection is a tensor of its own.
+
+        Args:
+            hidden_size: channels of the hidden states.
+            native: prefix of the native tensors.
+            checkpoint: prefix of the checkpoint tensors.
+            names: part -> name in this family.
+        """
         there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         kinds = ("weight", "bias") if self.bias else ("weight",)
         reordered = [("kv_a", 1, self.latent_dim, kinds)]
@@ -126,7 +141,7 @@ class LatentAttentionConfig(LayerConfig):
         return found
 
     def tensor_shard(self, ranks: int) -> LatentAttentionConfig:
-        """By heads; latents are the same on all ranks."""
+        """Divide the heads over ranks; latents are the same on all ranks."""
         return replace(self, num_heads=split_evenly("num_heads (num_attention_heads)", self.num_heads, ranks))
 
     def with_attention_backend(self, name: str) -> LatentAttentionConfig:
@@ -143,15 +158,15 @@ class LatentAttentionConfig(LayerConfig):
 class LatentAttention(Layer):
     """Multi-head latent attention.
 
-    Rows of `kv_a` are those of the rotated channels of keys, then those of the latent; of each head `q` (or `q_b`) has
-    the rotated rows first, and `kv_b` its rows of keys, then those of values. Heads are counted in what the projections
-    give, which may be tensor-parallel shards.
+    The rows of `kv_a` are the rotated channels of keys, then the latent. For each head, `q` (or `q_b`) has the rotated
+    rows first, and `kv_b` has the rows of keys, then the rows of values. The number of heads is taken from the
+    projections' outputs, because these may be tensor-parallel shards.
 
-    Decoding keeps the latents alone. With K and V the rows of `kv_b` of a head, q K c = (K^T q) c for a latent c, so
-    that latents are keys and values of one head that all queries share, and V is multiplied by what comes out of it.
-    K and V are what `kv_b` makes of the unit vectors, in the prefill: whatever takes its place has to be linear.
+    Decoding caches only the latents. With K and V the rows of `kv_b` for a head, and a latent c, q K c = (K^T q) c.
+    So latents act as keys and values of a single head that all queries share, and V multiplies its output. The prefill
+    computes K and V by applying `kv_b` to the unit vectors, so a module that replaces `kv_b` must be linear.
 
-    Under context parallelism latents are gathered, which are small, and each rank computes all keys and values.
+    Context parallelism gathers the latents, since they are small, and each rank computes all keys and values.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
@@ -181,7 +196,16 @@ class LatentAttention(Layer):
         self.o = Linear(config.num_heads * config.value_dim, hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerLatents | None = None) -> Tensor:
-        """x (B, T, H) -> (B, T, H). With a `state`, the tokens of x are added to it."""
+        """Attend.
+
+        Args:
+            x: hidden states, (B, T, H).
+            context: context of the forward pass.
+            state: decoding state; the tokens of x are added to it.
+
+        Returns:
+            (B, T, H).
+        """
         config = self.config
         q = self._queries(x, context)
         rotated, latent = self.kv_a(x).split([config.rotated_dim, config.kv_rank], dim=-1)
@@ -209,7 +233,7 @@ class LatentAttention(Layer):
         return cast(Tensor, self.o(out.flatten(2)))
 
     def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x (B, T, H) -> (B, T, heads, key_dim), rotated and scaled; InputError without the positions that scale."""
+        """x (B, T, H) -> rotated and scaled queries (B, T, heads, key_dim). InputError if scaling lacks positions."""
         config = self.config
         q = self.q(x) if config.q_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
         q = self._rotate(q.unflatten(-1, (-1, config.key_dim)), context)

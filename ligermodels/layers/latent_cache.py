@@ -1,4 +1,4 @@
-"""Latents of the tokens seen so far: the decoding state of multi-head latent attention."""
+"""Decoding state of multi-head latent attention: latents of all tokens so far."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from ligermodels.errors import InputError
 
 
 class LatentCache:
-    """Preallocated latents, (num_layers, B, max_length, rotated + rank), and what keys and values are made of them by,
-    (num_layers, num_heads, channels of a key and a value, rank); see `LayerState`.
+    """Preallocated latents of all layers, and the projections from latents to keys and values; see `LayerState`.
 
-    The latent of a token lies in the slot of its position. Nothing is ever reallocated.
+    The latent of a token is in the slot of its position. Memory is never reallocated.
 
     Args:
-        num_layers, batch_size, max_length: layers, sequences, and the most tokens of each.
-        width: rotated + rank, the channels of a token.
-        up: shape of one layer's projection.
+        num_layers: number of layers.
+        batch_size: number of sequences.
+        max_length: slots per sequence.
+        width: channels of a slot: rotated channels of keys, and the latent.
+        up: shape of a layer's projection: (heads, channels of a key and a value, latent channels).
+        dtype: dtype of the cache.
+        device: device of the cache.
 
-    Raises InputError when a size is not positive.
+    Raises:
+        InputError: a size is not positive.
     """
 
     def __init__(
@@ -39,34 +43,37 @@ class LatentCache:
         shape = num_layers, batch_size, max_length, width
         if min(*shape, *up) < 1:
             raise InputError(f"LatentCache: all sizes must be positive, got {shape} and {up}")
-        # Zeros: a masked slot counts with weight 0, and 0 times what memory may hold can be NaN.
+        # Zeros, because a masked slot has weight 0, and 0 times a NaN or infinity in empty memory is NaN.
         self._latents = torch.zeros(shape, dtype=dtype, device=device)
         self._up = torch.zeros(num_layers, *up, dtype=dtype, device=device)
 
     def layer(self, index: int) -> LayerLatents:
-        """What is kept of the `index`-th layer."""
+        """The latents and the projection of layer number `index`."""
         return LayerLatents(self._latents[index], self._up[index])
 
     def reset(self) -> None:
-        """Nothing to do: slots past a sequence's length are never read, and are overwritten as it grows; a prefill
+        """Does nothing: slots beyond a sequence's length are never read, and are overwritten when it grows; a prefill
         writes the projection."""
 
     def commit(self, slots: Tensor) -> None:
-        """Move slot slots[b, i] of each sequence to slot slots[b, 0] + i, in all layers: slots long (B, P)."""
+        """In all layers, move slot slots[b, i] of sequence b to slot slots[b, 0] + i. `slots`: long (B, P)."""
         ops.compact_kv_cache(self._latents, slots)
 
 
 class LayerLatents(NamedTuple):
-    """One layer's `latents` (B, max_length, rotated + rank), and its projection `up` (num_heads, channels, rank), which
-    decoding multiplies queries and results by instead of the latents: as large as the layer's weight."""
+    """Latents of one layer, (B, max_length, rotated + rank), and its projection `up`, (num_heads, channels, rank).
+
+    Decoding multiplies queries and results by the projection, instead of the latents of all tokens. It takes as much
+    memory as the layer's weight.
+    """
 
     latents: Tensor
     up: Tensor
 
     def fill(self, latents: Tensor, up: Tensor) -> None:
-        """Write the first T slots, latents (B, T, width), and the projection. InputError when they do not fit."""
+        """Write the first T slots, latents (B, T, width), and the projection `up`. InputError if they do not fit."""
         batch, length, width = self.latents.shape
-        # A batch of one would be broadcast into every sequence.
+        # Without this check, a batch of one would be broadcast to all sequences.
         if latents.shape[0] != batch or latents.shape[2] != width:
             raise InputError(f"latents have shape {tuple(latents.shape)}, the cache takes ({batch}, T, {width})")
         if latents.shape[1] > length:
@@ -77,7 +84,7 @@ class LayerLatents(NamedTuple):
         self.up.copy_(up)
 
     def append(self, latents: Tensor, cache_seqlens: Tensor) -> None:
-        """Write latents (B, T, width) to the T slots of each sequence from cache_seqlens, long (B,), on; all of them
+        """Write latents (B, T, width) to T slots of each sequence, from slot `cache_seqlens`, long (B,), on. The slots
         must exist."""
         batch, length = latents.shape[:2]
         sequence = torch.arange(batch, device=latents.device)[:, None]

@@ -1,4 +1,4 @@
-"""What is too large for the memory is refused before any of it is taken."""
+"""Errors for tensors that are larger than memory, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of memory of a device, used or not; None where torch cannot tell."""
+    """Bytes of memory of a device, used or free; None if torch cannot tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
@@ -31,16 +31,23 @@ def total_memory(device: torch.device) -> int | None:
 def memory_for(
     what: str, device: torch.device, needed: int = 0, kind: type[LigerModelsError] = InputError
 ) -> Iterator[None]:
-    """Take memory for `what`, `needed` bytes if that is known; `kind`, with the bytes, where the device has less."""
+    """Context manager for an allocation that raises an error with the number of bytes if memory is too small.
+
+    Args:
+        what: name of the tensors, for the message.
+        device: the device.
+        needed: bytes, if known; otherwise 0.
+        kind: class of the error.
+    """
     total = total_memory(device)
     if total is not None and needed > total:
         raise kind(f"{what} needs {needed:,} bytes, and {device} has {total:,} in all")
     try:
         yield
     except torch.OutOfMemoryError:
-        raise  # of a GPU: says it all, and callers know it
+        raise  # of a GPU: its message is complete, and callers catch this class
     except (MemoryError, RuntimeError, TypeError) as error:
-        # A size beyond int64 is a TypeError of torch, one beyond the memory a RuntimeError.
+        # torch raises TypeError for a size beyond int64, and RuntimeError for a size beyond the memory.
         text = " ".join(str(error).split())
         if isinstance(error, MemoryError) or any(part in text for part in ("can't allocate memory", "verflow")):
             least = text.partition("you tried to allocate ")[2].partition(" bytes")[0]

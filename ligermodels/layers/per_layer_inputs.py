@@ -1,4 +1,4 @@
-"""Per-layer inputs: beside the hidden states, each layer is given a small vector of each token (Gemma 3n, Gemma 4)."""
+"""Per-layer inputs: beside hidden states, each layer gets a small vector per token (Gemma 3n, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,15 @@ from ligermodels.layers.sharding import TensorSharding
 
 @dataclass(frozen=True)
 class PerLayerInputsConfig:
-    """`size` channels for each of `num_layers` layers, from an embedding of `vocab_size` tokens and from the hidden
-    states before the first layer; `norm` is that of the latter part, and `padding_idx` as of a decoder."""
+    """Per-layer inputs, computed from an embedding of the token and from the hidden states before the first layer.
+
+    Args:
+        vocab_size: rows of the embedding.
+        num_layers: number of layers.
+        size: channels for each layer.
+        norm: norm of the part from the hidden states.
+        padding_idx: row of the embedding that gets no gradient, or None.
+    """
 
     NAMES: ClassVar[Mapping[str, str]] = {
         "embed": "embed_tokens_per_layer",
@@ -39,7 +46,7 @@ class PerLayerInputsConfig:
     padding_idx: int | None = None
 
     def weight_mappings(self, native: str, checkpoint: str) -> list[WeightMapping]:
-        """How the tensors are stored, beside the embedding of tokens."""
+        """Mappings of the tensors: `native` and `checkpoint` are the prefixes of their names."""
         return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in self.NAMES.items()]
 
 
@@ -57,13 +64,20 @@ class PerLayerInputs(nn.Module):
         self.norm = config.norm.build(config.size)
 
     def forward(self, input_ids: Tensor | None, x: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """input_ids (B, T) long and their embeddings x (B, T, H) -> (B, T, layers, P).
+        """Compute the inputs of all layers.
 
-        `embedded`, (B, T, layers, P), stands for the embedding of `input_ids` by layer, which are then not looked up.
+        Args:
+            input_ids: long (B, T).
+            x: their embeddings, (B, T, H).
+            embedded: embeddings per layer, (B, T, layers, P), to use instead of looking up `input_ids`.
 
-        Raises InputError for an `embedded` of another shape; BackendError where torch.compile traces it on a GPU with
-        gradients: those of the embedding that torch 2.11's inductor computes there were found to be wrong. Without
-        `fullgraph` this part is then not compiled.
+        Returns:
+            (B, T, layers, P).
+
+        Raises:
+            InputError: `embedded` has another shape.
+            BackendError: torch.compile traces this on a GPU with gradients. The embedding's gradients by torch 2.11's
+                inductor were found to be wrong there. Without `fullgraph` this part is then not compiled.
         """
         shape = (self.config.num_layers, self.config.size)
         if embedded is None:
@@ -81,8 +95,14 @@ class PerLayerInputs(nn.Module):
 
 @dataclass(frozen=True)
 class PerLayerInputConfig(LayerConfig):
-    """How layer number `layer` takes its per-layer input of `size` channels; `activation` is a key of ACTIVATIONS, and
-    `norm` that of what the layer adds."""
+    """The part of a layer that adds its per-layer input.
+
+    Args:
+        layer: number of the layer.
+        size: channels of the input.
+        norm: norm of the result before it is added to the hidden states.
+        activation: a key of ACTIVATIONS.
+    """
 
     NAMES: ClassVar[Mapping[str, str]] = {
         "gate": "per_layer_input_gate",
@@ -104,7 +124,7 @@ class PerLayerInputConfig(LayerConfig):
         return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in self.NAMES.items()]
 
     def tensor_shard(self, ranks: int) -> PerLayerInputConfig:
-        """The same: it has few channels."""
+        """The whole config, because there are few channels."""
         return self
 
     def info(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A recurrent value per sequence: the decoding state of mixers that carry one from token to token."""
+"""Decoding state of recurrent mixers: a value per sequence that each token updates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from ligermodels.layers.context import ForwardContext
 
 
 class RecurrentState:
-    """`shape` elements per layer and sequence, zero before the first token; see `LayerState`.
+    """A value per layer and sequence, zero before the first token; see `LayerState`.
 
     Args:
-        num_layers, batch_size: layers and sequences.
-        shape: of the value after a token.
-        dtype, device: of the values; a recurrence over many tokens usually needs float32.
+        num_layers: number of layers.
+        batch_size: number of sequences.
+        shape: shape of the value after a token.
+        dtype: dtype of the values; a recurrence over many tokens usually needs float32.
+        device: device of the values.
     """
 
     def __init__(
@@ -24,11 +26,11 @@ class RecurrentState:
         self._layers = [LayerRecurrence(value) for value in self._values]
 
     def layer(self, index: int) -> LayerRecurrence:
-        """The value of the `index`-th layer."""
+        """The value of layer number `index`."""
         return self._layers[index]
 
     def reset(self) -> None:
-        """Zero."""
+        """Set all values to zero."""
         self._values.zero_()
 
     def commit(self, slots: Tensor) -> None:
@@ -39,15 +41,20 @@ class RecurrentState:
 
 
 class LayerRecurrence:
-    """One layer's `value` (B, ...), of a fixed address: that after the tokens so far."""
+    """State of one layer: `value`, (B, ...), after all tokens so far. Its memory is never reallocated."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self._nodes: Tensor | None = None
 
     def update(self, values: Tensor, context: ForwardContext) -> None:
-        """values (B, T, ...): the value after each new token. That after the last one is kept; of a tree, all are until
-        `commit`."""
+        """Take the values after new tokens, and keep the value after the last token. Of a tree, the values after all
+        nodes are kept until `commit`.
+
+        Args:
+            values: the value after each new token, (B, T, ...).
+            context: context of the forward pass.
+        """
         if context.tree is not None:
             self._nodes = values
             return
@@ -56,7 +63,7 @@ class LayerRecurrence:
         self.value.copy_(values[sequence, last])
 
     def commit(self, node: Tensor) -> None:
-        """Keep the value after `node`, long (B,), of the tree of the last pass."""
+        """Keep the value after `node`, long (B,), of the last pass's tree."""
         if self._nodes is not None:
             self.value.copy_(self._nodes[torch.arange(len(node), device=node.device), node])
             self._nodes = None

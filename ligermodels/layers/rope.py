@@ -15,43 +15,62 @@ from ligermodels.ops.runtime.tensors import as_dtype
 
 
 class RopeScaling(ABC):
-    """How frequencies depart from the plain ones. Subclasses are frozen dataclasses: a RopeConfig is a dict key."""
+    """A change of the plain frequencies. Subclasses are frozen dataclasses, because RopeConfigs are dict keys."""
 
     @property
     def context_thresholds(self) -> ContextThresholds:
-        """Where frequencies follow the length of a sequence: here nowhere."""
+        """Sequence lengths at which the frequencies change; by default there are none."""
         return ContextThresholds()
 
     @abstractmethod
     def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
-        """What does not depend on positions, fp32 (..., dim / 2), from the plain `wavelengths` (tokens per radian)."""
+        """The part of the computation that does not depend on positions.
+
+        Args:
+            rope: the config of the rope.
+            wavelengths: plain wavelengths in tokens per radian, fp32 (dim / 2,).
+
+        Returns:
+            fp32 (..., dim / 2).
+        """
 
     def scaled_inv_freq(self, rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> Tensor:
-        """The inverse frequencies, (dim / 2,) or (B, 1, dim / 2), of a forward pass over `positions`, (B, T) or a
-        scalar: here the same for all.
+        """The inverse frequencies of a forward pass; by default they do not depend on positions.
 
-        Runs on the device alone, with no look at a value from the host.
+        Does not synchronise with the device.
+
+        Args:
+            rope: the config of the rope.
+            frequencies: the result of `frequencies`.
+            positions: positions of the tokens, (B, T) or a scalar.
+
+        Returns:
+            (dim / 2,), or (B, 1, dim / 2) if they differ between rows.
         """
         return frequencies
 
 
 @dataclass(frozen=True)
 class ContextThresholds:
-    """Lengths, in tokens, up to which one set of frequencies serves: past `switch` it is another, of all tokens, those
-    in a cache too; past `moving` another for each length."""
+    """Sequence lengths, in tokens, at which the frequencies change.
+
+    Args:
+        switch: longer sequences use a second set of frequencies for all tokens, cached tokens included.
+        moving: for longer sequences the frequencies depend on the length.
+    """
 
     switch: int | None = None
     moving: int | None = None
 
 
 def _lengths(positions: Tensor) -> Tensor:
-    """The length of each row: its highest position, plus 1; (B, 1, 1), or (1,) of a scalar."""
+    """The length of each row, its highest position plus 1: (B, 1, 1), or (1,) for a scalar."""
     return positions.amax(dim=-1, keepdim=True)[..., None] + 1
 
 
 @dataclass(frozen=True)
 class LinearScaling(RopeScaling):
-    """Position interpolation: all frequencies divided by `factor` (Chen et al., 2023)."""
+    """Position interpolation: all frequencies are divided by `factor` (Chen et al., 2023)."""
 
     factor: float
 
@@ -61,8 +80,8 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class ProportionalScaling(RopeScaling):
-    """Only the first `part` of the pairs turn, with the frequencies of a whole rope divided by `factor`; those of the
-    others are zero (Gemma 4). `part` counts down to a whole pair."""
+    """Only the fraction `part` of the pairs rotate, at the frequencies of a whole rope divided by `factor`; the other
+    pairs have frequency zero (Gemma 4). The number of pairs is rounded down."""
 
     part: float
     factor: float = 1.0
@@ -75,13 +94,13 @@ class ProportionalScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class DynamicScaling(RopeScaling):
-    """Dynamic NTK: past the original context the base grows with the length L of the sequence.
+    """Dynamic NTK: beyond the original context L0 the base grows with the length L of the sequence.
 
-    theta * (factor * L / L0 - (factor - 1)) ** (dim / (dim - 2)), for dim above 2. L is the highest position of a row
-    in the forward pass, plus 1: it has no memory, where transformers keeps the base of the longest sequence seen until
-    one shorter than the original context comes. The two agree on a model that has seen no longer one.
+    The base is theta * (factor * L / L0 - (factor - 1)) ** (dim / (dim - 2)), for dim above 2. L is the highest
+    position of a row in this forward pass, plus 1. transformers instead keeps the base of the longest sequence so far,
+    until a sequence within the original context comes. Both are equal as long as no longer sequence came before.
 
-    Keys in a cache stay as they were when the base grows on, as in transformers.
+    Keys in a cache are not updated when the base grows, as in transformers.
     """
 
     factor: float
@@ -103,9 +122,10 @@ class DynamicScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between.
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones are kept, with a ramp between.
 
-    With w = 2 pi / inv_freq and L the original context: w > L / low -> / factor; w < L / high -> kept; else blended.
+    With w = 2 pi / inv_freq and L the original context: w > L / low is divided, w < L / high is kept, and others are
+    blended.
     """
 
     factor: float
@@ -125,11 +145,11 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """YaRN (Peng et al., 2023): channels that turn often in the original context are kept, those that turn little are
-    divided by `factor`, a ramp between.
+    """YaRN (Peng et al., 2023): channels with many turns in the original context are kept, channels with few turns are
+    divided by `factor`, with a ramp between.
 
-    The ramp runs from the channel with `beta_fast` turns to that with `beta_slow`, both moved outwards to whole
-    channels when `truncate`. Goes with `yarn_attention_factor`.
+    The ramp runs from the channel with `beta_fast` turns to the channel with `beta_slow` turns; with `truncate`, both
+    are rounded outwards to whole channels. Use it with `yarn_attention_factor`.
     """
 
     factor: float
@@ -150,17 +170,19 @@ class YarnScaling(RopeScaling):
         return 1.0 / (self.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
     def _channel(self, rope: RopeConfig, turns: float) -> float:
-        """The channel, fractional, that turns so many times in the original context."""
+        """The (fractional) channel with this number of turns in the original context."""
         wavelength = self.original_context / (turns * 2 * math.pi)
         return rope.dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
 
 @dataclass(frozen=True)
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (Ding et al., 2024): each frequency divided by its own factor, of `long` where a row of the forward pass
-    goes past the original context, else of `short` (dim / 2 each). Goes with `longrope_attention_factor`.
+    """LongRoPE (Ding et al., 2024): each frequency is divided by its own factor.
 
-    Keys in a cache have to be computed anew when the sequence outgrows the original context: `generate` does.
+    The factors are `long` for rows that go beyond the original context in this forward pass, and `short` for others,
+    with dim / 2 factors each. Use it with `longrope_attention_factor`.
+
+    Cached keys must be recomputed when a sequence grows beyond the original context; `generate` does it.
     """
 
     short: tuple[float, ...]
@@ -172,7 +194,7 @@ class LongRopeScaling(RopeScaling):
         return ContextThresholds(switch=self.original_context)
 
     def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
-        """(2, dim / 2): short, long."""
+        """Frequencies for short and for long sequences, (2, dim / 2)."""
         return 1.0 / (
             torch.tensor([self.short, self.long], dtype=torch.float32, device=wavelengths.device) * wavelengths
         )
@@ -182,28 +204,33 @@ class LongRopeScaling(RopeScaling):
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1, for a factor above 1."""
+    """0.1 mscale ln(factor) + 1 for a factor above 1, otherwise 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
-    """`yarn_mscale` of 1, or the ratio of those of both mscales when neither is 0 (DeepSeek)."""
+    """YaRN's attention factor: `yarn_mscale(factor)`; or, if neither `mscale` nor `mscale_all_dim` is 0 (DeepSeek), the
+    ratio yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)."""
     if mscale and mscale_all_dim:
         return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     return yarn_mscale(factor)
 
 
 def longrope_attention_factor(factor: float, original_context: int) -> float:
-    """sqrt(1 + ln(factor) / ln(original_context)), for a factor (new context / original) above 1."""
+    """sqrt(1 + ln(factor) / ln(original_context)) for a factor (new / original context) above 1, otherwise 1."""
     return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The first `dim` channels of each head are rotated (an odd `dim` counts as one more), with base `theta`.
+    """Rotary position embedding of a layer.
 
-    `scaling` changes the frequencies; `attention_factor` multiplies cos and sin, hence scores by its square. A scaling
-    does not bring its factor along: `yarn_attention_factor` and `longrope_attention_factor` give the customary ones.
+    Args:
+        dim: number of leading channels of each head that are rotated; an odd number is rounded up.
+        theta: the base.
+        scaling: change of the frequencies, or None.
+        attention_factor: factor of cos and sin, so scores are multiplied by its square. A scaling does not set it:
+            `yarn_attention_factor` and `longrope_attention_factor` compute the usual factors.
     """
 
     dim: int
@@ -213,11 +240,11 @@ class RopeConfig:
 
     @property
     def channels(self) -> int:
-        """How many channels of a head are rotated: an even number."""
+        """Number of rotated channels of a head; it is even."""
         return self.dim + self.dim % 2
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """What does not depend on positions: see `RopeScaling.frequencies`."""
+        """The part of the computation that does not depend on positions: see `RopeScaling.frequencies`."""
         wavelengths = _wavelengths(self.theta, self.dim, device)
         return 1.0 / wavelengths if self.scaling is None else self.scaling.frequencies(self, wavelengths)
 
@@ -227,8 +254,12 @@ class RopeConfig:
 
 
 def pairs_to_halves(x: Tensor, channels: int) -> Tensor:
-    """x (..., D), of which channels 2 i and 2 i + 1 of the first `channels` are to be rotated together: these are
-    moved to i and channels / 2 + i, where the ops expect them."""
+    """Reorder channels that are rotated as neighbours for ops that rotate halves.
+
+    Args:
+        x: (..., D). Channels 2 i and 2 i + 1 move to i and channels / 2 + i.
+        channels: number of leading channels that are rotated.
+    """
     return torch.cat([x[..., :channels:2], x[..., 1:channels:2], x[..., channels:]], dim=-1)
 
 
@@ -241,16 +272,22 @@ def _wavelengths(theta: float | Tensor, dim: int, device: torch.device | str | N
 def inverse_frequencies(
     config: RopeConfig, device: torch.device | str | None = None, length: int | None = None
 ) -> Tensor:
-    """theta ** (-2 i / dim) for i < dim / 2, scaled: fp32 (dim / 2,) (Su et al., 2021).
+    """Inverse frequencies theta ** (-2 i / dim) for i < dim / 2, scaled (Su et al., 2021).
 
-    `length` in tokens matters to scalings that follow it; by default, one within the original context.
+    Args:
+        config: config of the rope.
+        device: device of the result.
+        length: length of the sequence in tokens, for scalings that depend on it. Default: within the original context.
+
+    Returns:
+        fp32 (dim / 2,).
     """
     frequencies = config.frequencies(device)
     return config.inv_freq(frequencies, torch.tensor(length or 1, device=frequencies.device) - 1)
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cos and sin for given positions; `frequencies` is what the scaling computes ahead."""
+    """Computes tables of cos and sin. The buffer `frequencies` holds the part that does not depend on positions."""
 
     frequencies: Tensor
 
@@ -260,15 +297,15 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", self._made(torch.get_default_device()), persistent=False)
 
     def _made(self, device: torch.device) -> Tensor:
-        # On the CPU first: the same bits on every device; and arithmetic on the meta device would import half of torch.
+        # On the CPU, for the same bits on every device; arithmetic on the meta device would import half of torch.
         return self.config.frequencies("cpu").to(device)
 
     def init_weights(self, std: float = 0.0) -> None:
-        """Computes the frequencies."""
+        """Recompute the frequencies."""
         self.frequencies = self._made(self.frequencies.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Frequencies stay fp32 whatever the model is cast to, and are made afresh on leaving the meta device.
+        # Frequencies stay fp32 when the model is cast, and are recomputed when it leaves the meta device.
         super()._apply(fn, recurse)
         self.frequencies = self._made(self.frequencies.device)
         return self
@@ -280,12 +317,19 @@ class RotaryEmbedding(nn.Module):
         return self.config.inv_freq(self.frequencies, position)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions (B, T) -> cos, sin (B, T, dim / 2): computed in fp32, then cast to `dtype` as HF models do.
+        """Tables of cos and sin, computed in fp32 and then cast to `dtype`, as in transformers.
 
-        A scaling that follows the length takes the highest position of a row for it, over all documents packed there: a
-        row does not depend on others, where transformers takes the highest of all.
+        Scalings that depend on the length use the highest position of each row, over all documents packed in it.
+        transformers uses the highest position of the batch.
+
+        Args:
+            positions: positions of the tokens, (B, T).
+            dtype: dtype of the tables.
+
+        Returns:
+            cos and sin, (B, T, dim / 2) each.
         """
-        # Under autocast a matmul would round the angles; a product is elementwise and stays fp32.
+        # An elementwise product stays fp32 under autocast; a matmul would round the angles.
         angles = positions[..., None].float() * self.config.inv_freq(self.frequencies, positions)
         cos, sin, factor = angles.cos(), angles.sin(), self.config.attention_factor
         if factor != 1.0:

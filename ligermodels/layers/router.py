@@ -1,4 +1,4 @@
-"""Router of a mixture of experts: which experts a token is sent to, and the weight of each."""
+"""Router of a mixture of experts: chooses the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -19,22 +19,30 @@ from ligermodels.ops.runtime.tensors import without_autocast
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Each token is sent to the `top_k` of `num_experts` experts that score highest.
+    """Sends each token to the experts with the highest scores.
 
-    scores: "softmax" over all experts (Mixtral, Jiang et al., 2024), or the "sigmoid" of each logit (DeepSeek-V3, 2024,
-        https://arxiv.org/abs/2412.19437, section 2.1.2).
-    selection_bias: each expert has a bias, added to its score for the choice but not for its weight. It has no gradient
-        and is not below float32 when the model is cast.
-    num_groups, top_k_groups: experts form groups of equal size, those of a group one after another, and a token's
-        experts are all in its best `top_k_groups` groups. A group's score is the sum of its two highest ones.
-    normalize: the weights of a token's experts are divided by their sum plus `eps`.
-    scale: the weights are multiplied by it, after that.
-    float32_logits: logits are computed in float32 whatever the dtype of the model, under autocast too.
-    bias: logits have one. Normalised softmax scores are the softmax over the logits of the chosen experts (gpt-oss).
-    norm, input_scale: tokens are normalised, and then multiplied by the number, before the logits are computed.
-    expert_scales: each expert has a factor, a parameter, by which its weights are multiplied at the end (Gemma 4).
+    Args:
+        num_experts: number of experts.
+        top_k: experts per token.
+        scores: "softmax" over all experts (Mixtral, Jiang et al., 2024), or the "sigmoid" of each logit (DeepSeek-V3,
+            2024, https://arxiv.org/abs/2412.19437, section 2.1.2).
+        selection_bias: whether each expert has a bias that counts for the choice but not for the weight. It has no
+            gradient, and stays at least float32 when the model is cast.
+        num_groups: number of groups of adjacent experts.
+        top_k_groups: groups per token; its experts are chosen from these. The score of a group is the sum of its two
+            highest scores.
+        normalize: whether the weights of a token's experts are divided by their sum plus `eps`.
+        eps: see `normalize`.
+        scale: factor of the weights, after normalisation.
+        float32_logits: whether logits are computed in float32 in models of any dtype, also under autocast.
+        bias: whether logits have a bias. Normalised softmax scores equal the softmax over the logits of the chosen
+            experts (gpt-oss).
+        norm: norm of the tokens before the logits, or None.
+        input_scale: factor of the tokens after `norm`.
+        expert_scales: whether each expert has a trained factor of its weight, applied at the end (Gemma 4).
 
-    Raises ConfigError, naming the field, when they do not fit together.
+    Raises:
+        ConfigError: fields do not fit together; the message names the field.
     """
 
     num_experts: int
@@ -63,7 +71,7 @@ class RouterConfig:
             )
         size = self.num_experts // self.num_groups
         if self.num_groups > self.top_k_groups and size < 2:
-            raise ConfigError(f"num_groups: groups must have two experts or more, those of {self.num_groups} have one")
+            raise ConfigError(f"num_groups: groups must have two experts or more, but {self.num_groups} have one each")
         if not 1 <= self.top_k <= self.top_k_groups * size:
             raise ConfigError(
                 f"top_k: must lie in [1, {self.top_k_groups * size}], the number of experts that a token can be sent "
@@ -72,7 +80,8 @@ class RouterConfig:
 
 
 class Routing(NamedTuple):
-    """`logits` (N, E); `weights`, at least float32, and `experts`, long, (N, top_k), the highest score first."""
+    """Result of a router: `logits` (N, E); `weights` (N, top_k), at least float32; and `experts`, long (N, top_k), in
+    order of falling scores."""
 
     logits: Tensor
     weights: Tensor
@@ -80,11 +89,11 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores of x are softmax(weight @ x + bias) or sigmoid(weight @ x + bias): see `RouterConfig`.
+    """Chooses experts by scores softmax(weight @ x + bias) or sigmoid(weight @ x + bias): see `RouterConfig`.
 
-    Parameters `weight` (E, H) and, if there are some, `bias` (E,) and `expert_scales` (E,); module `norm` or None;
-    buffer `selection_bias` (E,), float32, if there is one. Nothing waits for the device, and shapes do not depend on
-    values.
+    Parameters are `weight` (E, H) and, if configured, `bias` (E,) and `expert_scales` (E,). The buffer
+    `selection_bias` (E,) is float32, or None. The router does not synchronise with the device, and shapes do not depend
+    on values.
     """
 
     selection_bias: Tensor | None
@@ -108,7 +117,7 @@ class Router(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = 0.02) -> None:
-        """Weight and bias normal(0, std), selection bias zero, factors of experts one."""
+        """Fill weight and bias from normal(0, std), the selection bias with zero, and `expert_scales` with one."""
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 nn.init.normal_(parameter, std=std)
@@ -128,7 +137,7 @@ class Router(nn.Module):
         return f"{self.weight.shape[1]}, {self.config}"
 
     def forward(self, tokens: Tensor) -> Routing:
-        """tokens (N, H) -> where each is sent."""
+        """tokens (N, H) -> their experts and weights."""
         config = self.config
         weight, bias, expert_scales = (local(self, p) for p in (self.weight, self.bias, self.expert_scales))
         tokens = tokens if self.norm is None else self.norm(tokens)

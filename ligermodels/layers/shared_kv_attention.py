@@ -25,12 +25,13 @@ from ligermodels.layers.tokens import SelectedTokens
 
 @dataclass(frozen=True)
 class SharedKVAttentionConfig(AttentionConfig):
-    """Attention that has queries alone: its keys and values are those of layer `kv_from`, an `Attention` with
-    `shares_kv` and with keys and values of the same shape (Gemma 3n, Gemma 4).
+    """Attention that computes only queries, and uses the keys and values of layer `kv_from` (Gemma 3n, Gemma 4).
 
-    It keeps nothing while decoding, and its result for a token depends on no other token's hidden states.
+    Layer `kv_from` is an `Attention` with `shares_kv`, and with keys and values of the same shape. This layer has no
+    decoding state, and its result for a token does not depend on the hidden states of other tokens.
 
-    Raises ConfigError, naming the field, where a field of keys or values is set, and for norms over the projection.
+    Raises:
+        ConfigError: a field of keys or values is set, or a norm is over the whole projection; the message names it.
     """
 
     kv_from: int = field(kw_only=True)
@@ -58,7 +59,14 @@ class SharedKVAttentionConfig(AttentionConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """Those of queries and of the output."""
+        """Mappings of the query and output projections.
+
+        Args:
+            hidden_size: channels of the hidden states.
+            native: prefix of the native tensors.
+            checkpoint: prefix of the checkpoint tensors.
+            names: part -> name in this family.
+        """
         there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         pairs = self.rope.channels if self.rope is not None and self.stored_as_pairs else 0
         found = [
@@ -79,8 +87,8 @@ class SharedKVAttentionConfig(AttentionConfig):
 
 
 class SharedKVAttention(Layer):
-    """Queries of x over keys and values of layer `kv_from`, which come in the context, or while decoding in the state
-    of that layer."""
+    """Attends with the queries of x to the keys and values of layer `kv_from`. These come from the context or, while
+    decoding, from the state of that layer."""
 
     token_wise = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q": "columns", "o": "rows"}
@@ -95,9 +103,18 @@ class SharedKVAttention(Layer):
         self.o = Linear(width, hidden_size, bias=config.o_bias)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerKV | None = None) -> Tensor:
-        """x (B, T, H), or (1, n, H) of the needed tokens -> the same shape.
+        """Attend.
 
-        Raises InputError where layer `kv_from` shares no keys and values.
+        Args:
+            x: hidden states (B, T, H), or (1, n, H) of the needed tokens.
+            context: context of the forward pass.
+            state: decoding state of layer `kv_from`.
+
+        Returns:
+            The shape of x.
+
+        Raises:
+            InputError: layer `kv_from` shares no keys and values.
         """
         config = self.config
         options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
@@ -126,8 +143,8 @@ class SharedKVAttention(Layer):
         return cast(Tensor, self.o(out))
 
     def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x (B, T, H) -> (B, T, heads, D), normalised and rotated. Heads are counted in what the projection gives,
-        which may be a tensor-parallel shard."""
+        """x (B, T, H) -> normalised and rotated queries (B, T, heads, D). The number of heads is taken from the
+        projection's output, because it may be a tensor-parallel shard."""
         q: Tensor = self.q(x).unflatten(-1, (-1, self.config.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -138,8 +155,8 @@ class SharedKVAttention(Layer):
 
 
 _FEW = 8
-"""Needed tokens attend by a mask of their own where there is one of them, or fewer, in so many tokens of a row, as in a
-prefill. Else all places of the pass attend: kernels without a mask skip what the causal rule and documents hide."""
+"""If at most one token in _FEW is needed (a prefill), only the needed tokens attend, with a mask. Otherwise all tokens
+attend, because kernels without a mask skip the keys that causality and documents hide."""
 
 
 def _visible(needed: SelectedTokens, window: int | None, cu_seqlens: Tensor | None) -> Tensor:

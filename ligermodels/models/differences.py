@@ -1,4 +1,4 @@
-"""Where two models, or two configs, differ."""
+"""The first difference between two models, or between two configs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,47 @@ from typing import Any
 
 from torch import nn
 
+Difference = tuple[str, Any, Any]
+"""Path of a module, attribute or config field, and the value that each of the two has there."""
 
-def module_difference(ours: nn.Module, theirs: nn.Module) -> tuple[str, Any, Any] | None:
-    """As `first_difference`, of two models: the types of modules of one name, their configs, and their attributes that
-    are numbers, strings or None."""
-    named = dict(theirs.named_modules())
+
+def module_difference(ours: nn.Module, theirs: nn.Module) -> Difference | None:
+    """The first difference between modules of the same name: in their class, config, or attributes that are numbers,
+    strings or None. None if there is no difference; modules that only one model has are skipped."""
+    twins = dict(theirs.named_modules())
     for name, module in ours.named_modules():
-        twin = named.get(name)
+        twin = twins.get(name)
         if twin is None:
-            continue  # its tensors, if there are any, have no place in the weight map
-        sharded = callable(getattr(module, "unshard", None))  # FSDP2 makes a subclass
-        if type(module) is not type(twin) and not (sharded and type(twin) in type(module).__mro__):
+            continue  # the weight map names its tensors, if it has any
+        if not _same_class(module, twin):
             return name, type(module).__name__, type(twin).__name__
-        for attribute, wanted in vars(twin).items():
-            plain = isinstance(wanted, int | float | str | None) or is_dataclass(wanted)
+        for attribute, expected in vars(twin).items():
+            plain = isinstance(expected, int | float | str | None) or is_dataclass(expected)
             if not plain or attribute.startswith("_") or attribute in ("training", "config"):
                 continue
-            if getattr(module, attribute, None) != wanted:
-                return f"{name}.{attribute}".lstrip("."), getattr(module, attribute, None), wanted
-        found = first_difference(getattr(module, "config", None), getattr(twin, "config", None))
-        if found is not None:
-            return (f"{name}.config.{found[0]}".lstrip("."), *found[1:])
+            value = getattr(module, attribute, None)
+            if value != expected:
+                return f"{name}.{attribute}".lstrip("."), value, expected
+        difference = first_difference(vars(module).get("config"), vars(twin).get("config"), f"{name}.config")
+        if difference is not None:
+            return difference
     return None
 
 
-def first_difference(ours: Any, theirs: Any, where: str = "") -> tuple[str, Any, Any] | None:
-    """The first field in which two configs differ: its path and both values; None when they are equal."""
+def _same_class(module: nn.Module, twin: nn.Module) -> bool:
+    """Whether both have one class, or `module` has the subclass that FSDP2 makes of it."""
+    sharded = callable(getattr(module, "unshard", None))
+    return type(module) is type(twin) or (sharded and type(twin) in type(module).__mro__)
+
+
+def first_difference(ours: Any, theirs: Any, path: str = "") -> Difference | None:
+    """The first field in which two configs differ, or None where they are equal.
+
+    Args:
+        ours: a config dataclass, or a value within one.
+        theirs: the config or value to compare with.
+        path: path of these values; the returned path begins with it.
+    """
     if ours == theirs:
         return None
     if is_dataclass(ours) and type(ours) is type(theirs):
@@ -40,6 +55,6 @@ def first_difference(ours: Any, theirs: Any, where: str = "") -> tuple[str, Any,
     elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
         parts = [(f"[{i}]", one, other) for i, (one, other) in enumerate(zip(ours, theirs, strict=True))]
     else:
-        return where.removeprefix("."), ours, theirs
-    found = (first_difference(one, other, where + name) for name, one, other in parts)
-    return next((each for each in found if each is not None), (where.removeprefix("."), ours, theirs))
+        return path.lstrip("."), ours, theirs
+    differences = (first_difference(one, other, path + name) for name, one, other in parts)
+    return next((found for found in differences if found is not None), (path.lstrip("."), ours, theirs))

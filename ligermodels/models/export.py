@@ -1,4 +1,4 @@
-"""A language model as a Hugging Face checkpoint, on disk, on the hub and in memory."""
+"""Methods that export a model: to a Hugging Face checkpoint, to the hub, and to a state dict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ExportMixin(nn.Module):
-    """What a model with a `config` and an `export_spec` is exported by."""
+    """Export methods of a model that has a `config` and an `export_spec`."""
 
     if TYPE_CHECKING:
         config: DecoderConfig
@@ -74,19 +74,30 @@ class ExportMixin(nn.Module):
         overwrite: bool = False,
         keep: Keep = "model",
     ) -> None:
-        """Write a Hugging Face checkpoint: safetensors, config.json, tokenizer and generation files.
+        """Write a Hugging Face checkpoint: safetensors, config.json, tokenizer and generation_config.json.
 
-        With `keep` "all" it is the checkpoint that the model was loaded from, with the weights of the model in it and
-        the others (a vision tower's) as they were; that must be where it was. Of a sharded model all ranks call this,
-        and the first one writes.
+        The files replace an older checkpoint all at once or, on an error, not at all. If the model is sharded, all
+        ranks call this and rank 0 writes.
+
+        Args:
+            folder: folder to write; it is created if it does not exist.
+            max_shard_size: largest file in bytes, or text such as "5GB" (10^9) or "5GiB" (2^30).
+            overwrite: replace a checkpoint that is in `folder`. Other files there stay.
+            keep: "model" writes the language model alone. "all" writes the whole checkpoint that the model was loaded
+                from, including tensors outside the language model (a vision tower); that checkpoint must still exist.
 
         Raises:
-            InputError: the model has LoRA, which `save_adapter` writes and `merge_lora` merges; or quantised weights,
-                see `dequantize`.
-            ConfigError: the model was composed by hand and has no `export_spec`; or its config is no longer what its
-                config.json composes to: the field is named.
-            CheckpointError: the folder is in use, or the disk is full; nothing is left half-written. Or the checkpoint
-                that `keep` refers to is not there.
+            InputError: the model has LoRA (call `save_adapter` or `merge_lora`) or quantised weights (call
+                `dequantize`), or an argument is not usable.
+            ConfigError: the model was built from a `DecoderConfig` and has no `export_spec`, or `model.config` differs
+                from the config that its config.json composes to; the message names the field.
+            CheckpointError: `folder` is not empty, in use, or cannot be written, or the checkpoint that `keep="all"`
+                needs is gone.
+
+        Example:
+            >>> import ligermodels as lm
+            >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B")
+            >>> model.save_pretrained("out", max_shard_size="2GB")
         """
         spec = self.checked_export_spec()
         reshard(self)
@@ -104,23 +115,37 @@ class ExportMixin(nn.Module):
         max_shard_size: int | str = "5GB",
         keep: Keep = "model",
     ) -> str:
-        """Upload the checkpoint that `save_pretrained` writes, and return the URL of the commit or pull request.
+        """Upload a Hugging Face checkpoint of the model to the hub.
 
-        The repository is made if there is none. One without a README.md gets a model card, with license, language, tags
-        and text of the base model's card; the base's license files go along. Of a sharded model all ranks call this:
-        the first one uploads, and the others return "".
+        The repository is created if it does not exist. If it has no README.md, it gets a model card with license,
+        language, tags and text of the base model's card. The base model's license files are uploaded too. If the model
+        is sharded, all ranks call this and rank 0 uploads.
 
         Args:
             repo_id: "owner/name", or "name" for the owner of the token.
-            commit_message: "Upload model" by default.
-            private: of a new repository; by default the owner's setting.
-            token: of the hub; by default the one that `hf auth login` or HF_TOKEN set.
-            revision: the branch; made if there is none.
-            create_pr: open a pull request instead.
-            max_shard_size, keep: as of `save_pretrained`.
+            commit_message: message of the commit. Default: "Upload model".
+            private: whether a new repository is private. Default: the owner's setting.
+            token: hub token. Default: the token that `hf auth login` or HF_TOKEN set.
+            revision: branch to upload to; it is created if it does not exist. Default: "main".
+            create_pr: open a pull request instead of committing to the branch.
+            max_shard_size: largest file in bytes, or text such as "5GB" (10^9) or "5GiB" (2^30).
+            keep: "model" uploads the language model alone; "all" uploads the whole checkpoint that the model was loaded
+                from, including tensors outside the language model.
 
-        Raises HubError when the repository cannot be written or the base's card cannot be fetched; else as
-        `save_pretrained`.
+        Returns:
+            The URL of the commit or pull request; "" on ranks other than 0.
+
+        Raises:
+            HubError: the repository cannot be written, or the base model's card cannot be fetched.
+            InputError: the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`), or an argument
+                is not usable.
+            ConfigError: the model was built from a `DecoderConfig` and has no `export_spec`, or `model.config` differs
+                from the config that its config.json composes to; the message names the field.
+            CheckpointError: the temporary files cannot be written, or the checkpoint that `keep="all"` needs is gone.
+
+        Example:
+            >>> model.push_to_hub("my-name/my-model", private=True)  # doctest: +SKIP
+            'https://huggingface.co/my-name/my-model/commit/...'
         """
         from ligermodels.convert.publish import Destination, publish
 
@@ -134,19 +159,26 @@ class ExportMixin(nn.Module):
         )
 
     def hf_state_dict(self) -> dict[str, Tensor]:
-        """The weights under the names, and in the shapes, of a loaded transformers model (5 or later), detached.
+        """The weights with the names and shapes of a loaded transformers model (5 or later), detached.
 
-        Those that are stored alike share their memory with the model's, the others are copies. InputError of a model
-        with LoRA: see `merge_lora`; or with quantised weights: see `dequantize`.
+        Tensors that transformers stores in the same way share memory with the model; parts of fused weights are copies.
+
+        Raises:
+            InputError: the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
         """
         check_exportable(self)
         return export_state_dict(self, layout_in_memory(self.require_export_spec(), self.config))
 
     def load_hf_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the weights of a transformers model's `state_dict()`, or of a checkpoint, on any device.
+        """Copy the weights of a transformers model's `state_dict()`, or of a checkpoint, into this model.
 
-        They are cast to the model's dtype. Raises CheckpointError that lists every missing, unexpected or misshapen
-        tensor; then nothing has changed.
+        Args:
+            state_dict: name -> tensor, on any device and in any float dtype; values are cast to the model's dtype.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected or misshapen; the message lists all of them, and the model
+                is unchanged.
+            InputError: the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
         """
         check_exportable(self)
         load_state_dict(self, state_dict)

@@ -1,4 +1,4 @@
-"""How a config, and tensors' names, tell of heads: within a model's own checkpoint (`full-hf`), or without a model."""
+"""How a config and tensor names show draft heads: in a model's own checkpoint, or in a checkpoint of heads alone."""
 
 from __future__ import annotations
 
@@ -9,39 +9,36 @@ from typing import Any
 from ligermodels.errors import ConfigError, short
 
 MEDUSA_TYPE, MTP_TYPE = "medusa", "mtp"
-"""`model_type` of heads without a model."""
+"""`model_type` in the config of draft heads without a model."""
 MEDUSA_PREFIX = "medusa_head."
-"""Of the tensors' names."""
+"""Prefix of the tensors of Medusa heads in the checkpoint of a model."""
 MEDUSA_COUNTS = ("medusa_num_heads", "medusa_num_layers")
-"""Fields of config.json."""
+"""Fields of config.json of a checkpoint with Medusa heads."""
+
+HEADS = {MEDUSA_TYPE: ("Medusa heads", "MedusaModel"), MTP_TYPE: ("a head for multi-token prediction", "MTPModel")}
+"""`model_type` of draft heads -> their name, and the class that loads them."""
 
 
 def without_heads(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The base model's part of a checkpoint's config, and patterns of the tensors that are none of it.
-
-    A checkpoint that holds the model and heads says so in its config.
-    """
+    """`config` without the fields of Medusa heads, and patterns of their tensors; none if it has no such fields."""
     if not set(MEDUSA_COUNTS) <= set(config):
         return dict(config), []
     return {key: value for key, value in config.items() if key not in MEDUSA_COUNTS}, [f"^{re.escape(MEDUSA_PREFIX)}"]
 
 
 def require_model(config: Mapping[str, Any]) -> None:
-    """ConfigError for the config of heads without a model, which says of which model they are, if it does."""
-    kind = config.get("model_type", MEDUSA_TYPE if set(MEDUSA_COUNTS) <= set(config) else None)
-    if kind not in (MEDUSA_TYPE, MTP_TYPE):
+    """ConfigError for the config of draft heads without a model; it names their base model if the config does."""
+    model_type = config.get("model_type", MEDUSA_TYPE if set(MEDUSA_COUNTS) <= set(config) else None)
+    if model_type not in (MEDUSA_TYPE, MTP_TYPE):
         return
-    what, opener = {
-        MEDUSA_TYPE: ("Medusa heads", "MedusaModel"),
-        MTP_TYPE: ("a head of multi-token prediction", "MTPModel"),
-    }[kind]
+    heads, model_class = HEADS[model_type]
     raise ConfigError(
-        f"config.json: is of {what}, without a model: open {base_of_heads(config)}, and put them on it by "
-        f"{opener}.from_pretrained(model, heads); on the command line, by --heads"
+        f"config.json: describes {heads}, without a model: open {base_of_heads(config)}, then load the heads with "
+        f"{model_class}.from_pretrained(model, heads); on the command line, with --heads"
     )
 
 
 def base_of_heads(config: Mapping[str, Any]) -> str:
-    """For a message: the base model of heads, by its name where their config has it."""
+    """Text for a message: the base model of draft heads, with its name if their config has it."""
     name = config.get("base_model_name_or_path")
-    return f"their base model, {short(name)}" if isinstance(name, str) and name else "their base model"
+    return f"their base model, {short(name)}" if name and isinstance(name, str) else "their base model"

@@ -1,56 +1,90 @@
-"""The registry of families by `model_type`: the package's own, registered by users, and installed plugins."""
+"""Families of models and their registry by `model_type`: the package's own, plugins, and those that users register."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any
 
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, short
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import require_model
+from ligermodels.models.mtp_format import MTPFormat
+
+
+@dataclass(frozen=True)
+class Family:
+    """A `model_type` of config.json: how its config composes to a decoder, and how its checkpoints name tensors.
+
+    Args:
+        model_type: the `model_type` in config.json.
+        decoder_config: function from config.json, a dict, to a `DecoderConfig`. It raises ConfigError for a field that
+            is missing, bad or not implemented.
+        layouts: for each way in which checkpoints of this type are stored, the keyword arguments of
+            `DecoderConfig.weight_map`; the usual layout first. The default is one layout with Hugging Face's usual
+            names.
+        default_theta: rotary base of a config that names none. Or a dict: a base or settings for each layer type, or
+            all rope settings of a config that has none; see `convert.config_json.rope_parameters`.
+        text: for checkpoints that hold more than a language model (a vision tower): function from config.json to the
+            config of the language model alone, with its own `model_type`. `save_pretrained` writes this config.
+        attribute_map: field name in older checkpoints -> its name in newer checkpoints. None instead of a newer name
+            means that no release of transformers reads the field for this family; exports leave it out.
+        mtp: how checkpoints of this family store layers of multi-token prediction.
+
+    Example:
+        >>> from ligermodels.archs import Family, register
+        >>> from ligermodels.archs.llama import decoder_config
+        >>> register(Family("my_llama", decoder_config))  # loads "model_type": "my_llama" as a Llama
+    """
+
+    model_type: str
+    decoder_config: Callable[[Mapping[str, Any]], DecoderConfig]
+    layouts: Sequence[Mapping[str, Any]] = ({},)
+    default_theta: float | Mapping[str, Any] = 10_000.0
+    text: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    attribute_map: Mapping[str, str | None] = field(default_factory=dict)
+    mtp: MTPFormat = field(default_factory=MTPFormat)
+
+    def weight_maps(self, config: DecoderConfig) -> list[WeightMap]:
+        """The weight map of `config` in each of the `layouts`."""
+        return [config.weight_map(**layout) for layout in self.layouts]
+
+
+FAMILIES: dict[str, Family] = {}
+"""Registered families by `model_type`."""
 
 OWN_FAMILIES = "ligermodels.archs.registry"
-"""The module whose import registers the families of this package; imported when a `model_type` is unknown."""
+"""Module of this package that registers its families when it is imported."""
 ENTRY_POINTS = "ligermodels.families"
-"""Group of entry points: modules whose import registers families, imported when a `model_type` is unknown."""
+"""Group of entry points of installed packages; each names a module that registers families when it is imported."""
 
 
-class FamilyLike(Protocol):
-    """The interface of a family that models use. `archs.Family` implements and documents it."""
+def register(family: Family) -> None:
+    """Make checkpoints of `family.model_type` loadable. A family registered before under this name is replaced.
 
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def decoder_config(self) -> Callable[[Mapping[str, Any]], DecoderConfig]: ...
-    @property
-    def layouts(self) -> Sequence[Mapping[str, Any]]: ...
-    @property
-    def default_theta(self) -> float | Mapping[str, Any]: ...
-    @property
-    def text(self) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None: ...
-    @property
-    def attribute_map(self) -> Mapping[str, str | None]: ...
-    @property
-    def mtp(self) -> Any: ...
-    def weight_maps(self, config: DecoderConfig) -> list[WeightMap]: ...
-
-
-FAMILIES: dict[str, FamilyLike] = {}
-
-
-def register(family: FamilyLike) -> None:
-    """Make checkpoints of `family.model_type` loadable; a user's own family is added the same way as ours."""
+    Example:
+        >>> from ligermodels.archs import FAMILIES, Family, register
+        >>> from ligermodels.archs.llama import decoder_config
+        >>> register(Family("my_llama", decoder_config))
+        >>> "my_llama" in FAMILIES
+        True
+    """
     FAMILIES[family.model_type] = family
 
 
-def family_of(config: Mapping[str, Any]) -> FamilyLike:
-    """The family of a Hugging Face config; ConfigError when its `model_type` is missing or unknown, or of heads alone.
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The registered family of a Hugging Face config, by its `model_type`.
 
-    ConfigWarning when `architectures` names a model of another family: tensors of the two may have the same names.
+    Modules that register families are imported on demand: this package's own, then the entry points. Warns with
+    ConfigWarning if `architectures` names a model of another registered family: the two families may name their tensors
+    alike, and a wrong `model_type` would load without an error.
+
+    Raises:
+        ConfigError: `model_type` is missing or not registered, or the config describes draft heads without a model.
     """
     model_type = config.get("model_type")
     if model_type is None:
@@ -65,24 +99,29 @@ def family_of(config: Mapping[str, Any]) -> FamilyLike:
             plugin.load()
     if model_type not in FAMILIES:
         require_model(config)
-        known = ", ".join(sorted(FAMILIES))
         raise ConfigError(
-            f"config.json: model_type {short(model_type)} is not implemented; implemented: {known}. One of your own is "
-            "registered by ligermodels.archs.register, in a module that --import or an entry point names"
+            f"config.json: model_type {short(model_type)} is not implemented; implemented: "
+            f"{', '.join(sorted(FAMILIES))}. To add your own, call ligermodels.archs.register in a module that "
+            "--import or an entry point names"
         )
-    architectures = config.get("architectures")
-    first = architectures[0] if isinstance(architectures, list) and architectures else None
-    named = _plain(first.partition("For")[0]) if isinstance(first, str) else ""
-    if named != _plain(model_type) and named in map(_plain, FAMILIES):
-        warnings.warn(
-            f"config.json: architectures names {short(first)}, but model_type, which decides, is {model_type!r}; "
-            "correct the one that is wrong",
-            ConfigWarning,
-            stacklevel=3,
-        )
+    _warn_of_other_family(model_type, config.get("architectures"))
     return FAMILIES[model_type]
 
 
-def _plain(name: str) -> str:
-    """The part of a class's name, or of a `model_type`, that both have in common."""
+def _warn_of_other_family(model_type: str, architectures: Any) -> None:
+    """ConfigWarning if the first of the `architectures` ("LlamaForCausalLM") is of another registered family."""
+    if not architectures or not isinstance(architectures, list):
+        return
+    family = _normalized(str(architectures[0]).partition("For")[0])
+    if family != _normalized(model_type) and family in map(_normalized, FAMILIES):
+        warnings.warn(
+            f"config.json: architectures names {short(architectures[0])}, but model_type is {model_type!r}, and "
+            "model_type decides; correct the one that is wrong",
+            ConfigWarning,
+            stacklevel=4,
+        )
+
+
+def _normalized(name: str) -> str:
+    """A class name or a `model_type` in one form: both "Qwen3Moe" and "qwen3_moe_text" become "qwen3moe"."""
     return name.lower().removesuffix("_text").replace("_", "")

@@ -1,4 +1,4 @@
-"""The methods of a model that generate text."""
+"""Methods of a model that generate text."""
 
 from __future__ import annotations
 
@@ -16,59 +16,89 @@ from ligermodels.generation.prompts import TokenIds
 
 
 class GenerationMixin:
-    """`generate` and `stream` of a `DecodingModel`, with the options that the checkpoint in `export_spec` sets."""
+    """`generate` and `stream`, with defaults from the checkpoint that the model was loaded from."""
 
     export_spec: ExportSpec | None
 
     def generation_defaults(self, do_sample: bool | None = None) -> dict[str, Any]:
-        """The options of `generate` that the checkpoint sets, in generation_config.json or, of old, in config.json.
+        """Defaults of `generate` that the checkpoint sets, in generation_config.json or, if old, in config.json.
 
-        Raises ConfigError for an option that changes the text and is not implemented.
+        Args:
+            do_sample: whether to return the options for sampling; by default the checkpoint decides.
+
+        Raises:
+            ConfigError: the checkpoint sets an option that changes the text and is not implemented.
         """
         return self._defaults(do_sample, {})
 
     def generate(self, input_ids: TokenIds, max_new_tokens: int | None = None, **options: Any) -> Tensor:
-        """Continue each prompt: long (B, T + n), the prompts, padded on the left, and the new tokens.
+        """Continue each prompt until it ends with an EOS token or another stop, or has `max_new_tokens` new tokens.
 
-        What is not given is as the checkpoint's generation_config.json says, as in transformers: it may say to sample.
+        Options that are not given come from the checkpoint's generation_config.json, as in transformers; it may turn on
+        sampling.
 
         Args:
-            input_ids, max_new_tokens: as of `generation.generate.Decoding`.
-            generation_config: more options, a dict or an object with `to_dict()`, as transformers' `GenerationConfig`;
-                they go before those of the checkpoint, and arguments of their own before both.
-            options: `on_token` and `streamer` of `generation.generate`, and those of `generation.generate.Decoding`.
+            input_ids: prompts: long (B, T) or (T,), a list of ids, or a list of such lists of any lengths.
+            max_new_tokens: number of new tokens, at least 1. Default: `max_length` minus the prompt's length, or 64.
+            options: keyword arguments as in transformers: `generation_config`, `max_length`, `attention_mask`,
+                `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `num_return_sequences`, `repetition_penalty`,
+                `logits_processor`, `eos_token_id`, `stop_strings` (with `tokenizer`), `stopping_criteria`,
+                `pad_token_id`, `streamer`. And `generator`, `cuda_graph`, `on_token`. `generation.generate.Decoding`
+                and `generation.generate.generate` describe their values. `generation_config` is a dict or an object
+                with `to_dict()`; it overrides the checkpoint, and keyword arguments override it.
+
+        Returns:
+            Long (B, T + n): the prompts, padded on the left, then up to `max_new_tokens` new tokens. Rows that end
+            earlier are padded on the right.
 
         Raises:
-            InputError: an option that is not usable; or one of transformers that is not implemented, with what to use
-                instead.
-            ConfigError: `generation_config`, or the checkpoint's, has an option that is not usable or not implemented.
+            InputError: an option is not usable, or is an option of transformers that is not implemented; the message
+                says what to use instead.
+            ConfigError: `generation_config` or the checkpoint has an option that is not usable or not implemented.
             TypeError: an unknown option.
+
+        Example:
+            >>> ids = model.generate(input_ids, max_new_tokens=64, do_sample=True, top_p=0.9)
         """
         return generate(cast(DecodingModel, self), input_ids, **self._options(max_new_tokens, renamed_options(options)))
 
     def stream(self, input_ids: TokenIds, max_new_tokens: int | None = None, **options: Any) -> Iterator[Tensor]:
-        """The new tokens that `generate` would give, long (B,), as soon as each step has them; pad for finished rows.
+        """Generate as `generate` does, and yield the new tokens of each step as soon as they are known.
 
-        Options and errors are those of `generate`, but for `on_token` and `streamer`. Until the iterator is exhausted
-        or closed the model is in eval mode.
+        The model is in eval mode until the iterator is exhausted or closed.
+
+        Args:
+            input_ids: prompts: long (B, T) or (T,), a list of ids, or a list of such lists of any lengths.
+            max_new_tokens: number of new tokens, at least 1. Default: `max_length` minus the prompt's length, or 64.
+            options: the options of `generate`, except `on_token` and `streamer`.
+
+        Returns:
+            An iterator over long (B,): the new token of each row, padding for rows that have ended.
+
+        Raises:
+            InputError: an option is not usable, or is an option of transformers that is not implemented.
+            ConfigError: `generation_config` or the checkpoint has an option that is not usable or not implemented.
+            TypeError: an unknown option.
+
+        Example:
+            >>> for token in model.stream(input_ids, max_new_tokens=64):
+            ...     print(token.tolist())
         """
         if wrong := sorted(options.keys() & {"on_token", "streamer"}):
-            raise InputError(
-                f"{wrong[0]}: stream gives the tokens of each step itself; iterate over it, or use generate"
-            )
+            raise InputError(f"{wrong[0]}: stream yields the tokens of each step; iterate over it, or use generate")
         return stream(cast(DecodingModel, self), input_ids, **self._options(max_new_tokens, renamed_options(options)))
 
     def _options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
         options, used = check_options(without_none({**options, "max_new_tokens": max_new_tokens}), "generate")
         config, unused = check_options(as_options(options.pop("generation_config", None)), "generation_config")
-        # What the call says takes the place of what the checkpoint says, which then need not be usable.
-        settled = {**config, **dict.fromkeys((*used, *unused, *options))}
-        found = self._defaults(options.get("do_sample", config.get("do_sample")), settled)
+        # Options of the call replace those of the checkpoint, so a bad option of the checkpoint is no error then.
+        overrides = {**config, **dict.fromkeys((*used, *unused, *options))}
+        merged = self._defaults(options.get("do_sample", config.get("do_sample")), overrides)
         for level in (config, options):
             if "max_length" in level and "max_new_tokens" not in level:
-                found["max_new_tokens"] = None  # it would go before the caller's max_length
-            found |= level
-        return found
+                merged["max_new_tokens"] = None  # it would take precedence over the caller's max_length
+            merged |= level
+        return merged
 
     def _defaults(self, do_sample: bool | None, overrides: dict[str, Any]) -> dict[str, Any]:
         spec = self.export_spec

@@ -1,4 +1,4 @@
-"""What functions that take a native model say of anything else."""
+"""Error for arguments that are not native models."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ligermodels.errors import InputError
 from ligermodels.models.causal_lm import CausalLM
 
 
-def check_native(model: Any, what: str) -> None:
-    """InputError unless `model`, the argument of `what`, is a native CausalLM."""
+def check_native(model: Any, function: str) -> None:
+    """InputError, naming the `function` that was called, unless its argument `model` is a native CausalLM."""
     if isinstance(model, CausalLM):
         return
-    advice = "lm.from_pretrained and lm.from_config make one"
+    advice = "lm.from_pretrained and lm.from_config return one"
     if isinstance(getattr(model, "base", None), CausalLM):
-        advice = "of heads on a model, give their base"
+        advice = "for a model with draft heads, pass its `base`"
     elif hasattr(getattr(model, "config", None), "to_dict"):
-        advice = "lm.from_transformers(model) makes one of a model of transformers"
-    raise InputError(f"{what}: takes a native CausalLM, got a {type(model).__name__}; {advice}")
+        advice = "lm.from_transformers(model) converts a model of transformers"
+    raise InputError(f"{function}: takes a native CausalLM, got a {type(model).__name__}; {advice}")

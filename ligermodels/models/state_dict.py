@@ -1,4 +1,4 @@
-"""State dicts under transformers' names, of a model in memory."""
+"""State dicts with the names of transformers, read from and loaded into a model in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StateDict:
-    """A state dict as a reader of checkpoints (`WeightMap.load`)."""
+    """Lets `WeightMap.load` read the tensors of a state dict."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.headers = tensors
@@ -32,31 +32,31 @@ class StateDict:
         return self.headers[name].detach()
 
     def read_together(self, names: Sequence[str]) -> Tensor | None:
-        """None: every tensor has memory of its own."""
+        """None, because tensors of a state dict are not adjacent in one file."""
         return None
 
 
 def layout_in_memory(spec: ExportSpec, config: DecoderConfig) -> WeightMap:
-    """The weight map of a loaded transformers model (5 and later): the experts of a layer are one tensor."""
+    """The weight map of a loaded transformers model (5 and later), where the experts of a layer are one tensor."""
     family = family_of(spec.hf_config)
     stacked = [layout for layout in family.layouts if "experts.gate_up" in layout.get("names", {})]
     return replace(config.weight_map(**stacked[0]), dtypes=spec.weight_map.dtypes) if stacked else spec.weight_map
 
 
 def export_state_dict(model: nn.Module, weight_map: WeightMap) -> dict[str, Tensor]:
-    """The tensors of `model`, detached, under the names of `weight_map`, tied ones under both names.
+    """The tensors of `model`, detached and contiguous, by their names in `weight_map`.
 
-    Parts of a native tensor are copies: all are contiguous, and no two but tied ones share memory.
+    Parts of a fused parameter are copies. Only tied tensors, which appear under both names, share memory.
     """
-    found = {tensor.name: tensor.read().detach() for tensor in weight_map.export(persistent_tensors(model))}
-    for name, tensor in found.items():
+    tensors = {tensor.name: tensor.read().detach() for tensor in weight_map.export(persistent_tensors(model))}
+    for name, tensor in tensors.items():
         if tensor.nbytes != tensor.untyped_storage().nbytes() or not tensor.is_contiguous():
-            found[name] = tensor.clone(memory_format=torch.contiguous_format)
-    return found | {alias: found[original] for alias, original in weight_map.aliases.items()}
+            tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+    return tensors | {alias: tensors[original] for alias, original in weight_map.aliases.items()}
 
 
 def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
-    """Fill `model` from a state dict in one of the layouts of its family; see `CausalLM.load_hf_state_dict`."""
+    """Fill `model` from a state dict in any layout of its family; see `CausalLM.load_hf_state_dict`."""
     state = persistent_tensors(model)
     _check(state_dict)
     weight_map = nearest_layout(family_of(model.hf_config).weight_maps(model.config), state_dict, state)
@@ -64,7 +64,7 @@ def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
 
 
 def _check(state_dict: Any) -> None:
-    """CheckpointError unless it maps names to dense tensors with values."""
+    """CheckpointError unless `state_dict` maps names to dense tensors with values."""
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"state_dict: must map names to tensors, got a {type(state_dict).__name__}")
     for name, tensor in state_dict.items():
@@ -77,10 +77,16 @@ def _check(state_dict: Any) -> None:
 
 
 def nearest_layout(layouts: Sequence[WeightMap], headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> WeightMap:
-    """The layout that lacks the fewest of its tensors among `headers`; of several, the first of those with the fewest
-    of another shape than the native tensors of `state` say (experts, transposed or not)."""
-    lacking = [len(layout.sources() - headers.keys()) for layout in layouts]
-    nearest = [layout for layout, count in zip(layouts, lacking, strict=True) if count == min(lacking)]
+    """The layout that fits a checkpoint best: the fewest of its tensors are missing from `headers`.
+
+    Args:
+        layouts: weight maps, the usual one first. Of equally good layouts, the first one is returned with the fewest
+            tensors of a shape that does not fit (experts may be stored transposed).
+        headers: name -> dtype and shape of the checkpoint's tensors.
+        state: native name -> tensor of the model.
+    """
+    missing = [len(layout.sources() - headers.keys()) for layout in layouts]
+    nearest = [layout for layout, count in zip(layouts, missing, strict=True) if count == min(missing)]
     return nearest[0] if len(nearest) == 1 else min(nearest, key=lambda layout: layout.misshapen(headers, state))
 
 
@@ -92,43 +98,62 @@ def move_state_dict(
     *,
     consume: bool,
 ) -> None:
-    """Fill a model on the meta device, one parameter after another.
+    """Fill a model on the meta device from a state dict, one parameter after another.
+
+    A parameter is frozen if its tensors in `tensors` are.
 
     Args:
-        tensors: a state dict under the names of `weight_map`, with `keep_vars` if they are to be freed.
-        empty: gives a tensor its memory.
-        consume: free each of `tensors` once it has been copied.
+        model: the model, on the meta device.
+        weight_map: maps native names to names in `tensors`.
+        tensors: the state dict; made with `keep_vars=True`, if `consume` is to free the tensors of its model.
+        empty: returns an uninitialised tensor with memory, like the meta tensor that it gets.
+        consume: free each tensor of `tensors` once all its values have been copied.
 
-    A parameter is frozen if its tensors are. Raises CheckpointError that lists every fault when they do not fit the
-    model, or where some of a parameter's tensors are frozen and others are not; then nothing has changed.
+    Raises:
+        CheckpointError: tensors do not fit the model (all faults are listed), or only some of the tensors of one
+            parameter are frozen. The model is then unchanged.
     """
     reader = StateDict(tensors)
     weight_map.plan(tensors, persistent_tensors(model))
     weight_map.check_aliases(reader)
-    trained = {one.target: [tensors[view.source].requires_grad for view in one.views] for one in weight_map.mappings}
-    for mapping in weight_map.mappings:
-        if any(trained[mapping.target]) != all(trained[mapping.target]):
-            names = ", ".join(view.source for view in mapping.views)
-            raise CheckpointError(f"{names}: are one parameter here, but only some require gradients; make them alike")
+    trained = _trained(weight_map, tensors)
     uses = Counter(view.source for mapping in weight_map.mappings for view in mapping.views)
-    places: defaultdict[int, list[Any]] = defaultdict(list)  # of each tensor, two where weights are tied
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                places[id(tensor)].append((table, name))
+    owners = _owners(model)
     state = persistent_tensors(model)
     for mapping in weight_map.mappings:
         old = state[mapping.target]
         new = empty(old)
-        one = replace(weight_map, mappings=[mapping], ignored=[""], aliases={})
-        one.load(reader, {mapping.target: new})
-        held = nn.Parameter(new, all(trained[mapping.target])) if isinstance(old, nn.Parameter) else new
-        for table, name in places[id(old)]:
-            table[name] = held
-        for view in mapping.views if consume else ():
-            uses[view.source] -= 1
-            if not uses[view.source]:
-                tensors[view.source].data = new.new_empty(0)
-    for module in model.modules():  # buffers that no state dict holds
+        replace(weight_map, mappings=[mapping], ignored=[""], aliases={}).load(reader, {mapping.target: new})
+        filled = nn.Parameter(new, trained[mapping.target]) if isinstance(old, nn.Parameter) else new
+        for table, name in owners[id(old)]:
+            table[name] = filled
+        if consume:
+            for view in mapping.views:
+                uses[view.source] -= 1
+                if not uses[view.source]:
+                    tensors[view.source].data = new.new_empty(0)
+    for module in model.modules():  # buffers that no state dict has
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             module._apply(lambda tensor: empty(tensor) if tensor.is_meta else tensor, recurse=False)
+
+
+def _trained(weight_map: WeightMap, tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Native name -> whether its tensors require gradients; CheckpointError if only some of them do."""
+    trained = {}
+    for mapping in weight_map.mappings:
+        flags = [tensors[view.source].requires_grad for view in mapping.views]
+        if any(flags) != all(flags):
+            names = ", ".join(view.source for view in mapping.views)
+            raise CheckpointError(f"{names}: are one parameter here, but only some require gradients; make them alike")
+        trained[mapping.target] = all(flags)
+    return trained
+
+
+def _owners(model: nn.Module) -> defaultdict[int, list[tuple[dict[str, Any], str]]]:
+    """id of each parameter and buffer -> the modules' dicts that hold it, and its name there; several if it is tied."""
+    owners: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                owners[id(tensor)].append((table, name))
+    return owners

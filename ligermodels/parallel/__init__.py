@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ligermodels.parallel.plan import ParallelPlan
     from ligermodels.parallel.ranks import DataRanks
 
-# A plan is part of a recipe, which is read without torch.
+# Recipes contain plans, and are read without importing torch.
 __getattr__, __dir__ = lazy_names(
     __name__, {"apply": ("parallelize",), "plan": ("ParallelPlan",), "ranks": ("DataRanks",)}
 )

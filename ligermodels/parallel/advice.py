@@ -1,11 +1,11 @@
-"""Which plan fits a number of GPUs, and which is the fastest of those that do."""
+"""Find the parallel plans that fit into the memory of a number of GPUs, and rank them by time per step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Literal, NamedTuple
 
 from ligermodels.arguments import check_count
@@ -19,16 +19,16 @@ from ligermodels.parallel.shares import Shares
 
 CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MOST_GPUS = 2**17
-"""Beyond that there would be more ways to divide them than anybody reads."""
+"""Largest number of GPUs to plan for; with more, the list of divisions would be too long to be useful."""
 RESERVED = 0.06
-"""Fraction of a GPU's memory that is left free: the CUDA context, NCCL's buffers, fragmentation."""
+"""Fraction of a GPU's memory to leave free for the CUDA context, NCCL's buffers and fragmentation."""
 EXPERT_LOAD = 1.25
-"""Rows that come to a rank's experts, relative to an equal part of all, which a plan has to have memory for. (A usual
-capacity factor, https://arxiv.org/abs/2101.03961, section 2.2: there what is beyond it is dropped, here nothing is.)"""
+"""Tokens that a rank's experts receive, relative to perfect balance, for which a plan must have memory. It is a usual
+capacity factor (https://arxiv.org/abs/2101.03961, section 2.2), but here tokens beyond it are not dropped."""
 
 
 class Degrees(NamedTuple):
-    """Those of a `ParallelPlan`."""
+    """Degrees of a `ParallelPlan`."""
 
     replicate: int = 1
     shard: int = 1
@@ -39,8 +39,15 @@ class Degrees(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, its micro-batch in sequences for each group of `context` and `tensor` ranks, and what it takes on each
-    GPU. Of `expert` ranks `memory` is with EXPERT_LOAD."""
+    """A plan that fits, and its memory and time.
+
+    Args:
+        degrees: degrees of parallelism.
+        activation_checkpointing: kind of activation checkpointing.
+        micro_batch: sequences per forward pass of each group of `context` x `tensor` ranks.
+        memory: memory of each GPU; with expert parallelism, at an expert load of EXPERT_LOAD.
+        cost: operations, communication and time of an optimizer step.
+    """
 
     degrees: Degrees
     activation_checkpointing: Literal["none", "selective", "full"]
@@ -59,24 +66,26 @@ def candidates(
     optimizer: str = "adamw",
     hardware: Hardware | None = None,
 ) -> list[Candidate]:
-    """Plans that fit, the fastest first by `step_cost`: each way to divide the GPUs into replicas and shards, and the
-    experts of mixtures over these, with each kind of activation checkpointing, and the largest micro-batch that fits.
-    Where there are none, or fewer sequences than GPUs, each sequence (`context`), or each matrix product within a host
-    (`tensor`), is divided over as few GPUs as that takes.
+    """Plans that fit into memory, the fastest first by `step_cost`.
+
+    Tries each way to divide the GPUs into replicas and shards, and the experts over these, with each kind of activation
+    checkpointing and the largest micro-batch that fits. If no such plan fits, or there are fewer sequences than GPUs,
+    each sequence (`context`) or each matrix product within a host (`tensor`) is also divided, over as few GPUs as
+    possible.
 
     Args:
-        model: on the meta device, as it will be trained: with LoRA, if it is to have it.
-        gpus: how many.
-        memory: bytes of one, of which RESERVED are left free.
-        batch_tokens: tokens of an optimizer step, over all GPUs.
+        model: the model on the meta device as it will be trained, with LoRA if it is used.
+        gpus: number of GPUs.
+        memory: memory of a GPU in bytes; the fraction RESERVED is left free.
+        batch_tokens: tokens per optimizer step over all GPUs.
         seq_len: tokens per sequence.
         optimizer: "adamw", or on one GPU "adafactor".
-        hardware: by default an H200.
+        hardware: speed of a GPU and its links; by default an H200.
 
     Raises:
         InputError: sizes below 1, more GPUs than MOST_GPUS, or `batch_tokens` that cannot be divided evenly.
-        ConfigError: no plan fits; the message has what the smallest one needs, and what would help. Adafactor on
-            several GPUs.
+        ConfigError: no plan fits (the message says how much memory the smallest plan needs, and how to reduce it), or
+            Adafactor on several GPUs.
     """
     check_count("gpus", gpus, most=MOST_GPUS)
     check_count("memory", memory, most=2**63 - 1)
@@ -92,57 +101,55 @@ def candidates(
             f"tokens: {batch_tokens} must be a multiple of seq_len x gpus ({seq_len} x {gpus} = {seq_len * gpus}), for "
             f"each GPU to have whole sequences"
         )
-    usable, size, found = int(memory * (1 - RESERVED)), ModelSize.of(model), list[Candidate]()
+    usable, size, plans = int(memory * (1 - RESERVED)), ModelSize.of(model), list[Candidate]()
     before = model.activation_checkpointing
     try:
-        for width, alike in groupby(groups, key=lambda group: group[0] * group[1]):
+        for width, same_width in groupby(groups, key=lambda group: group[0] * group[1]):
             ranks = gpus // width
             sequences, rest = divmod(batch_tokens, seq_len * ranks)
             if rest or not sequences:
                 continue
-            for context, tensor in alike:
-                for mode in CHECKPOINTING:
-                    model.activation_checkpointing = mode
-                    divisions = list(_divisions(model, ranks, context, tensor))
-                    fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, optimizer)
-                    for each, (micro, needed) in fitting.items():
-                        cost = step_cost(
-                            size,
-                            micro * seq_len,
-                            seq_len,
-                            each._asdict(),
-                            passes=sequences // micro,
-                            activation_checkpointing=mode,
-                            hardware=hardware,
-                        )
-                        found.append(Candidate(each, mode, micro, needed, cost))
-            if found:
+            for (context, tensor), mode in product(same_width, CHECKPOINTING):
+                model.activation_checkpointing = mode
+                divisions = list(_divisions(model, ranks, context, tensor))
+                fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, optimizer)
+                for degrees, (micro, needed) in fitting.items():
+                    cost = step_cost(
+                        size,
+                        micro * seq_len,
+                        seq_len,
+                        degrees._asdict(),
+                        passes=sequences // micro,
+                        activation_checkpointing=mode,
+                        hardware=hardware,
+                    )
+                    plans.append(Candidate(degrees, mode, micro, needed, cost))
+            if plans:
                 break
-        if not found:
+        if not plans:
             model.activation_checkpointing = "full"
             raise ConfigError(_refusal(model, gpus, usable, seq_len, groups, optimizer))
     finally:
         model.activation_checkpointing = before
-    # Of plans equally fast the one that computes less again, then the one with less memory.
+    # Plans of equal speed are ordered by how much they recompute, then by memory.
     return sorted(
-        found,
-        key=lambda each: (
-            round(each.cost.seconds, 6),
-            CHECKPOINTING.index(each.activation_checkpointing),
-            each.memory.total,
+        plans,
+        key=lambda plan: (
+            round(plan.cost.seconds, 6),
+            CHECKPOINTING.index(plan.activation_checkpointing),
+            plan.memory.total,
         ),
     )
 
 
 def _groups(model: CausalLM, gpus: int, hardware: Hardware) -> list[tuple[int, int]]:
-    """(context, tensor), over how many GPUs each sequence, or each matrix product, can be divided; those of fewer GPUs
-    first."""
-    found = []
+    """Possible pairs of degrees (context, tensor), the smallest product first."""
+    groups = []
     for context in _divisors(gpus):
         for tensor in _divisors(gpus // context):
             if tensor <= hardware.gpus_per_host and _can_be_divided(model, context, tensor):
-                found.append((context, tensor))
-    return sorted(found, key=lambda group: (group[0] * group[1], group[1]))
+                groups.append((context, tensor))
+    return sorted(groups, key=lambda group: (group[0] * group[1], group[1]))
 
 
 def _can_be_divided(model: CausalLM, context: int, tensor: int) -> bool:
@@ -157,7 +164,7 @@ def _can_be_divided(model: CausalLM, context: int, tensor: int) -> bool:
 
 
 def _divisions(model: CausalLM, ranks: int, context: int, tensor: int) -> Iterator[Degrees]:
-    """Ways to divide so many groups of GPUs into replicas and shards, and the experts over shards."""
+    """Ways to divide `ranks` groups of `context` x `tensor` GPUs into replicas and shards, and experts over shards."""
     for shard in _divisors(ranks):
         for expert in _divisors(shard * context if tensor == 1 else 1):
             try:
@@ -169,7 +176,7 @@ def _divisions(model: CausalLM, ranks: int, context: int, tensor: int) -> Iterat
 
 
 def _divisors(number: int) -> Iterator[int]:
-    """From 1 up."""
+    """Divisors of `number` in increasing order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     yield from small
     yield from (number // n for n in reversed(small) if n * n != number)
@@ -178,30 +185,39 @@ def _divisors(number: int) -> Iterator[int]:
 def _largest_that_fit(
     model: CausalLM, usable: int, sequences: int, seq_len: int, divisions: list[Degrees], optimizer: str
 ) -> dict[Degrees, tuple[int, StepMemory]]:
-    """For each of the divisions, of the same context and tensor, the largest micro-batch that divides `sequences` and
-    fits, and its memory. A step is followed once for all of those that spread experts, and once for all others."""
-    found = {}
+    """For each division that fits, the largest micro-batch that divides `sequences` and fits, and its memory.
+
+    All `divisions` have the same context and tensor degrees. For each micro-batch the step is traced at most twice: for
+    the divisions that spread experts, and for the others.
+    """
+    fitting = {}
     for spread in (False, True):
-        left = [each for each in divisions if (each.expert > 1) == spread]
+        remaining = [degrees for degrees in divisions if (degrees.expert > 1) == spread]
         for micro in _divisors(sequences):
-            if not left:
+            if not remaining:
                 break
-            step = _follow(model, micro, seq_len, left[0])
-            needed = {each: step.memory(shard=each.shard, expert=each.expert, optimizer=optimizer) for each in left}
-            left = [each for each in left if needed[each].total <= usable]
-            found.update({each: (micro, needed[each]) for each in left})
-    return found
+            step = _trace(model, micro, seq_len, remaining[0])
+            needed = {d: step.memory(shard=d.shard, expert=d.expert, optimizer=optimizer) for d in remaining}
+            remaining = [degrees for degrees in remaining if needed[degrees].total <= usable]
+            fitting.update({degrees: (micro, needed[degrees]) for degrees in remaining})
+    return fitting
 
 
-def worst_memory(model: CausalLM, found: Candidate, seq_len: int, *, optimizer: str = "adamw") -> StepMemory:
-    """The memory of a plan where all tokens of all ranks go to the experts of one, which is that one's; arguments as of
-    `candidates`, and the model with the plan's activation checkpointing."""
-    spread = {name: size for name, size in found.degrees._asdict().items() if name != "replicate"}
-    load = float(found.degrees.expert)
-    return step_memory(model, found.micro_batch, seq_len, **spread, expert_load=load, optimizer=optimizer)
+def worst_memory(model: CausalLM, plan: Candidate, seq_len: int, *, optimizer: str = "adamw") -> StepMemory:
+    """Memory of a rank in the worst case of expert parallelism: all tokens of all ranks go to this rank's experts.
+
+    Args:
+        model: the model on the meta device, with the plan's activation checkpointing.
+        plan: a plan of `candidates`.
+        seq_len: tokens per sequence.
+        optimizer: "adamw" or "adafactor".
+    """
+    spread = {name: size for name, size in plan.degrees._asdict().items() if name != "replicate"}
+    load = float(plan.degrees.expert)
+    return step_memory(model, plan.micro_batch, seq_len, **spread, expert_load=load, optimizer=optimizer)
 
 
-def _follow(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepTrace:
+def _trace(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepTrace:
     load = EXPERT_LOAD if degrees.expert > 1 else 1.0
     over = {"context": degrees.context, "tensor": degrees.tensor, "expert": degrees.expert}
     return StepTrace(model, micro, seq_len, **over, expert_load=load)
@@ -210,12 +226,13 @@ def _follow(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> Step
 def _refusal(
     model: CausalLM, gpus: int, usable: int, seq_len: int, groups: list[tuple[int, int]], optimizer: str
 ) -> str:
-    found = []
+    """The message if no plan fits: memory of the smallest plan, and how to reduce it."""
+    memories = []
     for context, tensor in groups:
         (*_, most) = _divisions(model, gpus // (context * tensor), context, tensor)
-        step = _follow(model, 1, seq_len, most)
-        found.append((context * tensor, step.memory(shard=most.shard, optimizer=optimizer)))
-    width, least = min(found, key=lambda each: each[1].total)
+        step = _trace(model, 1, seq_len, most)
+        memories.append((context * tensor, step.memory(shard=most.shard, optimizer=optimizer)))
+    width, least = min(memories, key=lambda item: item[1].total)
     states = least.weights + least.optimizer_states
     advice = [f"more GPUs (weights and optimizer states take {_gib(states * gpus)} in all)"]
     if least.activations > states:

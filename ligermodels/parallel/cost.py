@@ -1,8 +1,8 @@
-"""What a training step computes and sends over each link, and how long that takes: arithmetic, nothing is run."""
+"""Operations, communication and time of a training step, by arithmetic; nothing is run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,15 @@ from ligermodels.parallel.expert import mixtures, of_experts
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU and its links: what a training step reaches, below the data sheet's numbers.
+    """Speed of a GPU and its links that training steps reach; data sheets have higher numbers.
 
-    flops: operations per second in bfloat16 matrix products. host_bandwidth, network_bandwidth: bytes per second that
-    a GPU sends within its host (NVLink) and beyond it. The defaults are those of an H200 with NVLink and one 400 Gb/s
-    network adapter for each GPU.
+    The defaults are for an H200 with NVLink and one 400 Gb/s network adapter per GPU.
+
+    Args:
+        flops: operations per second in bfloat16 matrix products.
+        host_bandwidth: bytes per second that a GPU sends within its host (NVLink).
+        network_bandwidth: bytes per second that a GPU sends to other hosts.
+        gpus_per_host: GPUs in a host.
     """
 
     flops: float = 600e12
@@ -29,15 +33,22 @@ class Hardware:
     gpus_per_host: int = 8
 
     def bandwidth(self, ranks: int, stride: int) -> float:
-        """Of a collective of so many ranks, each `stride` after the one before. Beyond a host, its members in one host
-        share what they exchange with the others: each part crosses the network once."""
+        """Bytes per second of a collective of `ranks` GPUs, with `stride` between neighbours.
+
+        Between hosts, data crosses the network once for all members in a host, over all of their adapters.
+        """
         if ranks * stride <= self.gpus_per_host:
             return self.host_bandwidth
         return min(self.host_bandwidth, self.network_bandwidth * max(1, self.gpus_per_host // stride))
 
     def exchange_s(self, sent: float, ranks: int, stride: int) -> float:
-        """Seconds of an all-to-all in which a GPU sends so many bytes to the others, as much to each. Nothing is
-        shared here: what goes to other hosts crosses the network by the GPU's own adapter."""
+        """Seconds of an all-to-all. Each GPU sends data for other hosts over its own adapter.
+
+        Args:
+            sent: bytes that a GPU sends, in equal parts to all others.
+            ranks: number of GPUs.
+            stride: distance between neighbours.
+        """
         if ranks == 1:
             return 0.0
         near = min(ranks, max(1, self.gpus_per_host // stride))
@@ -47,14 +58,22 @@ class Hardware:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the cost of a model's step depends on.
+    """Sizes of a model that determine the cost of a step.
 
-    weights, gradients: bytes of all parameters, and of those that are trained. used: parameters that a token is
-    multiplied by; trained: those of them whose gradient is computed. attention: over all layers, channels of the query
-    heads; keys_values: those of keys and values. num_layers and hidden_size as in the config; itemsize: bytes of an
-    activation's element. experts, expert_gradients: of `weights` and `gradients`, those of experts that can be spread
-    over ranks. Over all layers, routed: experts that a token is sent to; gathered: channels that tensor parallelism
-    gathers.
+    Args:
+        weights: bytes of all parameters.
+        gradients: bytes of the trained parameters.
+        used: elements of parameters that a token is multiplied by.
+        trained: elements among these that are trained.
+        attention: channels of the query heads, summed over all layers.
+        num_layers: number of layers.
+        hidden_size: channels of the hidden states.
+        itemsize: bytes of an element of the activations.
+        keys_values: channels of keys and values, summed over all layers.
+        experts: bytes of experts that can be spread over ranks, included in `weights`.
+        expert_gradients: bytes of trained experts that can be spread over ranks, included in `gradients`.
+        routed: experts per token, summed over all layers.
+        gathered: output channels that tensor parallelism gathers, summed over all layers.
     """
 
     weights: float
@@ -73,37 +92,49 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: CausalLM) -> ModelSize:
-        """Of a model, which may be on the meta device."""
-        lookups = {id(p) for p in model.decoder.embed.parameters()} - {id(p) for p in model.head.parameters()}
-        parts = [
-            (p, _share_used(config) if p.ndim == 3 else 1.0)
-            for block, config in zip(model.decoder.blocks, model.config.blocks, strict=True)
-            for p in block.parameters()
-        ]
-        inner = {id(p) for p, _ in parts}
-        others = [p for p in model.parameters() if id(p) not in inner and id(p) not in lookups]
-        counted = [(p, share * p.numel()) for p, share in [*parts, *((p, 1.0) for p in others)]]
-        found = [block.mixer.info() for block in model.config.blocks]
+        """The sizes of a model on any device, the meta device included."""
+        counts = _multiplied(model)
+        parameters = list(model.parameters())
+        mixers = [block.mixer.info() for block in model.config.blocks]
         experts = [p for _, mixture in mixtures(model) for p in of_experts(mixture).values()]
         return cls(
-            weights=sum(p.nbytes for p in model.parameters()),
-            gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad),
-            used=sum(count for _, count in counted),
-            trained=sum(count for p, count in counted if p.requires_grad),
-            attention=sum(each.get("heads", 0) * each.get("head_dim", 0) for each in found),
+            weights=_bytes(parameters),
+            gradients=_bytes(p for p in parameters if p.requires_grad),
+            used=sum(count for _, count in counts),
+            trained=sum(count for p, count in counts if p.requires_grad),
+            attention=sum(info.get("heads", 0) * info.get("head_dim", 0) for info in mixers),
             num_layers=len(model.config.blocks),
             hidden_size=model.config.hidden_size,
             itemsize=model.dtype.itemsize,
-            keys_values=sum(2 * each.get("kv_heads", 0) * each.get("head_dim", 0) for each in found),
-            experts=sum(p.nbytes for p in experts),
-            expert_gradients=sum(p.nbytes for p in experts if p.requires_grad),
+            keys_values=sum(2 * info.get("kv_heads", 0) * info.get("head_dim", 0) for info in mixers),
+            experts=_bytes(experts),
+            expert_gradients=_bytes(p for p in experts if p.requires_grad),
             gathered=sum(linear.out_features for linear in gathered_linears(model)),
             routed=sum(block.mlp.info().get("experts_per_token", 0) for block in model.config.blocks),
         )
 
 
+def _multiplied(model: CausalLM) -> list[tuple[nn.Parameter, float]]:
+    """Each parameter that tokens are multiplied by, and how many of its elements a token meets.
+
+    The embedding is only looked up, unless the head shares it. Of stacked experts a token meets a fraction.
+    """
+    in_blocks = [
+        (p, p.numel() * (_share_used(config) if p.ndim == 3 else 1.0))
+        for block, config in zip(model.decoder.blocks, model.config.blocks, strict=True)
+        for p in block.parameters()
+    ]
+    looked_up = {id(p) for p in model.decoder.embed.parameters()} - {id(p) for p in model.head.parameters()}
+    skipped = looked_up | {id(p) for p, _ in in_blocks}
+    return in_blocks + [(p, float(p.numel())) for p in model.parameters() if id(p) not in skipped]
+
+
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.nbytes for p in parameters)
+
+
 def gathered_linears(model: nn.Module) -> Iterator[Any]:
-    """Linear layers whose outputs tensor parallelism gathers."""
+    """Linear layers with outputs that tensor parallelism gathers."""
     for module in model.modules():
         for name, rule in getattr(type(module), "tensor_parallel", {}).items():
             if rule == "columns_to_all":
@@ -111,17 +142,23 @@ def gathered_linears(model: nn.Module) -> Iterator[Any]:
 
 
 def _share_used(block: BlockConfig) -> float:
-    """Of a mixture's experts, whose weights are stacked, how many a token meets."""
+    """Fraction of a mixture's experts that a token is sent to; 1 for other feed-forward layers."""
     info = block.mlp.info()
     return float(info["experts_per_token"] / info["experts"]) if "experts" in info else 1.0
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Of one optimizer step on each GPU: operations, bytes that it sends for each degree of the plan, and seconds.
+    """Cost of an optimizer step for each GPU.
 
-    Gathers of parameters and sums of gradients overlap with the computation; what `tensor`, `context` and `expert`
-    exchange does not.
+    Gathering parameters and summing gradients overlap with the computation. Exchanges of tensor, context and expert
+    parallelism do not.
+
+    Args:
+        flops: operations.
+        sent: degree of the plan -> bytes that a GPU sends for it.
+        compute_s: seconds of the computation.
+        sent_s: degree of the plan -> seconds of its communication.
     """
 
     flops: float
@@ -131,19 +168,19 @@ class StepCost:
 
     @property
     def overlapped_s(self) -> float:
-        """Of what is sent while the GPU computes."""
+        """Seconds of communication that overlaps with the computation."""
         return self.sent_s["shard"] + self.sent_s["replicate"]
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return max(self.compute_s, self.overlapped_s) + sum(self.sent_s[name] for name in EXPOSED)
 
 
 EXPOSED = ("tensor", "context", "expert")
-"""Degrees whose exchanges the GPU waits for."""
+"""Degrees with communication that the GPU waits for."""
 KNOWN = ("replicate", "shard", "context", "tensor", "expert")
-"""Degrees of a plan whose cost is known here."""
+"""Degrees of a plan that `step_cost` supports."""
 
 
 def step_cost(
@@ -158,25 +195,28 @@ def step_cost(
 ) -> StepCost:
     """The cost of an optimizer step.
 
-    A token costs 2 operations for each parameter it meets, in the forward pass and for the gradient of its input, and 2
-    for each trained one; its attention to half of `seq_len` tokens 2 * seq_len for each channel of the query heads,
-    3.5 times that in both passes (Dao, 2023, https://arxiv.org/abs/2307.08691). "full" checkpointing adds a forward
-    pass; "selective" repeats no large product. Rings of n ranks send (n - 1) / n of what is gathered or scattered, and
-    twice that of what is summed for all. FSDP2 gathers parameters for the forward and for the backward pass; experts
-    that are spread over `expert` ranks are gathered over the others of `shard` and `context` alone. Each token's hidden
-    state goes to its experts and comes back, and so do the gradients, and with checkpointing the hidden states again;
-    of n ranks (n - 1) / n of them, as routers that balance perfectly send them.
+    Computation: each parameter element that a token meets costs 2 operations in the forward pass and 2 for the gradient
+    of its input; a trained element costs 2 more. A token attends to seq_len / 2 tokens on average, which costs
+    2 * seq_len operations per channel of the query heads, and 3.5 times as much for both passes (Dao, 2023,
+    https://arxiv.org/abs/2307.08691). "full" checkpointing adds a forward pass; "selective" repeats no large product.
+
+    Communication: a ring of n ranks sends (n - 1) / n of the bytes for a gather or a scatter, and twice as much for a
+    sum on all ranks. FSDP2 gathers parameters for the forward and the backward pass. Experts on `expert` ranks are
+    gathered over the other ranks of `shard` and `context`. Hidden states travel to the experts and back, and so do
+    their gradients; with checkpointing, hidden states travel twice. With perfectly balanced routers, (n - 1) / n of
+    them leave a rank.
 
     Args:
-        size: of the model.
-        tokens: per forward pass of a GPU (of all of a `tensor` or `context` group together).
+        size: sizes of the model.
+        tokens: tokens per forward pass of a GPU; with tensor or context parallelism, of the whole group.
         seq_len: tokens per sequence.
-        degrees: of "replicate", "shard", "context", "tensor" and "expert", by default 1: see `ParallelPlan`.
-        passes: forward passes per step.
-        hardware: by default an H200.
+        degrees: degrees of a `ParallelPlan`: "replicate", "shard", "context", "tensor", "expert"; 1 by default.
+        passes: forward passes per optimizer step.
+        activation_checkpointing: "none", "selective" or "full".
+        hardware: speed of a GPU and its links; by default an H200.
 
-    Raises InputError for a number below 1, a degree that is unknown, and an `expert` that does not divide the ranks of
-    `shard` and `context`.
+    Raises:
+        InputError: a number below 1, an unknown degree, or an `expert` that does not divide shard x context.
     """
     hardware = hardware or Hardware()
     for name, number in (("tokens", tokens), ("seq_len", seq_len), ("passes", passes), *degrees.items()):
@@ -186,16 +226,16 @@ def step_cost(
         if number > 1 and name not in KNOWN:
             raise InputError(f"{name}: the cost of this degree is not known; known are {', '.join(KNOWN)}")
     replicate, shard, context, tensor, expert = (degrees.get(name, 1) for name in KNOWN)
-    divided = shard * context  # ranks over which FSDP2 shards
+    divided = shard * context  # FSDP2 shards over these ranks
     if divided % expert:
         raise InputError(f"expert: {expert} does not divide the {divided} ranks (shard x context)")
     repeated = 1 + (activation_checkpointing == "full")
     attention = 2.0 * seq_len * size.attention
     per_token = 2 * size.used * (repeated + 1) + 2 * size.trained + attention * (repeated + 2.5)
     flops = passes * tokens * per_token / (tensor * context)
-    spread = size.experts if expert > 1 else 0, size.expert_gradients if expert > 1 else 0
-    weights, gradients = (size.weights - spread[0]) / tensor, (size.gradients - spread[1]) / tensor
-    own_weights, own_gradients = (each / expert for each in spread)
+    expert_weights, expert_gradients = (size.experts, size.expert_gradients) if expert > 1 else (0, 0)
+    weights, gradients = (size.weights - expert_weights) / tensor, (size.gradients - expert_gradients) / tensor
+    own_weights, own_gradients = expert_weights / expert, expert_gradients / expert
     activations = tokens * size.hidden_size * size.itemsize * size.num_layers
     gathered = tokens * size.gathered * size.itemsize
     routed = tokens / context * size.routed * size.hidden_size * size.itemsize
@@ -205,9 +245,9 @@ def step_cost(
     sent = {
         "replicate": passes * 2 * (gradients + own_gradients * expert) / divided * _ring(replicate),
         "shard": sharded + own_sharded,
-        # keys and values in a forward pass, and their gradients
+        # keys and values in the forward pass, and their gradients
         "context": passes * (repeated + 1) * tokens * size.keys_values / tensor * size.itemsize * _ring(context),
-        # two sums in a block's forward pass, and two in its backward pass; what is gathered, and its gradient
+        # two sums in a block's forward pass and two in its backward pass; gathered outputs and their gradients
         "tensor": passes * (repeated + 1) * (4 * activations + gathered) / context * _ring(tensor),
         "expert": passes * exchanges * routed * _ring(expert),
     }

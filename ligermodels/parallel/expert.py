@@ -1,4 +1,4 @@
-"""Expert parallelism of a model: which rank has which experts."""
+"""Expert parallelism: spread the experts of a model over ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ligermodels.layers.sharding import split_evenly
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose experts can be spread over ranks, by name."""
+    """Name and module of each mixture with experts that can be spread over ranks."""
     for name, module in model.named_modules():
         if declared(module).expert_parallel:
             yield name, module
 
 
 def check_expert_parallel(model: nn.Module, ranks: int) -> None:
-    """Raises ConfigError, naming the field, unless the experts of a model can be spread over so many ranks."""
-    found = list(mixtures(model))
-    if not found:
+    """ConfigError, naming the field, unless the experts of `model` can be divided evenly over so many `ranks`."""
+    named = list(mixtures(model))
+    if not named:
         raise ConfigError("expert: the model has no mixture of experts that could be spread; leave it out")
-    for name, module in found:
+    for name, module in named:
         for parameter, rows in of_experts(module).items():
             try:
                 split_evenly("num_experts", len(rows), ranks)
@@ -34,10 +34,10 @@ def check_expert_parallel(model: nn.Module, ranks: int) -> None:
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Spread the experts of a model over the ranks of `mesh`, of one dimension, in place: each has as many.
+    """Spread the experts of `model` evenly over the ranks of a one-dimensional `mesh`, in place.
 
-    Of values the first rank's are taken. What else the model has stays whole, for FSDP2 over all ranks; what has been
-    spread already stays as it is.
+    Values are taken from rank 0. Other parameters stay whole, so that FSDP2 can shard them over all ranks. Mixtures
+    that have been spread before are not changed.
     """
     for _, module in mixtures(model):
         if module._expert_mesh is not None:
@@ -49,6 +49,6 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def of_experts(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a mixture with a row for each expert."""
-    found = {name: getattr(module, name) for name in type(module).expert_parallel}  # type: ignore[attr-defined]
-    return {name: parameter for name, parameter in found.items() if parameter is not None}
+    """Name -> parameter of a mixture, for its parameters with a row per expert."""
+    names = type(module).expert_parallel  # type: ignore[attr-defined]
+    return {name: parameter for name, parameter in module.named_parameters(recurse=False) if name in names}

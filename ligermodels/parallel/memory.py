@@ -1,4 +1,4 @@
-"""Memory of a training step, found without a GPU: the step of a model on the meta device, byte by byte."""
+"""Memory of a training step, found without a GPU: a model runs the step on the meta device, and bytes are counted."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from ligermodels.parallel.shares import Share, Shares
 from ligermodels.parallel.trace import Trace, trace
 
 LOSS_WORKSPACE = 2**30
-"""Bytes for logits of a chunk, the `memory_budget` of `ops.linear_cross_entropy`."""
+"""Bytes for the logits of a chunk: the `memory_budget` of `ops.linear_cross_entropy`."""
 GATHERED_UNITS = 2
-"""Units whose whole parameters FSDP2 holds at once: the one that computes, and the next."""
+"""Units that FSDP2 keeps gathered at once: the unit that computes, and the next."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes on each GPU at the peak of a training step, as `torch.cuda.max_memory_allocated` counts them.
 
-    `weights` and `optimizer_states` are there all the time; `gathered` are whole parameters and gradients of the units
-    that FSDP2 has in work. `activations` are those at the end of the forward pass, and `backward` what the peak has
-    beyond all others: gradients, and what the backward pass computes with.
+    Args:
+        weights: parameters.
+        optimizer_states: states of the optimizer.
+        gathered: whole parameters and gradients of the units that FSDP2 keeps gathered.
+        activations: activations at the end of the forward pass.
+        backward: rest of the peak: gradients and temporary tensors of the backward pass.
     """
 
     weights: int
@@ -38,7 +41,7 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all parts."""
         return self.weights + self.optimizer_states + self.gathered + self.activations + self.backward
 
 
@@ -54,28 +57,49 @@ def step_memory(
     expert_load: float = 1.0,
     optimizer: str = "adamw",
 ) -> StepMemory:
-    """The memory of a step of `model`, which is on the meta device, over `batch_size` sequences of `seq_len` tokens on
-    each GPU, with `activation_checkpointing` as the model has it and the parameters that require a gradient.
+    """Memory of a training step on each GPU.
 
-    Forward and backward pass run on tensors without data, and each allocation and release is counted; so any model can
-    be asked about. Degrees are those of a `ParallelPlan`: sequences are divided over `context` ranks; projections and,
-    between these, tokens over `tensor`, and experts over `expert` of them; parameters, gradients and optimizer states
-    over `shard` times `context`, as by FSDP2 by block, which divides rows: of 128 experts no rank has less than one.
-    Not counted: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation.
+    Forward and backward pass run on the meta device, and all allocations and releases are counted, so this works for
+    any model. The model's `activation_checkpointing` and `requires_grad` count; its gradients are cleared. Not counted
+    are the CUDA context (about 0.5 GiB), NCCL's buffers and fragmentation.
 
-    expert_load: rows that come to the experts of a rank, relative to an equal part of all: 1 where routers balance
-    perfectly; at worst `expert`, where all tokens of all ranks choose experts of this one.
+    Args:
+        model: the model, on the meta device.
+        batch_size: sequences per forward pass of a group of `context` x `tensor` ranks.
+        seq_len: tokens per sequence.
+        shard: ranks that parameters, gradients and optimizer states are sharded over (times `context`), as FSDP2 shards
+            the rows of each block. A parameter of 128 experts is divided over at most 128 ranks.
+        context: ranks that each sequence is divided over.
+        tensor: ranks that projections, and tokens between projections, are divided over.
+        expert: ranks that experts are divided over, out of shard x context.
+        expert_load: tokens that a rank's experts receive, relative to perfect balance; from 1 to `expert` (all tokens
+            of all ranks go to this rank's experts).
+        optimizer: "adamw", or on unsharded parameters "adafactor".
 
-    Gradients of the model are cleared. Raises InputError for a model that is not on the meta device, and numbers out of
-    range; ConfigError, naming it, for what cannot be divided so.
+    Raises:
+        InputError: the model is not on the meta device, or a number is out of range.
+        ConfigError: the model cannot be divided in this way; the message names the degree.
     """
     step = StepTrace(model, batch_size, seq_len, context=context, tensor=tensor, expert=expert, expert_load=expert_load)
     return step.memory(shard=shard, optimizer=optimizer)
 
 
 class StepTrace:
-    """A step that has been followed once, and its memory by what divides parameters alone; arguments and errors as of
-    `step_memory`."""
+    """A training step that has been traced once. `memory` then gives its memory for different numbers of shards.
+
+    Args:
+        model: the model, on the meta device.
+        batch_size: sequences per forward pass of a group of `context` x `tensor` ranks.
+        seq_len: tokens per sequence.
+        context: ranks that each sequence is divided over.
+        tensor: ranks that projections, and tokens between projections, are divided over.
+        expert: ranks that experts are divided over.
+        expert_load: tokens that a rank's experts receive, relative to perfect balance; from 1 to `expert`.
+
+    Raises:
+        InputError: the model is not on the meta device, or a number is out of range.
+        ConfigError: the model cannot be divided in this way; the message names the degree.
+    """
 
     def __init__(
         self,
@@ -105,32 +129,42 @@ class StepTrace:
                 workspace=LOSS_WORKSPACE,
             )
         )  # fmt: skip
-        self._traced(context)  # which raises now
+        self._traced(context)  # raises errors of the model now
 
     def _traced(self, divided: int) -> Trace:
         return self._trace(several=self._in_float8 and divided * self.shares.tensor > 1)
 
     def memory(self, *, shard: int = 1, expert: int | None = None, optimizer: str = "adamw") -> StepMemory:
-        """With so many shards, and experts over another number of ranks: where they are spread, as many rows come to
-        a rank by any number of them."""
+        """Memory of the step on each GPU.
+
+        Args:
+            shard: ranks that parameters, gradients and optimizer states are sharded over (times `context`).
+            expert: ranks that experts are divided over, instead of the number that was traced. Both numbers must be
+                above 1, or both 1: then a rank's experts receive the same number of tokens.
+            optimizer: "adamw", or on unsharded parameters "adafactor".
+
+        Raises:
+            InputError: a number is out of range, or the optimizer is unknown.
+            ConfigError: `expert` does not divide shard x context, or Adafactor on sharded parameters.
+        """
         if shard < 1:
             raise InputError(f"shard: must be at least 1, got {shard}")
         shares, divided = self.shares, shard * self.context
         if expert is not None and expert != shares.expert:
             if 1 in (expert, shares.expert):
-                raise InputError(f"expert: the step was followed with {shares.expert}; follow it anew with {expert}")
+                raise InputError(f"expert: the step was traced with {shares.expert}; trace it again with {expert}")
             shares = Shares(self.model, expert=expert)
         if divided % shares.expert:
             raise ConfigError(f"expert: {shares.expert} does not divide the {divided} ranks (shard x context)")
 
-        def kept(share: Share) -> int:
+        def shard_bytes(share: Share) -> int:
             return share.sharded(divided // shares.expert if share.of_experts else divided)
 
-        sharded = [kept(share) for share in shares]
+        sharded = [shard_bytes(share) for share in shares]
         activations, peak = self._traced(divided).replay(
             np.array([share.nbytes for share in shares]), np.array(sharded)
         )
-        states = (_state_bytes(s.parameter, kept(s), optimizer) for s in shares if s.parameter.requires_grad)
+        states = (_state_bytes(s.parameter, shard_bytes(s), optimizer) for s in shares if s.parameter.requires_grad)
         return StepMemory(
             weights=sum(sharded),
             optimizer_states=sum(states),
@@ -141,7 +175,8 @@ class StepTrace:
 
 
 def _state_bytes(parameter: nn.Parameter, kept: int, optimizer: str) -> int:
-    """AdamW keeps two moments in the parameter's dtype; Adafactor a row and a column of each matrix."""
+    """Bytes of the optimizer's states: AdamW has two moments in the parameter's dtype, Adafactor a row and a column per
+    matrix. `kept`: bytes of the parameter on this rank."""
     if optimizer == "adamw":
         return 2 * kept
     if optimizer == "adafactor":
@@ -153,7 +188,7 @@ def _state_bytes(parameter: nn.Parameter, kept: int, optimizer: str) -> int:
 
 
 def _gathered(model: CausalLM, shares: Shares) -> int:
-    """Whole parameters of the units in work, and the whole gradients of one of them."""
+    """Bytes of the whole parameters of GATHERED_UNITS units, and of the whole gradients of one unit."""
     units: list[nn.Module] = [*model.decoder.blocks, model.decoder.embed, model.head]
     largest = max(sum(share.nbytes for share in shares.of(unit)) for unit in units)
     trained = max(sum(s.nbytes for s in shares.of(unit) if s.parameter.requires_grad) for unit in units)

@@ -1,8 +1,7 @@
-"""How a model is spread over ranks, as data."""
+"""Plans of parallelism, as data."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -11,34 +10,62 @@ from ligermodels.errors import ConfigError, validation_message
 
 
 class ParallelPlan(BaseModel):
-    """Degrees of parallelism, whose product is the number of ranks, and what goes with them.
+    """How to spread a model over ranks: degrees of parallelism, mixed precision, checkpointing and compilation.
 
-    Raises ConfigError, which names the field, for a value of another type or out of range.
+    The product of replicate, shard, context and tensor is the number of ranks.
+
+    Args:
+        replicate: groups of ranks that each hold the whole model (HSDP, together with `shard`). Default: 1.
+        shard: ranks that a copy of the model is sharded over (FSDP2). Default: -1, all ranks that the other degrees
+            leave.
+        tensor: ranks that each matrix product is divided over. Default: 1.
+        context: ranks that each sequence is divided over. Default: 1.
+        expert: ranks that the experts of a mixture are divided over, out of shard x context. Default: 1.
+        param_dtype: "bfloat16" or "float32", dtype of gathered parameters and of the computation. Default: the
+            parameters' dtype.
+        reduce_dtype: "bfloat16" or "float32", dtype of sums of gradients over ranks. Default: the dtype of the
+            computation.
+        activation_checkpointing: "none", "selective" or "full". Default: the model's setting.
+        compile: "none" or "blocks", the parts that torch.compile compiles. Default: "none".
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range, or fields cannot be combined; the message names the
+            field.
+
+    Example:
+        >>> import ligermodels as lm
+        >>> plan = lm.ParallelPlan(tensor=2, param_dtype="bfloat16")
+        >>> plan.degrees(8)
+        {'replicate': 1, 'shard': 4, 'context': 1, 'tensor': 2}
+        >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", plan=plan)  # under torchrun  # doctest: +SKIP
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     AXES: ClassVar[tuple[str, ...]] = ("replicate", "shard", "context", "tensor")
-    """Dimensions of the mesh, the outermost first: neighbours in the last exchange the most, and share a host. Experts
-    are spread over neighbours among the ranks of `shard` and `context`."""
+    """Dimensions of the mesh, the outermost first. Neighbours in the last dimension exchange the most data and share a
+    host. Experts are spread over neighbours among the ranks of `shard` and `context`."""
 
     replicate: int = Field(1, ge=1, description="Groups of ranks that each hold the whole model (HSDP, with shard).")
-    shard: int = Field(-1, ge=-1, description="Ranks that a copy of the model is sharded over (FSDP2); -1: the rest.")
+    shard: int = Field(
+        -1, ge=-1, description="Ranks that a copy of the model is sharded over (FSDP2); -1: all other ranks."
+    )
     tensor: int = Field(1, ge=1, description="Ranks that each matrix product is divided over.")
     context: int = Field(1, ge=1, description="Ranks that each sequence is divided over.")
     expert: int = Field(1, ge=1, description="Ranks that the experts of a mixture are divided over.")
     param_dtype: Literal["bfloat16", "float32"] | None = Field(
-        None, description="Mixed precision: dtype to gather parameters and to compute in.  [default: the parameters']"
+        None,
+        description="Mixed precision: dtype of gathered parameters and computation.  [default: the parameters' dtype]",
     )
     reduce_dtype: Literal["bfloat16", "float32"] | None = Field(
-        None, description="Dtype to sum gradients over ranks in.  [default: that of the computation]"
+        None, description="Dtype of sums of gradients over ranks.  [default: dtype of the computation]"
     )
     activation_checkpointing: Literal["none", "selective", "full"] | None = Field(
-        None, description="As of the model.  [default: what the model has]"
+        None, description="Activation checkpointing.  [default: the model's setting]"
     )
-    compile: Literal["none", "blocks"] = Field("none", description="What torch.compile compiles.")
+    compile: Literal["none", "blocks"] = Field("none", description="Parts that torch.compile compiles.")
 
-    if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
+    if TYPE_CHECKING:  # the constructor that type checkers derive would require all settings
 
         def __init__(self, **settings: Any) -> None: ...
 
@@ -54,7 +81,7 @@ class ParallelPlan(BaseModel):
     @classmethod
     def _is_degree(cls, value: int) -> int:
         if value == 0:
-            raise ConfigError("shard: must be at least 1, or -1 for the rest of the ranks, got 0")
+            raise ConfigError("shard: must be at least 1, or -1 for all other ranks, got 0")
         return value
 
     @model_validator(mode="after")
@@ -66,28 +93,38 @@ class ParallelPlan(BaseModel):
         return self
 
     def degrees(self, world_size: int) -> dict[str, int]:
-        """The size of each of AXES on so many ranks; ConfigError unless their product is that number."""
-        found = {name: getattr(self, name) for name in self.AXES}
-        others = math.prod(found[name] for name in self.AXES if name != "shard")
-        told = " x ".join(f"{name} {size}" for name, size in found.items() if name != "shard" and size > 1) or "1"
+        """Size of each dimension of the mesh.
+
+        Args:
+            world_size: number of ranks.
+
+        Returns:
+            Name of each of AXES -> its size; the product is `world_size`.
+
+        Raises:
+            ConfigError: the degrees do not divide the number of ranks.
+        """
+        sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context, "tensor": self.tensor}
+        others = self.replicate * self.context * self.tensor
+        text = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "shard" and size > 1) or "1"
         if self.shard == -1:
             if world_size % others:
                 raise ConfigError(
-                    f"{told}: does not divide the number of ranks, which is {world_size}; start the program by "
+                    f"{text}: does not divide the number of ranks, which is {world_size}; start the program by "
                     f"torchrun --nproc-per-node N, N a multiple of {others}"
                 )
-            found["shard"] = world_size // others
+            sizes["shard"] = world_size // others
         elif others * self.shard != world_size:
             rest, left = divmod(world_size, others)
-            advice = f"give shard {rest}, or -1" if not left else f"{told} does not divide the {world_size} ranks"
+            advice = f"give shard {rest}, or -1" if not left else f"{text} does not divide the {world_size} ranks"
             raise ConfigError(
-                f"shard: {self.shard}, times {told}, is {others * self.shard} ranks, and there are {world_size}; "
+                f"shard: {self.shard}, times {text}, is {others * self.shard} ranks, and there are {world_size}; "
                 f"{advice}, or start as many processes"
             )
-        if found["shard"] * found["context"] % self.expert:
-            ranks = found["shard"] * found["context"]
+        ranks = sizes["shard"] * self.context
+        if ranks % self.expert:
             raise ConfigError(
-                f"expert: {self.expert} does not divide the {ranks} ranks (shard x context) that a copy of the model, "
-                "experts included, is spread over"
+                f"expert: {self.expert} does not divide the {ranks} ranks (shard x context) that share a copy of the "
+                "model, experts included; give a divisor of that number"
             )
-        return found
+        return sizes

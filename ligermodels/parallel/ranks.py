@@ -18,9 +18,9 @@ from ligermodels.errors import InputError
 from ligermodels.parallel.plan import ParallelPlan
 
 TIMEOUT = timedelta(minutes=10)
-"""Of a collective call. It is not what ends a run whose rank was killed: torchrun does that at once."""
+"""Timeout of collectives. When a rank is killed, torchrun ends the run at once, without waiting for it."""
 DATA = ("replicate", "shard")
-"""Dimensions of a mesh whose ranks have data of their own."""
+"""Dimensions of a mesh along which ranks have different data."""
 
 
 class HasParameters(Protocol):
@@ -33,17 +33,22 @@ def launched() -> bool:
 
 
 def world_size() -> int:
-    """The number of processes, also before they are a group."""
+    """Number of processes, also before they join a group."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def join(device: torch.device | str | None = None) -> bool:
-    """Join the process group of the launcher, if there is one and it was not joined; returns whether this did it.
+    """Join the launcher's process group, if there is one and this process has not joined it.
 
-    device: "cpu", for gloo alone; otherwise, and where there are GPUs, NCCL beside it, and the GPU of the process is
-    the current one.
+    With GPUs the group has NCCL beside gloo, and this process's GPU becomes the current device.
+
+    Args:
+        device: "cpu" to use gloo alone although there are GPUs.
+
+    Returns:
+        Whether this call has joined the group.
     """
     if dist.is_initialized() or not launched():
         return False
@@ -57,7 +62,7 @@ def join(device: torch.device | str | None = None) -> bool:
 
 
 def rank_device() -> torch.device:
-    """The device of this rank: the current GPU, without one, or in a group of gloo alone, the CPU."""
+    """The device of this rank: the current GPU; the CPU if there is none, or if the group has gloo alone."""
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -65,10 +70,12 @@ def rank_device() -> torch.device:
 class Meshes(NamedTuple):
     """The meshes of a plan over all ranks.
 
-    ranks: its dimensions are the plan's AXES.
-    parameters: that which parameters are distributed over, ("replicate", "shard", "tensor"): the ranks of a context
-        have the same weights, and so divide them as those do that have data of their own.
-    experts: that of parameters of experts, ("replicate", "shard", "expert"); None where these are as the others.
+    Args:
+        ranks: mesh with the plan's AXES as dimensions.
+        parameters: mesh that parameters are distributed over, with dimensions ("replicate", "shard", "tensor"). Context
+            ranks hold different tokens but the same weights, so "shard" includes them.
+        experts: mesh that parameters of experts are distributed over, with dimensions ("replicate", "shard", "expert");
+            None if they are distributed like the others.
     """
 
     ranks: DeviceMesh
@@ -77,7 +84,10 @@ class Meshes(NamedTuple):
 
     @classmethod
     def of(cls, plan: ParallelPlan, device_type: str) -> Meshes:
-        """ConfigError as of `ParallelPlan.degrees`, InputError without a process group."""
+        """The meshes of `plan` on devices of `device_type` ("cuda").
+
+        ConfigError if its degrees do not divide the number of ranks, InputError without a process group.
+        """
         ranks = parameters = _mesh(plan, device_type)
         replicate, shard, context, tensor = ranks.shape
         experts = None
@@ -91,17 +101,17 @@ class Meshes(NamedTuple):
 
 
 class Parallelism(NamedTuple):
-    """How a model was spread."""
+    """The plan and the meshes of a model that has been spread."""
 
     plan: ParallelPlan
     meshes: Meshes
 
 
 def parallelism_of(model: object) -> Parallelism | None:
-    """The plan and meshes of a model, or of a part of it, that `parallelize` has spread."""
+    """The plan and meshes of a model that `parallelize` has spread, or that contains such a model; otherwise None."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = (vars(module).get("_parallelism") for module in modules)
-    return next((each for each in found if each is not None), None)
+    spread = (vars(module).get("_parallelism") for module in modules)
+    return next((parallelism for parallelism in spread if parallelism is not None), None)
 
 
 def _mesh(plan: ParallelPlan, device_type: str) -> DeviceMesh:
@@ -115,20 +125,29 @@ def _mesh(plan: ParallelPlan, device_type: str) -> DeviceMesh:
 
 
 def data_share(plan: ParallelPlan, axes: tuple[str, ...] = DATA) -> tuple[int, int]:
-    """Which share of the data this rank takes, and how many there are, before there is a mesh."""
+    """This rank's share of the data, from the plan alone, before there are meshes.
+
+    Args:
+        plan: the plan.
+        axes: dimensions of the mesh whose ranks have different data.
+
+    Returns:
+        Number of the share, and the number of shares.
+    """
     degrees = plan.degrees(world_size())
     rank, share = dist.get_rank() if dist.is_initialized() else 0, 0
-    places = dict(zip(degrees, np.unravel_index(rank, tuple(degrees.values())), strict=True))
+    coordinates = dict(zip(degrees, np.unravel_index(rank, tuple(degrees.values())), strict=True))
     for name in axes:
-        share = share * degrees[name] + int(places[name])
+        share = share * degrees[name] + int(coordinates[name])
     return share, math.prod(degrees[name] for name in axes)
 
 
 class DataRanks:
-    """The ranks that divide a batch among them: `rank` of `size`; one process alone is 0 of 1.
+    """The ranks that divide a batch: this process is number `rank` of `size`; a single process is 0 of 1.
 
-    They are those of the dimensions DATA of a mesh; of one that has none of these names all, but for those that are a
-    plan's other AXES, whose ranks share their data.
+    Args:
+        mesh: the mesh, or None for a single process. Its dimensions DATA count; without these names, all dimensions
+            except the plan's other AXES, since their ranks share data.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -146,18 +165,18 @@ class DataRanks:
 
     @classmethod
     def of(cls, model: HasParameters) -> DataRanks:
-        """Those of the plan of a model that `parallelize` has spread; else those over which FSDP2 averages gradients,
-        of the mesh of its first sharded parameter."""
+        """The data ranks of a model: from its plan if `parallelize` has spread it, otherwise from the mesh of its first
+        sharded parameter, where FSDP2 averages gradients."""
         if (spread := parallelism_of(model)) is not None:
             return cls(spread.meshes.ranks)
         return cls(next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None))
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, on the device of x; a GPU does not wait for it."""
+        """The sum of `x` over the ranks, on the device of `x`. Does not synchronise with a GPU."""
         if self._mesh is None or self.size == 1:
             return x
-        found = x.detach().to(self._mesh.device_type, copy=True)
+        total = x.detach().to(self._mesh.device_type, copy=True)
         for dim in self._dims:
             if self._mesh.size(dim) > 1:
-                dist.all_reduce(found, group=self._mesh.get_group(dim))
-        return found.to(x.device)
+                dist.all_reduce(total, group=self._mesh.get_group(dim))
+        return total.to(x.device)

@@ -1,4 +1,4 @@
-"""How much of each parameter a rank has, by arithmetic: nothing is distributed."""
+"""The shard of each parameter that a rank would hold, by arithmetic; nothing is distributed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from ligermodels.parallel.tensor import check_tensor_parallel, tensor_placements
 
 @dataclass(frozen=True)
 class Share:
-    """Of one parameter what the first rank has, whose part is the largest, while FSDP2 has it gathered: `shape`."""
+    """The shard of a parameter on rank 0, the largest of all shards.
+
+    Args:
+        parameter: the whole parameter.
+        shape: shape of the shard while FSDP2 keeps it gathered.
+        of_experts: whether it has a row per expert, and experts are spread.
+    """
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
@@ -25,19 +31,27 @@ class Share:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Bytes of the shard while FSDP2 keeps it gathered."""
         return math.prod(self.shape) * self.parameter.itemsize
 
     def sharded(self, ranks: int) -> int:
-        """Bytes of it where FSDP2 shards its rows over so many ranks, the first of which have one more."""
+        """Bytes on rank 0 if FSDP2 shards its rows over this number of `ranks`; the first ranks may have a row more."""
         rows, *others = self.shape or (1,)
         return -(-rows // ranks) * math.prod(others) * self.parameter.itemsize
 
 
 class Shares:
-    """Those of all parameters of a model over `tensor`, or `expert`, ranks, in the order of `model.parameters()`.
+    """The shards of all parameters of a model, in the order of `model.parameters()`.
 
-    mixtures: the modules whose experts are spread. Raises ConfigError, naming it, for what cannot be divided so.
+    `mixtures` lists the modules with experts that are spread.
+
+    Args:
+        model: the model, on any device.
+        tensor: ranks that projections are divided over.
+        expert: ranks that experts are divided over.
+
+    Raises:
+        ConfigError: the model cannot be divided in this way; the message names the degree.
     """
 
     def __init__(self, model: CausalLM, *, tensor: int = 1, expert: int = 1) -> None:
@@ -66,5 +80,5 @@ class Shares:
         return iter(self._all)
 
     def of(self, module: nn.Module) -> list[Share]:
-        """Those of the parameters of a part of the model."""
+        """The shards of the parameters of `module`, a part of the model."""
         return [self._by_id[id(p)] for p in module.parameters()]

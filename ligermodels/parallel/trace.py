@@ -1,4 +1,4 @@
-"""What a training step of one rank allocates and releases, in order, found on the meta device."""
+"""Trace a training step of one rank on the meta device: all allocations and releases of memory, in order."""
 
 from __future__ import annotations
 
@@ -26,29 +26,34 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Trace:
-    """Allocations of a forward and backward pass.
+    """Allocations of a forward and backward pass. Parameters have numbers in the order of `model.parameters()`.
 
-    changes: bytes allocated (or, below 0, released) at each event. places: of storages that become gradients the place
-    of their parameter in the model, else -1. complete: for each trained parameter's place, the event at which its
-    gradient has been accumulated. forward: events of the forward pass. workspace: bytes that the head's loss takes at
-    its end. exchanged: bytes of hidden states that tensor-parallel ranks gather, and are to sum, at once, within
-    an op.
+    Args:
+        changes: bytes allocated (or, below 0, released) at each event.
+        parameters: for each event, the number of the parameter if the storage becomes its gradient, otherwise -1.
+        complete: number of each trained parameter -> event that completes its gradient.
+        forward: number of events of the forward pass.
+        workspace: bytes that the head's loss takes at the end of the forward pass.
+        exchanged: bytes of hidden states that tensor-parallel ranks gather, or are about to sum, at once within an op.
     """
 
     changes: Numbers
-    places: Numbers
+    parameters: Numbers
     complete: dict[int, int]
     forward: int
     workspace: int
     exchanged: int
 
     def replay(self, whole: Numbers, kept: Numbers) -> tuple[int, int]:
-        """Bytes at the end of the forward pass, and at the peak, where the gradients of all parameters have the bytes
-        `whole`, and `kept` of them from when they are complete."""
-        places = np.array(list(self.complete), dtype=np.int64)
-        of_gradients = self.places >= 0
-        changes = np.where(of_gradients, np.sign(self.changes) * whole[self.places], self.changes)
-        np.add.at(changes, list(self.complete.values()), (kept - whole)[places])
+        """Bytes at the end of the forward pass, and at the peak.
+
+        Args:
+            whole: for each parameter, bytes of its gradient until it is complete.
+            kept: for each parameter, bytes of its gradient after FSDP2 has sharded it.
+        """
+        numbers = np.array(list(self.complete), dtype=np.int64)
+        changes = np.where(self.parameters >= 0, np.sign(self.changes) * whole[self.parameters], self.changes)
+        np.add.at(changes, list(self.complete.values()), (kept - whole)[numbers])
         held = changes.cumsum()
         end = int(held[self.forward - 1])
         return end, max(int(held.max()) + self.exchanged, end + self.workspace)
@@ -65,16 +70,17 @@ def trace(
     workspace: int,
     several: bool,
 ) -> Trace:
-    """The step of the first rank over `batch_size` sequences of `seq_len` tokens, without FSDP2.
+    """Trace the step of rank 0, without FSDP2. Gradients of the model are cleared.
 
     Args:
-        shares: what the rank has of each parameter, by tensor and expert parallelism.
+        model: the model, on the meta device.
+        batch_size: sequences.
+        seq_len: tokens per sequence.
+        shares: the rank's shard of each parameter, by tensor and expert parallelism.
         context: ranks that each sequence is divided over.
-        load: rows that come to the rank's experts, relative to an equal part of all.
-        workspace: the most bytes that the head's loss takes.
-        several: whether it runs in several processes, where float8 forms of frozen weights are not kept.
-
-    Gradients of the model are cleared.
+        load: tokens that the rank's experts receive, relative to perfect balance.
+        workspace: largest number of bytes that the head's loss takes.
+        several: whether there are several processes; then float8 copies of frozen weights are not kept.
     """
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
     exchanged = 0
@@ -99,21 +105,21 @@ def trace(
             compute.keeps_frozen = None
     model.zero_grad(set_to_none=True)
     storages, changes = np.array(allocations.events, dtype=np.int64).T
-    place_of = np.full(storages.max() + 1, -1)
-    place_of[list(allocations.gradients)] = [place for place, _ in allocations.gradients.values()]
+    parameter_of = np.full(storages.max() + 1, -1)
+    parameter_of[list(allocations.gradients)] = [number for number, _ in allocations.gradients.values()]
     logits = ids.numel() // context * -(-model.config.vocab_size // shares.tensor) * model.dtype.itemsize
     complete = dict(allocations.gradients.values())
-    return Trace(changes, place_of[storages], complete, forward, min(workspace, logits), exchanged)
+    return Trace(changes, parameter_of[storages], complete, forward, min(workspace, logits), exchanged)
 
 
 @contextmanager
 def _on_first_rank(model: CausalLM, shares: Shares, context: int, load: float) -> Iterator[None]:
-    """Within it the model has what the first rank has of its parameters, and of each sequence; nothing is exchanged on
-    the meta device."""
+    """Context manager within which the model holds rank 0's shards of its parameters, and runs on rank 0's part of each
+    sequence. Nothing is exchanged on the meta device."""
     if context > 1:
         check_context_parallel(model.decoder)
     before = [(module, dict(module.named_parameters(recurse=False))) for module in model.modules()]
-    parts: dict[int, nn.Parameter] = {}  # by the id of the whole one
+    parts: dict[int, nn.Parameter] = {}  # by the id of the whole parameter
     for share in shares:
         old = share.parameter
         parts[id(old)] = nn.Parameter(torch.empty(share.shape, dtype=old.dtype, device="meta"), old.requires_grad)
@@ -137,7 +143,7 @@ def _on_first_rank(model: CausalLM, shares: Shares, context: int, load: float) -
 
 @dataclass(frozen=True)
 class FirstRank:
-    """What layers ask of a mesh, without ranks. load: see `trace`."""
+    """Stands in for a mesh of this number of `ranks`, without processes; this is rank 0. `load`: see `trace`."""
 
     ranks: int
     load: float = 1.0
@@ -157,14 +163,14 @@ class FirstRank:
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes the storages that ops make on the meta device while it is active, and when they are released."""
+    """While active, records the storages that ops allocate on the meta device, and when they are released."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.events: list[tuple[int, int]] = []
-        self.gradients: dict[int, tuple[int, int]] = {}
-        self._numbers: dict[int, int] = {}  # of storages
-        self._made = 0
+        self.gradients: dict[int, tuple[int, int]] = {}  # storage number -> parameter number, event
+        self._numbers: dict[int, int] = {}  # id of a storage -> its number
+        self._allocated = 0
         self._parameters = list(model.parameters())
         self._known = {p.untyped_storage()._cdata for p in self._parameters}
 
@@ -192,18 +198,18 @@ class _Allocations(TorchDispatchMode):
     def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._numbers and key not in self._known:
-            self._numbers[key] = self._made
-            self._made += 1
+            self._numbers[key] = self._allocated
+            self._allocated += 1
             self.events.append((self._numbers[key], size))
             weakref.finalize(storage, self._released, key, size)
 
     def _released(self, key: int, size: int) -> None:
         self.events.append((self._numbers.pop(key), -size))
 
-    def _complete(self, place: int, parameter: Tensor) -> None:
-        """A gradient has been accumulated."""
+    def _complete(self, index: int, parameter: Tensor) -> None:
+        """Hook that runs once the gradient of parameter number `index` has been accumulated."""
         if parameter.grad is not None:
             number = self._numbers.get(parameter.grad.untyped_storage()._cdata)
             if number is None:
-                raise InputError(f"model: the gradient of parameter {place} is no tensor of the backward pass")
-            self.gradients[number] = place, len(self.events) - 1
+                raise InputError(f"model: the gradient of parameter {index} is no tensor of the backward pass")
+            self.gradients[number] = index, len(self.events) - 1

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.archs.mtp import mtp_block
 from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count
 from ligermodels.convert import hub
 from ligermodels.convert.export_spec import Keep
@@ -20,6 +19,7 @@ from ligermodels.generation.state import DecodingState
 from ligermodels.layers.initialization import allocate, initialize, skip_init
 from ligermodels.layers.sharding import call_gathered, gathered
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.mtp_format import mtp_block
 from ligermodels.models.native import check_native
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.archs import family_of
-from ligermodels.archs.mtp import QWEN, MTPFormat
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, as_json
@@ -31,6 +30,7 @@ from ligermodels.layers.quantized import weight_codes
 from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MTP_TYPE
+from ligermodels.models.mtp_format import MTPFormat
 from ligermodels.models.state_dict import nearest_layout
 from ligermodels.models.untie import HEAD
 from ligermodels.speculative.mtp_head import MTPHead
@@ -78,7 +78,7 @@ class Layout:
 def _format_of(base: CausalLM) -> tuple[MTPFormat, Sequence[Mapping[str, Any]]]:
     """That of the model's family, and the family's layouts."""
     family = None if base.export_spec is None else family_of(base.export_spec.hf_config)
-    return (QWEN, [{}]) if family is None else (family.mtp, family.layouts)
+    return (MTPFormat(), [{}]) if family is None else (family.mtp, family.layouts)
 
 
 def stored_layers(base: CausalLM, folder: Path) -> int:

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.archs.mtp import mtp_block
 from ligermodels.layers import Block, ForwardContext, RotaryEmbedding
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.tokens import packed_layout
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.mtp_format import mtp_block
 
 
 class MTPHead(nn.Module):
@@ -28,7 +28,8 @@ class MTPHead(nn.Module):
     The model's lm_head of y_t predicts the token after that of e_t. Source: DeepSeek-V3 (arXiv 2412.19437), section
     2.2, with h_t as in the checkpoints of Qwen3-Next and Qwen3.5.
 
-    The block is of the kind of the model's last one of full attention (`archs.mtp.mtp_block`), which names the errors.
+    The block copies the config of the model's last block with full attention; `models.mtp_format.mtp_block` names the
+    errors.
 
     A head of several layers takes the first for e_t of the token after t, the second, on the result of the first, for
     the token after that, and so on: `later` has those after the first. They are heads of one layer, if `separate`, as

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from zoo import BASE, GPT_OSS, make_checkpoint, plain, relative_error
 
 import ligermodels as lm
-from ligermodels.convert.config_json import rope_parameters
+from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import YarnScaling
 

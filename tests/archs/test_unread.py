@@ -203,7 +203,7 @@ def test_architectures_of_another_family_are_a_warning(model_type: str) -> None:
         for name in [named] if isinstance(named, str) else named:
             family_of({"model_type": model_type, "architectures": [name]})
     other = "GemmaForCausalLM" if model_type != "gemma" else "LlamaForCausalLM"
-    with pytest.warns(ConfigWarning, match=rf"architectures names '{other}', but model_type, .* is '{model_type}'"):
+    with pytest.warns(ConfigWarning, match=rf"architectures names '{other}', but model_type is '{model_type}'"):
         family_of({"model_type": model_type, "architectures": [other]})
 
 

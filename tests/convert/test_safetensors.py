@@ -307,7 +307,7 @@ def test_index_and_shards_that_disagree(sharded: Path) -> None:
     good = json.loads((sharded / INDEX).read_text())
     for name, file in [("d", FIRST), ("c", FIRST), ("a", SECOND)]:
         (sharded / INDEX).write_text(json.dumps({**good, "weight_map": {**good["weight_map"], name: file}}))
-        refused(sharded, rf"index\.json: says that {file} holds '{name}', which it does not")
+        refused(sharded, rf"index\.json: says that {file} holds '{name}', but it does not")
     (sharded / INDEX).write_text(json.dumps(good))
     save_file(floats("c", "a"), sharded / SECOND)
     refused(sharded, rf"{SECOND}: holds 'a', but so does {FIRST}")
@@ -347,7 +347,7 @@ def test_digests_name_what_is_not_as_it_was_written(sharded: Path, tmp_path: Pat
     good = (sharded / SECOND).read_bytes()
     (sharded / SECOND).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     Checkpoint(sharded).close()  # It has the right size.
-    with pytest.raises(CheckpointError, match=rf"model: 1 of 2 weight files are not those.*: {SECOND};"):
+    with pytest.raises(CheckpointError, match=rf"model: 1 of 2 weight files do not match their SHA-256: {SECOND};"):
         check_digests(sharded)
     (sharded / SECOND).unlink()
     with pytest.raises(CheckpointError, match=rf"{SECOND} \(No such file"):
@@ -386,7 +386,7 @@ def test_a_file_by_itself_holds_its_digest(tmp_path: Path, name: str) -> None:
     contents = [good[:at] + bytes([byte]) + good[at + 1 :] for at, byte in damaged.values()]
     for content in (*contents, b"", bytes(len(good))):
         (out / file).write_bytes(content)
-        with pytest.raises(CheckpointError, match=rf"1 of 1 weight files are not those that were written.*: {file}"):
+        with pytest.raises(CheckpointError, match=rf"1 of 1 weight files do not match their SHA-256: {file}"):
             check_digests(out)
     (out / file).write_bytes(good[:-1])
     with pytest.raises(CheckpointError, match="1 of 1 weight files"):

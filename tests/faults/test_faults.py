@@ -334,7 +334,7 @@ def test_of_two_saves_at_once_one_is_refused(there: bool, tmp_path: Path, childr
     started, go = children.Event(), children.Event()
     process = spawned(hold, out, files, started, go)
     assert started.wait(60)
-    with pytest.raises(CheckpointError, match="out: another is saving into it"):
+    with pytest.raises(CheckpointError, match="out: another process is saving into it"):
         sharded(OLD, files, out, overwrite=True)
     go.set()
     process.join(60)

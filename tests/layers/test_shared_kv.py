@@ -177,7 +177,7 @@ def test_config_as_transformers_writes_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers 5 of 5 layers leaves none"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers 5 of 5 layers leaves no layer with keys"),
         ({"num_kv_shared_layers": -1}, "'num_kv_shared_layers' must be a whole number"),
         ({"global_head_dim": 15}, "global_head_dim.*must be even"),
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 4}, "num_key_value_heads must divide"),
@@ -188,7 +188,7 @@ def test_config_as_transformers_writes_it(name: str, tmp_path: Path) -> None:
             {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 4},
             "top_k_experts 3",
         ),
-        ({"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config: must give each layer of full attention"),
+        ({"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config: must have the same head_dim"),
         ({"per_layer_config": {str(i): {"head_dim": 16} for i in (0, 2, 4)}}, "global_head_dim = 24 contradicts"),
         ({"rope_theta": 5.0}, "rope_theta = 5.0 is not implemented"),
         (

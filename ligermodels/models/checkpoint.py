@@ -1,0 +1,180 @@
+"""A Hugging Face checkpoint as a model: opening the folder, choosing its layout, and how the model is written again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.convert.companions import Companions
+from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, nested_configs, read_json
+from ligermodels.convert.dequantize import dequantized
+from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
+from ligermodels.convert.loading import FileReader, Reader, Spec
+from ligermodels.convert.quantization import Quantization, without_quantization
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.layers.initialization import persistent_tensors
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.extra_heads import require_model, without_heads
+from ligermodels.models.families import Family, family_of
+from ligermodels.models.state_dict import nearest_layout
+from ligermodels.models.untie import TIED
+
+
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint folder with its files open.
+
+    Args:
+        folder: the folder.
+        stored_config: config.json without `quantization_config`.
+        hf_config: `stored_config` without fields of draft heads, and with `tie_word_embeddings` as the weights are.
+        config: the decoder that `hf_config` composes to.
+        reader: reads the tensors; quantised ones are dequantised to `dtype`.
+        dtype: dtype of the model to load.
+        quantization: how tensors are quantised in the files, or None.
+        companions: the files beside the weights.
+    """
+
+    folder: Path
+    stored_config: dict[str, Any]
+    hf_config: dict[str, Any]
+    config: DecoderConfig
+    reader: FileReader
+    dtype: torch.dtype
+    quantization: Quantization | None
+    companions: Companions
+
+    def export_spec(self, weight_map: WeightMap, repo_id: str | None) -> ExportSpec:
+        """How a model that was loaded by `weight_map` is written again; `repo_id` names the checkpoint on the hub."""
+        extra = self.reader.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
+        source = SourceCheckpoint(
+            self.folder.absolute(),
+            self.stored_config,
+            weight_map,
+            extra=sorted(extra),
+            nested=family_of(self.hf_config).text is not None,
+            files=self.companions.processors,
+            repo_id=repo_id,
+            quantization=self.quantization,
+        )
+        return replace(export_spec(self.hf_config, self.config, weight_map, self.companions), source=source)
+
+
+def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) -> OpenCheckpoint:
+    """Open a checkpoint folder, compose its config and check its files.
+
+    Args:
+        folder: the folder.
+        dtype: dtype of the model to load; by default the dtype that config.json names.
+        opened: closes the files when it is closed.
+
+    Raises:
+        ConfigError: a field of config.json is missing, bad or not supported. Raised before errors of the weights,
+            except where the config leaves open whether the head is tied.
+        CheckpointError: files are missing or damaged.
+    """
+    stored_config, quantization = without_quantization(read_json(folder / "config.json"))
+    if "model_type" not in stored_config:
+        require_model(stored_config)
+    hf_config, _ = without_heads(stored_config)
+    family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
+    config = family.decoder_config(hf_config) if family.text is None else None
+    reader = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
+    if config is None:
+        hf_config = tied_as_stored(hf_config, family, reader)
+        config = family.decoder_config(hf_config)
+    return OpenCheckpoint(folder, stored_config, hf_config, config, reader, dtype, quantization, Companions.of(folder))
+
+
+def tied_as_stored(config: dict[str, Any], family: Family, reader: Reader) -> dict[str, Any]:
+    """The config of a multimodal checkpoint with `tie_word_embeddings` as the weights have it.
+
+    Files have `tie_word_embeddings` beside `text_config`, in it, in both or in neither, and the defaults of
+    transformers' config classes do not fit all checkpoints. Two equal flags decide. Otherwise the head is tied if it is
+    not stored, or if its values equal the embedding's.
+
+    Args:
+        config: config.json.
+        family: the family of `config`. Without a `text` config of its own, `config` is returned unchanged.
+        reader: reads the checkpoint's tensors.
+    """
+    levels = nested_configs(config)
+    if THINKER in levels:
+        return {**config, THINKER: tied_as_stored(dict(levels[THINKER]), family, reader)}
+    flags = [config.get(TIED), levels.get(TEXT, config).get(TIED)]
+    decided = flags[0] is not None and flags[0] == flags[1]
+    if family.text is None or decided or not all(flag in (None, True, False) for flag in flags):
+        return config
+    pairs = [(layout["head"], f"{layout['prefix']}.embed_tokens.weight") for layout in family.layouts]
+    stored = [[reader.read(name) for name in pair] for pair in pairs if reader.headers.keys() >= set(pair)]
+    return {**config, TIED: all(torch.equal(head, embedding) for head, embedding in stored)}
+
+
+def choose_layout(
+    hf_config: Mapping[str, Any], config: DecoderConfig, headers: Mapping[str, Spec], state: Mapping[str, Tensor]
+) -> WeightMap:
+    """The weight map of the layout of this family that fits a checkpoint best: see `nearest_layout`.
+
+    Args:
+        hf_config: config.json.
+        config: the decoder that it composes to.
+        headers: name -> dtype and shape of the checkpoint's tensors.
+        state: native name -> tensor of the model.
+    """
+    _, heads = without_heads(hf_config)
+    family = family_of(hf_config)
+    layout = nearest_layout(family.weight_maps(config), headers, state)
+    return replace(layout, ignored=[*layout.ignored, *heads, *family.mtp.ignored(hf_config)])
+
+
+def export_spec(
+    hf_config: dict[str, Any],
+    config: DecoderConfig,
+    weight_map: WeightMap | None = None,
+    companions: Companions = Companions(),  # noqa: B008 - immutable
+) -> ExportSpec:
+    """How a model is written: in the layout it was loaded in. Multimodal checkpoints are written as the language model
+    alone, in the usual layout.
+
+    Args:
+        hf_config: config.json.
+        config: the decoder that it composes to.
+        weight_map: the map by which the model was loaded; by default the family's usual one.
+        companions: files beside the weights.
+    """
+    family = family_of(hf_config)
+    if family.text is not None:
+        hf_config, weight_map = family.text(hf_config), None
+        family = family_of(hf_config)
+    return ExportSpec(
+        hf_config=hf_config,
+        weight_map=family.weight_maps(config)[0] if weight_map is None else weight_map,
+        generation_config=companions.generation_config,
+        default_theta=family.default_theta,
+        attribute_map=family.attribute_map,
+        files=companions.tokenizer,
+    )
+
+
+def keep_stored_dtypes(model: CausalLM, weight_map: WeightMap, headers: Mapping[str, Spec], dtype: torch.dtype) -> None:
+    """Record in the model's export spec the stored dtypes of tensors that a model in `dtype` keeps in a wider dtype, so
+    that exports write them as they were.
+
+    Args:
+        model: the model; its `export_spec` is replaced.
+        weight_map: the map by which it was loaded.
+        headers: name -> dtype and shape of the checkpoint's tensors.
+        dtype: dtype in which the model was loaded.
+    """
+    spec, dtypes = model.require_export_spec(), weight_map.stored_dtypes(headers, persistent_tensors(model), dtype)
+    source = spec.source
+    if source is not None:
+        source = replace(source, weight_map=replace(source.weight_map, dtypes=dtypes))
+    model.export_spec = replace(spec, weight_map=replace(spec.weight_map, dtypes=dtypes), source=source)

@@ -1,0 +1,180 @@
+"""How checkpoints store layers of multi-token prediction (MTP): tensor names and the field of config.json, as data."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ligermodels.convert.config_json import TEXT
+from ligermodels.convert.json_values import as_object, is_int
+from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import ConfigError, short
+from ligermodels.layers import BlockConfig
+from ligermodels.models.untie import EMBEDDING, HEAD
+
+if TYPE_CHECKING:
+    from ligermodels.models.decoder import DecoderConfig
+
+QWEN_NAMES = {
+    "fc": "fc",
+    "embedding_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "norm": "norm",
+}
+"""Part of an `MTPHead` -> its name in checkpoints of Qwen3-Next and Qwen3.5."""
+
+
+@dataclass(frozen=True)
+class MTPFormat:
+    """How the checkpoints of a family store layers of multi-token prediction. The default is the format of Qwen3-Next
+    and Qwen3.5, where the layers share all parts except their blocks.
+
+    In `prefix` and `block`, {model} stands for the prefix of the language model ("model"), {index} for the number of
+    the MTP layer from 0, and {layer} for that number plus the number of the model's own layers.
+
+    Args:
+        fields: names of the field with the number of MTP layers, in config.json or its `text_config`. All of them are
+            read; exports write the first.
+        prefix: prefix of the tensors outside the block. With {layer} in it, each MTP layer has these tensors; without,
+            all MTP layers share them.
+        names: part of an `MTPHead` (except its block) -> its name after the prefix.
+        block: prefix of the tensors of a block.
+        copies: name after the prefix -> native tensor of the model that this checkpoint tensor repeats.
+    """
+
+    fields: tuple[str, ...] = ("mtp_num_hidden_layers",)
+    prefix: str = "mtp."
+    names: Mapping[str, str] = field(default_factory=QWEN_NAMES.copy)
+    block: str = "mtp.layers.{index}"
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def separate(self) -> bool:
+        """Whether each MTP layer has all parts of an `MTPHead`, instead of only a block."""
+        return "{layer}" in self.prefix
+
+    def weight_map(self, config: DecoderConfig, layout: Mapping[str, Any], num_layers: int = 1) -> WeightMap:
+        """The weight map of an `MTPHead`, whose native tensors are called "mtp.*".
+
+        Args:
+            config: the model's config.
+            layout: the layout of the model's checkpoint, one of `Family.layouts`.
+            num_layers: number of MTP layers.
+        """
+        mappings: list[WeightMapping] = []
+        copied = self.copied(config, layout, num_layers)
+        ignored = [r"rotary_emb\.inv_freq$", *(f"^{re.escape(name)}$" for name in copied)]
+        block, names = mtp_block(config)[1], layout.get("names") or {}
+        kinds = ("weight", "bias") if config.norm.bias else ("weight",)
+        prefixes = []
+        for index in range(num_layers):
+            prefix, stored = self._prefixes(config, layout, index)
+            native = "mtp" if index == 0 else f"mtp.later.{index - 1}"
+            if index == 0 or self.separate:
+                prefixes.append(prefix)
+                mappings.append(rename(f"{native}.fc.weight", f"{prefix}{self.names['fc']}.weight"))
+                mappings += [
+                    rename(f"{native}.{part}.{kind}", f"{prefix}{self.names[part]}.{kind}")
+                    for part in ("embedding_norm", "hidden_norm", "norm")
+                    for kind in kinds
+                ]
+            own = f"{native}.block" if index == 0 or self.separate else native
+            mappings += block.weight_mappings(config.hidden_size, own, stored, names)
+            ignored += block.mixer.unused(stored, names)
+        others = f"^(?!{'|'.join(map(re.escape, prefixes))})"
+        return WeightMap(mappings, ignored=[others, *ignored])
+
+    def copied(self, config: DecoderConfig, layout: Mapping[str, Any], num_layers: int = 1) -> dict[str, str]:
+        """Checkpoint tensor -> native tensor of the model that it repeats, for `num_layers` MTP layers of a model of
+        this `config`, stored in this `layout`."""
+        tied = {HEAD: EMBEDDING} if config.head.tied else {}
+        return {
+            f"{self._prefixes(config, layout, index)[0]}{name}": tied.get(native, native)
+            for index in range(num_layers)
+            for name, native in self.copies.items()
+        }
+
+    def layers_in(self, config: DecoderConfig, layout: Mapping[str, Any], names: Iterable[str]) -> int:
+        """Number of MTP layers that have tensors among `names`, the tensor names of a checkpoint of a model of this
+        `config`, stored in this `layout`. Counting stops at the first layer without tensors."""
+        stored = list(names)
+        starts = (f"{self._prefixes(config, layout, index)[1]}." for index in itertools.count())
+        return sum(1 for _ in itertools.takewhile(lambda start: any(n.startswith(start) for n in stored), starts))
+
+    def _prefixes(self, config: DecoderConfig, layout: Mapping[str, Any], index: int) -> tuple[str, str]:
+        """Prefixes of MTP layer `index`: outside its block, and of its block."""
+        values = {"model": layout.get("prefix", "model"), "layer": len(config.blocks) + index, "index": index}
+        return self.prefix.format(**values), self.block.format(**values)
+
+    def ignored(self, hf_config: Mapping[str, Any]) -> list[str]:
+        """Patterns of the tensors of MTP layers, in a checkpoint with this config.json. Empty where `Decoder` knows the
+        names itself: of layers that are numbered after the model's own."""
+        has_shared_parts = not self.separate and self.count(hf_config)
+        return [f"^{re.escape(self.prefix)}"] if has_shared_parts else []
+
+    def count(self, hf_config: Mapping[str, Any]) -> int:
+        """Number of MTP layers that config.json names; 0 where it has none of the `fields`.
+
+        Raises:
+            ConfigError: the number is not a whole number of at least 0.
+        """
+        for config in (hf_config, as_object(hf_config.get(TEXT))):
+            for name in self.fields:
+                count = config.get(name)
+                if count is None:
+                    continue
+                if not is_int(count) or count < 0:
+                    raise ConfigError(f"config.json: {name} must be a number of layers, got {short(count)}")
+                return count
+        return 0
+
+    def written(self, hf_config: Mapping[str, Any], num_layers: int = 1) -> dict[str, Any]:
+        """`hf_config` with `num_layers` as its number of MTP layers."""
+        if self.count(hf_config) == num_layers:
+            return dict(hf_config)
+        if isinstance(text := hf_config.get(TEXT), Mapping):
+            return {**hf_config, TEXT: self.written(text, num_layers)}
+        others = {name: value for name, value in hf_config.items() if name not in self.fields}
+        return {**others, self.fields[0]: num_layers}
+
+
+NUMBERED_LAYERS = MTPFormat(
+    fields=("num_nextn_predict_layers", "num_mtp_layers"),
+    prefix="{model}.layers.{layer}.",
+    names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"},
+    block="{model}.layers.{layer}",
+    copies={"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD},
+)
+"""Format of DeepSeek-V3 and GLM-4.5: MTP layers are numbered after the model's own layers, and each has copies of the
+embedding and the head."""
+
+
+def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
+    """The model's block that an MTP layer copies: its layer number and its config.
+
+    It is the last block with full attention or, without one, the last with sliding-window attention.
+
+    Raises:
+        ConfigError: the model has no attention, or its blocks take per-layer inputs beside hidden states.
+    """
+    if config.per_layer_inputs is not None:
+        raise ConfigError(
+            "per_layer_inputs: the blocks of this model take an embedding of each token for each layer; multi-token "
+            "prediction is not implemented for such models"
+        )
+    mixers = [block.mixer for block in config.blocks]
+    # The state of attention grows with each token, the state of a recurrent mixer does not.
+    grows = [mixer.state_elements(2) > mixer.state_elements(1) for mixer in mixers]
+    attention = [i for i, mixer in enumerate(mixers) if mixer.state_from is None and grows[i]]
+    if not attention:
+        raise ConfigError("blocks: none of them has attention, and a layer of multi-token prediction needs it")
+    full = [i for i in attention if getattr(mixers[i], "window", None) is None]
+    layer = (full or attention)[-1]
+    block, mixer = config.blocks[layer], mixers[layer]
+    if getattr(mixer, "shares_kv", False):
+        block = replace(block, mixer=replace(mixer, shares_kv=False))  # type: ignore[type-var]
+    return layer, block
