@@ -18,7 +18,6 @@ from ligermodels.speculative.joint import JointMedusa
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.training import StepMetrics, train, warmup_cosine
 from ligermodels.training.loop import Trainable
-from ligermodels.training.medusa import WEIGHT_ARGUMENT
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
 Rounding = Literal["nearest", "stochastic"]
@@ -122,7 +121,7 @@ def learn_jointly(
     """Stage 2: a copy of the heads and their model, trained together. The model itself, unchanged, is the reference."""
     joint = copy.deepcopy(medusa)
     rates = [(joint.base.parameters(), s.joint_learning_rate), (joint.head_parameters(), 4 * s.joint_learning_rate)]
-    options: dict[str, Any] = {"loss_options": lambda step: {WEIGHT_ARGUMENT: s.joint_heads_loss_weight}}
+    options: dict[str, Any] = {"loss_options": lambda step: {"heads_loss_weight": s.joint_heads_loss_weight}}
     whole, data = JointMedusa(joint, medusa.base), s.batches(documents, 2)
     learn(whole, rates, data, s.joint_steps, update, warmup_divisor=10, **options)
     return joint

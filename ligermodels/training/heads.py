@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ligermodels.speculative.evaluation import HeadScores, KLToReference, perplexity
-from ligermodels.training.loop import OutputMetrics, Value
+from ligermodels.training.reports import OutputMetrics, Value
 
 
 @dataclass(frozen=True)

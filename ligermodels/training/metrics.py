@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ligermodels.training.folder import METRICS, TENSORBOARD, write_atomically
-from ligermodels.training.loop import StepMetrics, Value
+from ligermodels.training.reports import StepMetrics, Value
 
 VALIDATION = "validation_"
 """Prefix of the metrics of evaluations."""
