@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels import __version__
-from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, mtp, plan, runs, train
+from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, mtp, plan, runs, train, verify
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
@@ -143,7 +143,7 @@ def _import(name: str) -> None:
         raise InputError(f"--import {name}: {error}") from error
 
 
-for command in (describe.info, checkpoint.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
+for command in (describe.info, verify.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
     app.command()(command)
 app.command()(train.train)
 app.command()(plan.plan)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -108,35 +109,50 @@ def train(
         num_targets = ranks.sum(count_targets(model, parts).to(device, non_blocking=True))
         check_length(parts, step)
         options = {"num_items_in_batch": num_targets.clamp(min=1), **(loss_options(step) if loss_options else {})}
-
-        losses, metrics = [], []
-        for part in parts:
-            out = model(**on_device(part, device), **options)
-            (out.loss if ranks.size == 1 else out.loss * ranks.size).backward()  # FSDP2 averages over the ranks
-            losses.append(out.loss.detach())
-            metrics.append(output_metrics(out) if output_metrics else OutputMetrics())
+        losses, metrics = _forward_backward(model, parts, device, ranks, options, output_metrics)
         grad_norm = clip_gradients(parameters, math.inf if max_grad_norm is None else max_grad_norm)
         learning_rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:
             schedule.step()
-        log.add(PendingStep(step, learning_rate, parts, num_targets, losses, OutputMetrics.sum(metrics), grad_norm))
+        log.add(PendingStep(step, learning_rate, parts, num_targets, losses, metrics, grad_norm))
 
         is_last = step == steps or _should_stop(callbacks)
         due = [callback for callback in callbacks if is_due(step, callback.every, steps)]
         if is_last or due or step % report_every == 0:
-            report = log.report()
-            for callback in callbacks:
-                callback.on_report(report)
-            for callback in due:
-                callback.on_step_end(step)
+            _call(callbacks, due, log.report())
             is_last = is_last or _should_stop(callbacks)
             model.train()
             log.start()
         if is_last:
             return step
     return start
+
+
+def _forward_backward(
+    model: Trainable,
+    parts: Sequence[Batch],
+    device: torch.device,
+    ranks: DataRanks,
+    options: Mapping[str, Any],
+    output_metrics: Callable[[Any], OutputMetrics] | None,
+) -> tuple[list[Tensor], OutputMetrics]:
+    """Add the gradients of the micro-batches `parts`; returns their losses and the sum of their metrics."""
+    losses, metrics = [], []
+    for part in parts:
+        out = model(**on_device(part, device), **options)
+        (out.loss if ranks.size == 1 else out.loss * ranks.size).backward()  # FSDP2 averages over the ranks
+        losses.append(out.loss.detach())
+        metrics.append(output_metrics(out) if output_metrics else OutputMetrics())
+    return losses, OutputMetrics.sum(metrics)
+
+
+def _call(callbacks: Iterable[Callback], due: Iterable[Callback], report: StepMetrics) -> None:
+    for callback in callbacks:
+        callback.on_report(report)
+    for callback in due:
+        callback.on_step_end(report.step)
 
 
 def _should_stop(callbacks: Iterable[Callback]) -> bool:

@@ -126,12 +126,7 @@ def plan_run(
     def on_first_rank(function: Callable[[], Any]) -> Any:
         return ranks.from_first(str(out), function)
 
-    if recipe.base is None or not recipe.data:
-        raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
-    _, data_ranks = data_share(recipe.parallel)
-    if world_size() > 1 and recipe.optimizer == "adafactor":
-        raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
-    recipe.micro_batches(data_ranks)  # raises if the ranks cannot divide the batch
+    _check_recipe(recipe)
     start, checkpoint = 0, dict[str, Any]()
     if resume and (newest := on_first_rank(checkpoints.newest)):
         start, checkpoint = newest
@@ -161,6 +156,16 @@ def plan_run(
     if warmup > steps:
         console.say(f"warmup_steps: {warmup:,} is more than there are steps; all {steps:,} are warm-up")
     return RunPlan(recipe, base, documents, content, training, validation, steps, min(warmup, steps), start, checkpoint)
+
+
+def _check_recipe(recipe: TrainingRecipe) -> None:
+    """Raise ConfigError for a recipe without base or data, and for settings that do not suit the number of ranks."""
+    if recipe.base is None or not recipe.data:
+        raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
+    _, data_ranks = data_share(recipe.parallel)
+    if world_size() > 1 and recipe.optimizer == "adafactor":
+        raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
+    recipe.micro_batches(data_ranks)  # raises if the ranks cannot divide the batch
 
 
 def _require_same_data(documents: Documents, ranks: Ranks) -> None:
