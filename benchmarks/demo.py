@@ -50,10 +50,10 @@ def main() -> None:
     elif not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU, and the records name it")
     else:
-        from ligermodels.demo.gpu import run_gpu_demo
+        from ligermodels.demo import GpuDemoSettings, run_demo
 
         with tempfile.TemporaryDirectory() as folder:
-            results = run_gpu_demo(Path(folder) / "demo")
+            results = run_demo(Path(folder) / "demo", GpuDemoSettings())
     common = measure.facts()
     if arguments.json is not None:  # the packages are those of another machine
         common = {name: common[name] for name in ("commit", "measure")}

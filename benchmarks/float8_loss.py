@@ -35,9 +35,8 @@ from benchmarks import measure
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import permutation
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.demo.corpus import END, installed_sources, train_tokenizer
-from ligermodels.demo.gpu import FOR_TOKENIZER, GpuDemoSettings
-from ligermodels.demo.steps import TrainingSettings, llama_config
+from ligermodels.demo import END, DemoSettings, GpuDemoSettings, installed_sources, llama_config, train_tokenizer
+from ligermodels.demo.corpus import TOKENIZER_BYTES
 from ligermodels.errors import InputError, TrainingError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate
@@ -69,13 +68,13 @@ class Data:
         return hashlib.sha256(self.training.tobytes()).hexdigest()[:16]
 
 
-def tokenised(s: TrainingSettings) -> Data:
+def tokenised(s: DemoSettings) -> Data:
     """The sources on this machine, by a tokenizer that is trained on the first of them. Files that are not UTF-8 are
     left out."""
     texts = [text for path in installed_sources(s.corpus_bytes) if (text := _text(path)) is not None]
     apart = round(1 / s.validation_fraction)
     held_out, training = texts[::apart], [text for i, text in enumerate(texts) if i % apart]
-    share = min(1.0, FOR_TOKENIZER / sum(map(len, training)))
+    share = min(1.0, TOKENIZER_BYTES / sum(map(len, training)))
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = train_tokenizer(training[: round(share * len(training))], s.vocab_size, Path(folder))
     (end,) = tokenizer.backend.encode(END).ids
@@ -98,7 +97,7 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[str], end: int) -> NDArray[np.uin
     return np.concatenate(parts)
 
 
-def data_in(cache: Path | None, s: TrainingSettings) -> Data:
+def data_in(cache: Path | None, s: DemoSettings) -> Data:
     """The tokens in a folder, made there if they are not; without a folder they are not kept."""
     if cache is None:
         return tokenised(s)
@@ -113,7 +112,7 @@ def data_in(cache: Path | None, s: TrainingSettings) -> Data:
         return Data(found["training"], found["held_out"], int(found["end"]))
 
 
-def rows_of(tokens: Tensor, s: TrainingSettings) -> Iterator[Batch]:
+def rows_of(tokens: Tensor, s: DemoSettings) -> Iterator[Batch]:
     """Batches without end of rows of `seq_len` tokens, decided by the seed: each epoch cuts the tokens at another
     offset, and takes the rows in another order; what does not fill a batch is left out. All on the device of `tokens`.
 
@@ -131,13 +130,13 @@ def rows_of(tokens: Tensor, s: TrainingSettings) -> Iterator[Batch]:
             yield Batch({"input_ids": ids, "labels": ids})
 
 
-def held_out_rows(tokens: Tensor, s: TrainingSettings) -> list[Batch]:
+def held_out_rows(tokens: Tensor, s: DemoSettings) -> list[Batch]:
     """Batches of the tokens in order, the last row left out where they do not fill it."""
     rows = tokens[: len(tokens) // s.seq_len * s.seq_len].view(-1, s.seq_len)
     return [Batch({"input_ids": ids, "labels": ids}) for ids in rows.split(s.batch_size)]
 
 
-def trained(provider: str, s: TrainingSettings, data: Data) -> dict[str, Any]:
+def trained(provider: str, s: DemoSettings, data: Data) -> dict[str, Any]:
     """The record of a run of `s.steps` steps; "failed" in place of the losses where one was not finite."""
     training, held_out = (
         torch.from_numpy(ids.astype(np.int64)).to(measure.DEVICE) for ids in (data.training, data.held_out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -15,7 +15,7 @@ from ligermodels.errors import InputError
 
 END = "<|endoftext|>"
 TOKENIZER_BYTES = 10_000_000
-"""Largest number of characters that the tokenizer is trained on."""
+"""Number of characters that the tokenizer of the demo is trained on, at most."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:\n{{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
@@ -58,7 +58,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Toke
     """Train a byte-level BPE and save it to `folder`, for `Tokenizer` and transformers' AutoTokenizer.
 
     Args:
-        texts: the texts; the first TOKENIZER_BYTES characters are used.
+        texts: the texts.
         vocab_size: number of tokens.
         folder: the folder to write to; it is made if it does not exist.
     """
@@ -69,7 +69,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Toke
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator(_first(texts, TOKENIZER_BYTES), trainer)
+    bpe.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
     config = {
@@ -82,7 +82,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Toke
     return Tokenizer(folder)
 
 
-def _first(texts: Iterable[str], limit: int) -> Iterator[str]:
+def write_pieces(path: Path, texts: Iterable[str], piece: int) -> None:
+    """Write a .jsonl file of texts, cut into pieces of `piece` characters."""
+    pieces = (text[start : start + piece] for text in texts for start in range(0, len(text), piece))
+    path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in pieces), encoding="utf-8")
+
+
+def equally_spaced(documents: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
+    """`count` pieces of `length` tokens, spread evenly over documents (token ids)."""
+    starts = [(ids, start) for ids in documents for start in range(len(ids) - length)]
+    distance = max(1, len(starts) // count)
+    return [list(ids[start : start + length]) for ids, start in starts[::distance][:count]]
+
+
+def first_texts(texts: Iterable[str], limit: int) -> Iterator[str]:
     """The first texts, up to `limit` characters in all."""
     for text in texts:
         limit -= len(text)

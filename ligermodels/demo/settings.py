@@ -16,6 +16,8 @@ class DemoSettings:
     installed: bool = False
     """Train on the sources of installed packages too, not only on Python's standard library."""
     corpus_bytes: int = 8_000_000
+    piece: int = 1000
+    """Characters of the pieces that texts are cut into, so that batches mix files."""
     validation_fraction: float = 0.06
     validation_tokens: int | None = 20_000
     vocab_size: int = 512
@@ -61,6 +63,7 @@ class GpuDemoSettings(DemoSettings):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     installed: bool = True
     corpus_bytes: int = 80_000_000
+    piece: int = 500_000  # whole files
     validation_fraction: float = 0.02
     validation_tokens: int | None = None
     vocab_size: int = 8192

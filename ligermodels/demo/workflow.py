@@ -21,9 +21,8 @@ import ligermodels as lm
 from ligermodels.console import progress, say, show_table
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.documents import Documents
-from ligermodels.data.prompts import opening_prompts
+from ligermodels.demo import corpus
 from ligermodels.demo.chats import ASKED, descriptions, right_answers, write_chats
-from ligermodels.demo.corpus import END, installed_sources, python_sources, train_tokenizer
 from ligermodels.demo.decoding import decoding_speeds
 from ligermodels.demo.settings import DemoSettings, llama_config
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError
@@ -32,12 +31,14 @@ from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, Outcom
 from ligermodels.training.folder import write_atomically
 from ligermodels.training.recipe import R
 
+DATA = "sources.jsonl"
 RESULTS = "demo.json"
 """The file of results. It marks the folder of a demo, and another demo may replace such a folder."""
 SAMPLE_TOKENS = 80
 FLOAT32_TOKENS = 128
 """New tokens per prompt for the comparison in float32."""
 FILES = {
+    DATA: "the texts",
     "model": "the model: a Hugging Face checkpoint",
     "medusa": "the heads of stage 1",
     "medusa-vllm": "the heads of stage 1, as vLLM loads them",
@@ -59,7 +60,7 @@ With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
 
 
 def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSettings | None = None) -> dict[str, Any]:
-    """Train a model and Medusa heads on Python sources, decode with them, export them, and fine-tune the model on chats.
+    """Train a model and Medusa heads on Python sources, decode, export, and fine-tune the model on chats.
 
     demo.json is written after each stage, so that a demo that is cut off leaves its results; "finished" is false until
     the end. Greedy decoding with heads is lossless up to rounding: in bfloat16 kernels of other shapes may decide
@@ -143,7 +144,7 @@ class _Demo:
         common = {
             "validation_fraction": s.validation_fraction, "validation_tokens": s.validation_tokens, "dtype": s.dtype,
             "seq_len": s.seq_len, "batch_tokens": s.seq_len * s.batch_size, "seed": s.seed, "checkpoint_every": None,
-            "warmup_steps": steps // 20, "report_every": max(1, steps // 20), "max_bad_lines": s.corpus_bytes,
+            "warmup_steps": steps // 20, "report_every": max(1, steps // 20),
         }  # fmt: skip
         return kind(steps=steps, learning_rate=learning_rate, **{**common, **settings})
 
@@ -156,14 +157,17 @@ class _Demo:
         """A tokenizer, and a Llama from random weights."""
         s, folder = self.s, self.folder
         with self.stage("tokenizer", "a tokenizer for Python sources"):
-            self.files = (installed_sources if s.installed else python_sources)(s.corpus_bytes)
-            texts = (file.read_text(encoding="utf-8", errors="replace") for file in self.files)
-            tokenizer = train_tokenizer(texts, s.vocab_size, folder / "config")
-            config = llama_config(s, tokenizer.backend.token_to_id(END))
+            files = (corpus.installed_sources if s.installed else corpus.python_sources)(s.corpus_bytes)
+            texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+            corpus.write_pieces(folder / DATA, texts, s.piece)
+            tokenizer = corpus.train_tokenizer(
+                corpus.first_texts(texts, corpus.TOKENIZER_BYTES), s.vocab_size, folder / "config"
+            )
+            config = llama_config(s, tokenizer.backend.token_to_id(corpus.END))
             (folder / "config" / "config.json").write_text(json.dumps(config))
         with self.stage("training", f"a Llama, trained from scratch in {s.dtype}"):
             recipe = self.recipe(
-                FineTuningRecipe, s.steps, s.learning_rate, base=folder / "config", data=self.files, weight_decay=0.1
+                FineTuningRecipe, s.steps, s.learning_rate, base=folder / "config", data=folder / DATA, weight_decay=0.1
             )
             evaluation = self.run(fine_tune, recipe, "model").evaluation
             self.model = lm.from_pretrained(folder / "model", device=s.device)
@@ -173,7 +177,7 @@ class _Demo:
 
     def train_heads(self) -> None:
         """Medusa heads on the frozen model, then together with the model."""
-        s, common = self.s, {"base": self.folder / "model", "data": self.files, "num_heads": self.s.num_heads}
+        s, common = self.s, {"base": self.folder / "model", "data": self.folder / DATA, "num_heads": self.s.num_heads}
         with self.stage("heads", "Medusa heads, trained on the frozen model (stage 1)"):
             recipe = self.recipe(MedusaRecipe, s.head_steps, s.head_learning_rate, **common)
             scores = self.run(train_heads, recipe, "medusa").evaluation.scores
@@ -189,11 +193,10 @@ class _Demo:
     def decode(self) -> None:
         """Text with the heads and without, from prompts of the validation split."""
         s, folder = self.s, self.folder
-        documents = Documents.of_checkpoint(
-            folder / "model", self.files, max_bad_lines=s.corpus_bytes, on_bad_line=lambda message: None
-        )
+        documents = Documents.of_checkpoint(folder / "model", [folder / DATA])
         validation = documents.corpus.split(s.validation_fraction, s.seed)[1]
-        prompts = opening_prompts(documents, validation, s.prompts, prompt_tokens=s.prompt_tokens)
+        texts = [document.ids for document in documents.read(validation) if document]
+        prompts = corpus.equally_spaced(texts, s.prompts, s.prompt_tokens)
         with self.stage("decoding", "text, with the heads and without"):
             joint = lm.from_pretrained(folder / "joint", device=s.device)
             self.medusa = lm.MedusaModel.from_pretrained(self.model, folder / "medusa")

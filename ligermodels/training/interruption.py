@@ -38,8 +38,8 @@ class Arrived:
         return self._first == signal.SIGINT
 
     def handle(self, number: int, _: object) -> None:
-        """Note the signal. A second Ctrl-C raises KeyboardInterrupt; not under torchrun, which repeats the signal
-        that the terminal has sent to its processes."""
+        """Note the signal. A second Ctrl-C raises KeyboardInterrupt; not under torchrun: it repeats the signal of
+        the terminal."""
         if self._first is None:
             self._first = number
         elif number == signal.SIGINT and int(os.environ.get("WORLD_SIZE", 1)) == 1:

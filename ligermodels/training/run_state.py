@@ -31,10 +31,10 @@ from ligermodels.training.run_plan import RunPlan
 
 @dataclass(frozen=True)
 class RunState:
-    """A run whose model is loaded.
+    """A run with a loaded model.
 
     plan: recipe, inputs and number of steps.
-    job: the model, its parameters to train, and what is done with it.
+    job: the model, its parameters to train, and functions to evaluate and export it.
     optimizer, schedule: optimizer and learning-rate schedule of these parameters.
     batches: micro-batches of this rank.
     checkpoints: the checkpoints in the folder of the run.
