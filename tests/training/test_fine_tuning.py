@@ -143,7 +143,7 @@ def test_lora_is_trained_alone_and_merged(base: Path, text: Path, config: Path, 
             assert torch.equal(weight, plain.state_dict()[name])
 
     for arguments, message in (
-        ([base, "--lora-alpha", 3], "lora_alpha: is for LoRA, which lora_rank asks for"),
+        ([base, "--lora-alpha", 3], "lora_alpha: is for LoRA; give lora_rank too"),
         ([base, "--lora-rank", 2, "--lora-targets", "query"], "lora_targets: 'query'"),
         ([config, "--lora-rank", 2], "safetensors"),
     ):
