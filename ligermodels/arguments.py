@@ -80,5 +80,5 @@ def check_token_id(name: str, value: Any) -> int:
 
 def check_format(name: str, value: object) -> None:
     """Raise InputError unless `value` is a format of quantised weights."""
-    if value not in get_args(Quantized):
+    if not isinstance(value, str) or value not in get_args(Quantized):
         raise InputError(f"{name}: must be one of {', '.join(get_args(Quantized))}, got {short(value)}")

@@ -41,7 +41,14 @@ def write_chats(path: Path, sentences: Mapping[str, str]) -> None:
 
 
 def right_answers(model: CausalLM, tokenizer: Tokenizer, template: ChatTemplate, sentences: Mapping[str, str]) -> int:
-    """How many of ASKED questions the model answers word for word."""
+    """The number of questions, of ASKED, that a model answers word for word.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        template: its chat template.
+        sentences: name -> right answer.
+    """
     names = list(sentences)[:: max(1, len(sentences) // ASKED)][:ASKED]
     questions = [[{"role": "user", "content": QUESTIONS[0].format(name)}] for name in names]
     prompts = [

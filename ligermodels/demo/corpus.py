@@ -83,7 +83,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Toke
 
 
 def write_pieces(path: Path, texts: Iterable[str], piece: int) -> None:
-    """Write a .jsonl file of texts, cut into pieces of `piece` characters."""
+    """Write texts to the .jsonl file `path`, cut into pieces of `piece` characters."""
     pieces = (text[start : start + piece] for text in texts for start in range(0, len(text), piece))
     path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in pieces), encoding="utf-8")
 

@@ -26,8 +26,14 @@ def decoding_speeds(
 ) -> Iterator[dict[str, Any]]:
     """Wall time of whole calls of `generate`, for each batch size, greedy and with typical acceptance.
 
-    Half of the prompts (token ids) fit the trees and choose the fastest tree; the other half measure decoding. `same`
-    counts the sequences with the tokens of greedy decoding without heads.
+    Args:
+        model: the model with heads.
+        prompts: token ids. Half of the prompts fit the trees and choose the fastest tree; the other half measure
+            decoding.
+        s: batch sizes, tree sizes, temperature and number of new tokens.
+
+    Yields:
+        A record for each case. `same` counts the sequences with the tokens of greedy decoding without heads.
     """
     fit, measured = prompts[::2], prompts[1::2]
     hits = evaluate_continuations(model, fit, max_new_tokens=s.new_tokens).scores.hits

@@ -1,29 +1,28 @@
-"""The stages of the demo, from a tokenizer to chats; their results, printed and written to demo.json."""
+"""The stages of the demo, from a tokenizer to chats; their results are written to demo.json."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import ligermodels as lm
-from ligermodels.console import progress, say, show_table
+from ligermodels.console import progress, say
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.documents import Documents
 from ligermodels.demo import corpus
-from ligermodels.demo.chats import ASKED, descriptions, right_answers, write_chats
+from ligermodels.demo.chats import descriptions, right_answers, write_chats
 from ligermodels.demo.decoding import decoding_speeds
+from ligermodels.demo.report import DATA, RESULTS, checks_of, show
 from ligermodels.demo.settings import DemoSettings, llama_config
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError
 from ligermodels.speculative.benchmark import benchmark_decoding
@@ -31,32 +30,9 @@ from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, Outcom
 from ligermodels.training.folder import write_atomically
 from ligermodels.training.recipe import R
 
-DATA = "sources.jsonl"
-RESULTS = "demo.json"
-"""The file of results. It marks the folder of a demo, and another demo may replace such a folder."""
 SAMPLE_TOKENS = 80
 FLOAT32_TOKENS = 128
 """New tokens per prompt for the comparison in float32."""
-FILES = {
-    DATA: "the texts",
-    "model": "the model: a Hugging Face checkpoint",
-    "medusa": "the heads of stage 1",
-    "medusa-vllm": "the heads of stage 1, as vLLM loads them",
-    "joint": "the model and the heads of stage 2, in one checkpoint",
-    "chat": "the model, fine-tuned on chats: a Hugging Face checkpoint",
-    "adapter": "LoRA of the same chats, in PEFT's format",
-    RESULTS: "these results",
-}
-NEXT = """
-Next, with these files:
-  ligermodels generate {out}/model --medusa {out}/medusa --prompt "def main("
-  ligermodels generate {out}/joint --medusa {out}/joint --prompt "def main("
-  ligermodels chat {out}/chat
-  ligermodels chat {out}/adapter
-  ligermodels verify {out}/model
-With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
-  ligermodels medusa train meta-llama/Llama-3.2-1B --data texts.jsonl --out heads
-  ligermodels medusa eval meta-llama/Llama-3.2-1B heads --data validation.jsonl"""
 
 
 def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSettings | None = None) -> dict[str, Any]:
@@ -95,10 +71,10 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
                 demo.fine_tune()
     finally:
         torch.set_num_threads(threads)
-    checks = _checks(s, demo.results)
+    checks = checks_of(s, demo.results)
     demo.results |= {"checks": checks, "finished": True}
     demo.write()
-    _show(folder, demo.results)
+    show(folder, demo.results)
     if failed := [check for check, passed in checks.items() if not passed]:
         raise LigerModelsError(f"the demo failed these checks: {'; '.join(failed)}")
     return demo.results
@@ -242,65 +218,3 @@ def _sample(model: lm.MedusaModel, documents: Documents, prompt: list[int]) -> d
     new = model.generate([prompt], SAMPLE_TOKENS)[0, len(prompt) :].tolist()
     tokenizer = documents.tokenizer
     return {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.continuation(prompt, new)}
-
-
-def _checks(s: DemoSettings, results: dict[str, Any]) -> dict[str, bool]:
-    """Check -> whether the results pass it."""
-    greedy = [record for record in results["decoding"] if record["acceptance"] == "greedy"]
-    checks = {}
-    if s.dtype == "float32":  # in other dtypes rounding may decide
-        checks["decoding with the heads gives the same tokens"] = all(r["same"] == r["prompts"] for r in greedy)
-    if not s.check:
-        return checks
-    heads, joint = results["accuracy"]["stage 1"], results["accuracy"]["stage 2"]
-    right = [found["right_answers"] for found in results["fine_tuning"].values()]
-    return checks | {
-        "it gives more than 1.5 tokens per step": min(record["tokens_per_step"] for record in greedy) > 1.5,
-        "accuracy falls from head to head": all(a > b for a, b in pairwise(heads)),
-        "stage 2 improves head 0": joint[0] > heads[0],
-        "stage 2 costs the model no more than 1 % of its perplexity": results["joint"]["perplexity_change"] <= 0.01,
-        f"after fine-tuning at least 3 of {ASKED} answers are right, word for word": min(right) >= 3,
-    }
-
-
-def _show(folder: Path, results: dict[str, Any]) -> None:
-    """Print a sample of text, tables of the results, and commands to try."""
-    opening = "\n".join(results["sample"]["prompt"].splitlines()[-4:])
-    print("A sample of text; the model has written the text in « »:\n")
-    print(textwrap.indent(f"{opening}«{results['sample']['continuation'].rstrip()}»", "  "), end="\n\n", flush=True)
-    accuracy = results["accuracy"]
-    rows = [
-        (f"{head}, of t+{head + 2}", *(f"{values[head]:.1%}" for values in accuracy.values()))
-        for head in range(results["settings"]["num_heads"])
-    ]
-    show_table(["Medusa head", *(f"{stage}: top-1" for stage in accuracy)], rows, numbers=(1, 2))
-    rows = [
-        (
-            f"stage {r['stage']}, batch {r['batch']}, {r['acceptance']}",
-            str(r["tree"]),
-            f"{r['tokens_per_step']:.2f}",
-            f"{r['speed_up']:.2f}",
-            f"{r['same']} of {r['prompts']}",
-        )
-        for r in results["decoding"]
-    ]
-    show_table(["heads", "tree", "tokens per step", "speed-up", "same tokens"], rows, numbers=range(1, 5))
-    joint, float32 = results["joint"], results.get("float32")
-    lines = [
-        ("validation loss", f"{results['loss']['model']:.3f}"),
-        (
-            "stage 2: change of the perplexity, KL",
-            f"{joint['perplexity_change']:+.2%}, {joint['kl']:.4f} nats per token",
-        ),
-        *([("same tokens in float32", f"{float32['same']} of {float32['prompts']}")] if float32 else []),
-        *(
-            (f"{name}: validation loss, right answers", f"{found['loss']:.2f}, {found['right_answers']} of {ASKED}")
-            for name, found in results["fine_tuning"].items()
-        ),
-        *((check, "yes" if passed else "NO") for check, passed in results["checks"].items()),
-        *((f"seconds: {name}", f"{seconds:.1f}") for name, seconds in results["seconds"].items()),
-        *((str(folder / name), title) for name, title in FILES.items() if (folder / name).exists()),
-    ]
-    show_table(["result", ""], lines)
-    if results["fine_tuning"]:
-        say(NEXT.format(out=folder))

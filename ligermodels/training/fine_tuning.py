@@ -136,7 +136,13 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
 
 
 def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe. The loss is the model's: cross entropy, and the auxiliary loss of a router."""
+    """The `Job` of a recipe. The loss is the model's: cross entropy, and the auxiliary loss of a router.
+
+    Args:
+        recipe: the settings.
+        model: the base model, which may be sharded.
+        resuming: whether a checkpoint overwrites the trained parameters afterwards.
+    """
     layers = lora_layers(model)
     if layers:
         torch.manual_seed(recipe.seed)  # of the A matrices and of dropout

@@ -54,7 +54,16 @@ def train_heads(
 
 
 def medusa_job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe. Raises ConfigError if the heads in `start_from` do not have the shape of the recipe."""
+    """The `Job` of a recipe.
+
+    Args:
+        recipe: the settings.
+        model: the base model, which may be sharded.
+        resuming: whether a checkpoint overwrites the trained parameters afterwards.
+
+    Raises:
+        ConfigError: the heads in `start_from` do not have the shape of the recipe.
+    """
     medusa = _heads_on(model, recipe, resuming=resuming)
     if recipe.stage == 1:
         return Job(

@@ -56,7 +56,16 @@ def train_mtp(
 
 
 def mtp_job(recipe: MTPRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe. Raises ConfigError if the head to start from does not fit the recipe."""
+    """The `Job` of a recipe.
+
+    Args:
+        recipe: the settings.
+        model: the base model, which may be sharded.
+        resuming: whether a checkpoint overwrites the trained parameters afterwards.
+
+    Raises:
+        ConfigError: the head to start from does not fit the recipe.
+    """
     mtp = _head_on(model, recipe, resuming=resuming)
     layers, steps = mtp.head.num_layers, mtp.num_heads
     if steps < layers:
