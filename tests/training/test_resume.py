@@ -452,8 +452,8 @@ def test_data_and_base_are_known_by_their_content(base: Path, data: Path, tmp_pa
     for path, change, error, words in (
         (chats, flip, InputError, r"data: differs from .*: chats\.jsonl \(was data\.jsonl\) has other"),
         (chats, longer, InputError, r"chats\.jsonl .*had [\d,]+ bytes, has [\d,]+"),
-        (moved / "config.json", other_activation, CheckpointError, r"base: not what .*: config\.json "),
-        (moved / "tokenizer.json", longer, CheckpointError, r"base: not what .*: tokenizer\.json had"),
+        (moved / "config.json", other_activation, CheckpointError, r"base: differs .*: config\.json "),
+        (moved / "tokenizer.json", longer, CheckpointError, r"base: differs .*: tokenizer\.json had"),
         (moved / "model.safetensors", other_norm, CheckpointError, r"base: .*: model\.safetensors has other content"),
     ):
         kept = path.read_bytes()
